@@ -3,13 +3,14 @@
     python benchmarks/curriculum.py                    # 45 runs, about an hour on one core
     python benchmarks/curriculum.py --sizes 167 --seeds 1 2 3 --work-dir runs/curriculum
 
-For each size of the data and each seed three runs differ in one thing, the order of the samples. `staged` has the
-default stages; `reversed` has them from the last to the first; `uniform` has one stage for the whole run, whose mix is
-the number of samples of each difficulty that the first run took. As the order within a difficulty is the same, all take
-the same samples equally often. That is checked on what the runs logged, sample by sample; where a step's share falls
-between two numbers, reversed may round a sample of each difficulty the other way. All are evaluated on the held-out
-records by `python -m finetune eval`. What is done is not done again, so the same command continues after a stop. The
-tables go into docs/curriculum_benchmark.md whichever wins.
+For each size of the data and each seed three runs differ in one thing, the order of the samples.
+`staged` has the default stages; `reversed` has them from the last to the first; `uniform` has one
+stage for the whole run, whose mix is the number of samples of each difficulty that the first run
+took. As the order within a difficulty is the same, all take the same samples equally often. That is
+checked on what the runs logged, sample by sample; where a step's share falls between two numbers,
+reversed may round a sample of each difficulty the other way. All are evaluated on the held-out
+records by `python -m finetune eval`. What is done is not done again, so the same command continues
+after a stop. The tables go into docs/curriculum_benchmark.md whichever wins.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ Stages = list[dict[str, Any]]
 def main() -> int:
     options = _options()
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    runs = {size: [_train_arms(size, seed, options) for seed in options.seeds] for size in options.sizes}
+    runs = {
+        size: [_train_arms(size, seed, options) for seed in options.seeds] for size in options.sizes
+    }
     results = {size: _evaluate(size, of_size, options) for size, of_size in runs.items()}
     text = _document(options, runs, results)
     options.document.write_text(text, encoding="utf-8")
@@ -53,7 +56,9 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44, 45, 46])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[167, 500, 1500], help="records of train.jsonl")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[167, 500, 1500], help="records of train.jsonl"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "bench-curriculum")
     parser.add_argument("--document", type=Path, default=DOCUMENT)
@@ -94,7 +99,8 @@ def _reversed(stages: Stages) -> Stages:
 def _train(arm: str, size: int, seed: int, options: argparse.Namespace, stages: Stages) -> Path:
     """The folder of a finished run."""
     data = options.work_dir / f"train-{size}.jsonl"
-    lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)  # the file is shuffled
+    # the file is shuffled
+    lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     data.write_text("".join(lines[:size]), encoding="utf-8")
     folder = options.work_dir / f"{arm}-{size}-{seed}"
     if (folder / "adapter_model.safetensors").exists():
@@ -136,17 +142,28 @@ def _taken_per_difficulty(folder: Path) -> dict[str, int]:
 
 
 def _check_same_samples(first: Path, second: Path, rounding: int) -> None:
-    """Raise SystemExit where the runs took other samples, beyond so many of a difficulty, or in one order."""
+    """Raise SystemExit where the runs took other samples, beyond so many of a difficulty, or in one
+    order.
+    """
     taken, other = _samples(first), _samples(second)
     different = max((taken - other).total(), (other - taken).total())
     if different > rounding * len(LEVELS):
-        raise SystemExit(f"{first.name} and {second.name} differ in {different} samples: the comparison is void")
+        raise SystemExit(
+            f"{first.name} and {second.name} differ in {different} samples: the comparison is void"
+        )
     if (first / "samples.jsonl").read_bytes() == (second / "samples.jsonl").read_bytes():
-        raise SystemExit(f"{first.name} and {second.name} took their samples in the same order: nothing to compare")
+        raise SystemExit(
+            f"{first.name} and {second.name} took their samples in the same order: nothing to"
+            " compare"
+        )
 
 
-def _evaluate(size: int, runs: list[dict[str, Path]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """What `eval --json` says of the runs of one size, by arm in the order of the seeds, and of the base."""
+def _evaluate(
+    size: int, runs: list[dict[str, Path]], options: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """What `eval --json` says of the runs of one size, by arm in the order of the seeds, and of the
+    base.
+    """
     kept = options.work_dir / f"eval-{size}-{'-'.join(map(str, options.seeds))}.json"
     folders = [str(of_seed[arm]) for arm in ARMS for of_seed in runs]
     if not kept.exists():
@@ -159,7 +176,10 @@ def _evaluate(size: int, runs: list[dict[str, Path]], options: argparse.Namespac
         kept.write_text(said, encoding="utf-8")
     base, *adapters = json.loads(kept.read_text(encoding="utf-8"))["models"]
     count = len(runs)
-    return {"base": [base], **{arm: adapters[n * count : (n + 1) * count] for n, arm in enumerate(ARMS)}}
+    return {
+        "base": [base],
+        **{arm: adapters[n * count : (n + 1) * count] for n, arm in enumerate(ARMS)},
+    }
 
 
 # ---------------------------------------------------------------------- page
@@ -171,22 +191,40 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
         "",
         "Written by `python benchmarks/curriculum.py`; do not edit.",
         "",
-        f"LoRA on `data_samples/tiny-qwen3`, the first records of `data_samples/train.jsonl`, as many steps of {BATCH} "
-        f"samples as {EPOCHS} passes have, learning rate {options.learning_rate:g}, seeds "
-        f"{', '.join(map(str, options.seeds))}. Per seed three runs take the same samples equally often (checked by "
-        "record number; reversed may round one of a difficulty the other way): `staged` in the default stages, "
-        "`uniform` with their overall mix in every step, `reversed` in the stages from the last to the first. "
-        "Held-out records: `data_samples/valid.jsonl`, 50 per difficulty. Differences are taken seed by seed, with "
-        "their 95% interval (Student's t), and signed so that above zero the stages are better.",
+        (
+            "LoRA on `data_samples/tiny-qwen3`, the first records of `data_samples/train.jsonl`,"
+            f" as many steps of {BATCH} samples as {EPOCHS} passes have, learning rate"
+            f" {options.learning_rate:g}, seeds {', '.join(map(str, options.seeds))}. Per seed"
+            " three runs take the same samples equally often (checked by record number; reversed"
+            " may round one of a difficulty the other way): `staged` in the default stages,"
+            " `uniform` with their overall mix in every step, `reversed` in the stages from the"
+            " last to the first. Held-out records: `data_samples/valid.jsonl`, 50 per difficulty."
+            " Differences are taken seed by seed, with their 95% interval (Student's t), and"
+            " signed so that above zero the stages are better."
+        ),
         "",
     ]
     for size, of_size in runs.items():
         taken = _taken_per_difficulty(of_size[0]["staged"])
-        mix = ", ".join(f"{count:,} {level} ({count / sum(taken.values()):.0%})" for level, count in taken.items())
+        mix = ", ".join(
+            f"{count:,} {level} ({count / sum(taken.values()):.0%})"
+            for level, count in taken.items()
+        )
         steps = sum(taken.values()) // BATCH
-        lines += [f"## {size:,} records, {steps} steps, {len(of_size)} seeds", "", f"Samples taken: {mix}.", ""]
-        for title, key, digits in (("loss per target", "loss", 4), ("exact answers of 50", "correct", 1)):
-            lines += [f"| {title} | base | staged | uniform | reversed | staged beats uniform by | and reversed by |"]
+        lines += [
+            f"## {size:,} records, {steps} steps, {len(of_size)} seeds",
+            "",
+            f"Samples taken: {mix}.",
+            "",
+        ]
+        for title, key, digits in (
+            ("loss per target", "loss", 4),
+            ("exact answers of 50", "correct", 1),
+        ):
+            lines += [
+                f"| {title} | base | staged | uniform | reversed | staged beats uniform by | and"
+                " reversed by |"
+            ]
             lines.append("|---|---|---|---|---|---|---|")
             lines += [
                 _line(level, key, digits, results[size])
@@ -194,7 +232,13 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
                 if key == "loss" or _of(results[size]["base"][0], level)["answered"]
             ]
             lines.append("")
-    lines += ["An interval with 0 in it cannot tell the two apart (marked ~). One small model, one kind of data.", ""]
+    lines += [
+        (
+            "An interval with 0 in it cannot tell the two apart (marked ~). One small model, one"
+            " kind of data."
+        ),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -202,12 +246,20 @@ def _of(model: dict[str, Any], level: str | None) -> dict[str, Any]:
     return model["overall"] if level is None else model["levels"][level]
 
 
-def _line(level: str | None, key: str, digits: int, results: dict[str, list[dict[str, Any]]]) -> str:
+def _line(
+    level: str | None, key: str, digits: int, results: dict[str, list[dict[str, Any]]]
+) -> str:
     values = {arm: [_of(model, level)[key] for model in models] for arm, models in results.items()}
     sign = -1 if key == "loss" else 1
-    cells = [level or "all", *(f"{statistics.fmean(values[arm]):.{digits}f}" for arm in ("base", *ARMS))]
+    cells = [
+        level or "all",
+        *(f"{statistics.fmean(values[arm]):.{digits}f}" for arm in ("base", *ARMS)),
+    ]
     for other in ("uniform", "reversed"):
-        gains = [sign * (ours - theirs) for ours, theirs in zip(values["staged"], values[other], strict=True)]
+        gains = [
+            sign * (ours - theirs)
+            for ours, theirs in zip(values["staged"], values[other], strict=True)
+        ]
         cells.append(_interval(gains, digits))
     return f"| {' | '.join(cells)} |"
 

@@ -1,13 +1,16 @@
-"""Which learning rate and batch fine-tuning wants, by width of the model, size of the data, and method.
+"""Which learning rate and batch fine-tuning wants, by width of the model, size of the data, and
+method.
 
-    python benchmarks/defaults.py bases                      # three small models; the bundled one is one of them
-    python benchmarks/defaults.py sweep                      # what is in the results is not run again
-    python benchmarks/defaults.py page                       # docs/defaults_benchmark.md of what there is
+    python benchmarks/defaults.py bases                      # three small models; the bundled one
+    is one of them python benchmarks/defaults.py sweep                      # what is in the results
+    is not run again python benchmarks/defaults.py page                       #
+    docs/defaults_benchmark.md of what there is
 
-bases: models of width 128 and 512 beside the bundled one of 256, pretrained on a part of its corpus (its tokenizer).
-sweep: whole runs of three passes, each on one thread, on 167, 500 and all 1,500 records of train.jsonl: rates around
-the expected best for LoRA and for full training at a batch of 16; and batches of 4 to 64 on the bundled model. What
-counts is the loss on the held-out records at the end of a run. Results go to benchmarks/results/defaults_sweep.jsonl.
+bases: models of width 128 and 512 beside the bundled one of 256, pretrained on a part of its corpus
+(its tokenizer). sweep: whole runs of three passes, each on one thread, on 167, 500 and all 1,500
+records of train.jsonl: rates around the expected best for LoRA and for full training at a batch of
+16; and batches of 4 to 64 on the bundled model. What counts is the loss on the held-out records at
+the end of a run. Results go to benchmarks/results/defaults_sweep.jsonl.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ ROWS = (167, 500, 1500)
 EPOCHS, SEED = 3, 42
 BASE_STEPS = {128: 700, 512: 500}  # of 8 windows of 512 tokens
 RATES = {
-    "lora": {128: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), 256: (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), 512: (5e-4, 1e-3, 2e-3, 4e-3)},
+    "lora": {
+        128: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+        256: (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+        512: (5e-4, 1e-3, 2e-3, 4e-3),
+    },
     "full": {
         128: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 4e-3),
         256: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3),
@@ -50,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("bases", "sweep", "page"))
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "bench-defaults")
-    parser.add_argument("--share", default="1/1", help="of the runs, where several processes sweep: 1/2, 2/2")
+    parser.add_argument(
+        "--share", default="1/1", help="of the runs, where several processes sweep: 1/2, 2/2"
+    )
     options = parser.parse_args()
     options.work_dir.mkdir(parents=True, exist_ok=True)
     if options.part == "bases":
@@ -81,8 +90,18 @@ def make_bases(work: Path) -> None:
     if not tokens.exists():
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tiny-qwen3")
         parts, _ = make_corpus.write_corpus(work / "corpus", parts=4)
-        documents = [make_base_model.write_documents(part, tokenizer, work / part.name) for part in parts]
-        words = ["prepare", "--data", *documents, "--output-dir", tokens, "--tokenizer", DATA / "tiny-qwen3"]
+        documents = [
+            make_base_model.write_documents(part, tokenizer, work / part.name) for part in parts
+        ]
+        words = [
+            "prepare",
+            "--data",
+            *documents,
+            "--output-dir",
+            tokens,
+            "--tokenizer",
+            DATA / "tiny-qwen3",
+        ]
         words += ["--special-tokens", "true", "--valid-fraction", make_base_model.VALID_FRACTION]
         if code := finetune_command([str(word) for word in words]):
             raise SystemExit(code)
@@ -101,7 +120,9 @@ def pretrain(work: Path, tokens: Path, width: int, steps: int) -> None:
     start = work / f"start-{width}"
     config = AutoConfig.from_pretrained(DATA / "tiny-qwen3")
     config.update({"hidden_size": width, "num_hidden_layers": LAYERS[width], "head_dim": 64})
-    config.update({"layer_types": ["full_attention"] * LAYERS[width], "max_window_layers": LAYERS[width]})
+    config.update(
+        {"layer_types": ["full_attention"] * LAYERS[width], "max_window_layers": LAYERS[width]}
+    )
     config.update({"num_attention_heads": width // 64, "num_key_value_heads": width // 64})
     config.update({"intermediate_size": 64 * math.ceil(width / 24)})
     torch.manual_seed(SEED)
@@ -138,11 +159,23 @@ def planned() -> Iterator[Run]:
         for width in WIDTHS:
             for method, rates in RATES.items():
                 for rate in rates[width]:
-                    yield {"width": width, "rows": rows, "method": method, "batch": 16, "rate": rate}
+                    yield {
+                        "width": width,
+                        "rows": rows,
+                        "method": method,
+                        "batch": 16,
+                        "rate": rate,
+                    }
         for batch in BATCHES.get(rows, ()):
             for method, rates in RATES_OF_BATCHES.items():
                 for rate in rates:
-                    yield {"width": 256, "rows": rows, "method": method, "batch": batch, "rate": rate}
+                    yield {
+                        "width": 256,
+                        "rows": rows,
+                        "method": method,
+                        "batch": batch,
+                        "rate": rate,
+                    }
 
 
 def key(run: Run) -> tuple[Any, ...]:
@@ -202,9 +235,17 @@ def train(work: Path, run: Run) -> dict[str, Any]:
     if result.state != "done":
         raise SystemExit(f"{folder}: {result.state} at step {result.steps}")
     metrics = result.metrics
-    levels = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("eval_loss/")}
+    levels = {
+        name.partition("/")[2]: value
+        for name, value in metrics.items()
+        if name.startswith("eval_loss/")
+    }
     shutil.rmtree(folder)
-    return {"loss": metrics["eval_loss"], "levels": levels, "steps": math.ceil(EPOCHS * run["rows"] / run["batch"])}
+    return {
+        "loss": metrics["eval_loss"],
+        "levels": levels,
+        "steps": math.ceil(EPOCHS * run["rows"] / run["batch"]),
+    }
 
 
 # ---------------------------------------------------------------------- page
@@ -215,14 +256,20 @@ def page(found: list[Run]) -> str:
     lines = [
         "# Learning rates and batches, measured",
         "",
-        "Written by `python benchmarks/defaults.py page` of `benchmarks/results/defaults_sweep.jsonl`; do not edit.",
+        (
+            "Written by `python benchmarks/defaults.py page` of"
+            " `benchmarks/results/defaults_sweep.jsonl`; do not edit."
+        ),
         "",
-        f"Whole runs of {EPOCHS} passes with the staged curriculum, bfloat16 on a CPU, seed {SEED}, on models {bases}. "
-        "That of 256 is `data_samples/tiny-qwen3`, the others are pretrained on "
-        f"{BASE_STEPS[128] * 4096 / 1e6:.1f} and {BASE_STEPS[512] * 4096 / 1e6:.1f} million tokens of its corpus. "
-        "The numbers are the loss per target on the 150 records of `valid.jsonl` after the run; the best of a line is "
-        "bold. `auto` is the rate that a run takes there by itself, and what it costs beside the best rate, read off "
-        "between its neighbours.",
+        (
+            f"Whole runs of {EPOCHS} passes with the staged curriculum, bfloat16 on a CPU, seed"
+            f" {SEED}, on models {bases}. That of 256 is `data_samples/tiny-qwen3`, the others are"
+            f" pretrained on {BASE_STEPS[128] * 4096 / 1e6:.1f} and"
+            f" {BASE_STEPS[512] * 4096 / 1e6:.1f} million tokens of its corpus. The numbers are the"
+            " loss per target on the 150 records of `valid.jsonl` after the run; the best of a"
+            " line is bold. `auto` is the rate that a run takes there by itself, and what it costs"
+            " beside the best rate, read off between its neighbours."
+        ),
         "",
     ]
     for method in RATES:
@@ -236,17 +283,26 @@ def page(found: list[Run]) -> str:
 def table(runs: list[Run]) -> list[str]:
     """A line for each size of the data and batch, a column for each rate."""
     rates = sorted({run["rate"] for run in runs})
-    lines = [f"| records | batch | steps | {' | '.join(f'{rate:g}' for rate in rates)} | auto | costs |"]
+    lines = [
+        f"| records | batch | steps | {' | '.join(f'{rate:g}' for rate in rates)} | auto | costs |"
+    ]
     lines.append("|" + "---|" * (len(rates) + 5))
     for rows, batch in sorted({(run["rows"], run["batch"]) for run in runs}):
-        losses = {run["rate"]: run["loss"] for run in runs if (run["rows"], run["batch"]) == (rows, batch)}
+        losses = {
+            run["rate"]: run["loss"] for run in runs if (run["rows"], run["batch"]) == (rows, batch)
+        }
         best = min(losses.values())
         cells = [f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates]
         cells = [f"**{cell}**" if cell == f"{best:.4f}" else cell for cell in cells]
         rate = auto_rate(runs[0], batch)
         between = interpolated(losses, rate)
         cost = "outside" if between is None else f"{between / best - 1:+.0%}"
-        cell = {"width": runs[0]["width"], "rows": rows, "method": runs[0]["method"], "batch": batch}
+        cell = {
+            "width": runs[0]["width"],
+            "rows": rows,
+            "method": runs[0]["method"],
+            "batch": batch,
+        }
         if {run["rate"] for run in planned() if cell.items() <= run.items()} - losses.keys():
             cost = "not all run"
         steps = math.ceil(EPOCHS * rows / batch)
@@ -258,11 +314,17 @@ def auto_rate(run: Run, batch: int) -> float:
     from finetune.config.run_config import RunConfig
     from finetune.planning.learning_defaults import rate_for
 
-    return rate_for(RunConfig(model="m", data="d", output_dir="o", finetuning=run["method"]), run["width"], batch)
+    return rate_for(
+        RunConfig(model="m", data="d", output_dir="o", finetuning=run["method"]),
+        run["width"],
+        batch,
+    )
 
 
 def interpolated(losses: dict[float, float], rate: float) -> float | None:
-    """The loss at a rate between two that were run, on a line over the rates' logarithms; None outside."""
+    """The loss at a rate between two that were run, on a line over the rates' logarithms; None
+    outside.
+    """
     below = max((one for one in losses if one <= rate), default=None)
     above = min((one for one in losses if one >= rate), default=None)
     if below is None or above is None:

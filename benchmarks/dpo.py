@@ -1,17 +1,21 @@
-"""Training on preferences: what it brings on the bundled pairs, and how fast it is beside TRL's DPOTrainer.
+"""Training on preferences: what it brings on the bundled pairs, and how fast it is beside TRL's
+DPOTrainer.
 
-    python benchmarks/dpo.py learning         # fine-tuning, then pairs or more fine-tuning, three seeds
-    python benchmarks/dpo.py speed            # in CPU time of one thread, which other work hardly changes
-    python benchmarks/dpo.py page             # docs/preferences_benchmark.md of what there is
+    python benchmarks/dpo.py learning         # fine-tuning, then pairs or more fine-tuning, three
+    seeds python benchmarks/dpo.py speed            # in CPU time of one thread, which other work
+    hardly changes python benchmarks/dpo.py page             # docs/preferences_benchmark.md of what
+    there is
 
-learning: the bundled base is fine-tuned on train.jsonl. From there two runs a seed take the same records in the same
-steps: one trains on pairs, the other fine-tunes on their chosen answers, so that both see the same questions and right
-answers. Each at that of three rates with which the first seed answers most questions of preference_valid.jsonl. Both
-answer the held-out records, whose questions are in no pair.
+learning: the bundled base is fine-tuned on train.jsonl. From there two runs a seed take the same
+records in the same steps: one trains on pairs, the other fine-tunes on their chosen answers, so
+that both see the same questions and right answers. Each at that of three rates with which the first
+seed answers most questions of preference_valid.jsonl. Both answer the held-out records, whose
+questions are in no pair.
 
-speed: both sides train one pass over the same pairs in the same order, LoRA on one random model, each in a process of
-its own, in turn. What entered the models is compared document by document, the first step's loss and log-probabilities
-by number; a contender whose work differs ends the benchmark.
+speed: both sides train one pass over the same pairs in the same order, LoRA on one random model,
+each in a process of its own, in turn. What entered the models is compared document by document, the
+first step's loss and log-probabilities by number; a contender whose work differs ends the
+benchmark.
 """
 
 from __future__ import annotations
@@ -62,10 +66,17 @@ def run(*arguments: str) -> str:
     """What a command prints; its failure ends the benchmark with its words."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
     )
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(arguments)}\nexit code {done.returncode}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(arguments)}\nexit code {done.returncode}\n{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
@@ -74,7 +85,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def write_records(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -86,9 +99,14 @@ def measure_learning(work: Path, steps: int) -> None:
     chosen = [{**row, "output": row["chosen"]} for row in records(DATA / "preference_train.jsonl")]
     for row in chosen:
         del row["chosen"], row["rejected"], row["topic"]
-    data = {"dpo": DATA / "preference_train.jsonl", "sft": write_records(work / "chosen.jsonl", chosen)}
+    data = {
+        "dpo": DATA / "preference_train.jsonl",
+        "sft": write_records(work / "chosen.jsonl", chosen),
+    }
     start = work / "start"
-    train("sft", start, DATA / "tiny-qwen3", DATA / "train.jsonl", START_STEPS, START_RATE, SEEDS[0])
+    train(
+        "sft", start, DATA / "tiny-qwen3", DATA / "train.jsonl", START_STEPS, START_RATE, SEEDS[0]
+    )
     tried = {kind: {} for kind in RATES}
     for kind, rates in RATES.items():
         for rate in rates:
@@ -96,20 +114,33 @@ def measure_learning(work: Path, steps: int) -> None:
             train(kind, model, start, data[kind], steps, rate, SEEDS[0])
             tried[kind][rate] = sum(answered(model, "preference_valid").values())
     rates = {kind: max(found, key=found.__getitem__) for kind, found in tried.items()}
-    found: dict[str, Any] = {"steps": steps, "rates": rates, "tried": tried, "start": answered(start)}
+    found: dict[str, Any] = {
+        "steps": steps,
+        "rates": rates,
+        "tried": tried,
+        "start": answered(start),
+    }
     for kind, rate in rates.items():
         models = [work / f"{kind}-{rate:g}-{seed}" for seed in SEEDS]
         for seed, model in zip(SEEDS, models, strict=True):
             train(kind, model, start, data[kind], steps, rate, seed)
         found[kind] = [answered(model) for model in models]
     for seed in SEEDS:
-        taken = {(work / f"{kind}-{rates[kind]:g}-{seed}" / "samples.jsonl").read_text("utf-8") for kind in RATES}
+        taken = {
+            (work / f"{kind}-{rates[kind]:g}-{seed}" / "samples.jsonl").read_text("utf-8")
+            for kind in RATES
+        }
         if len(taken) > 1:
-            raise SystemExit(f"seed {seed}: the two kinds of runs did not take the same records in the same steps")
+            raise SystemExit(
+                f"seed {seed}: the two kinds of runs did not take the same records in the same"
+                " steps"
+            )
     (work / "learning.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def train(kind: str, folder: Path, model: Path, data: Path, steps: int, rate: float, seed: int) -> None:
+def train(
+    kind: str, folder: Path, model: Path, data: Path, steps: int, rate: float, seed: int
+) -> None:
     if (folder / "model.safetensors").exists():
         return
     print(f"{folder.name} ...", file=sys.stderr, flush=True)
@@ -142,10 +173,23 @@ def answered(model: Path, data: str = "valid") -> dict[str, int]:
     kept = model.with_name(f"{model.name}.{data}.json")
     if not kept.exists():
         rows, questions = records(DATA / f"{data}.jsonl"), model.with_name(f"{data}.jsonl")
-        write_records(questions, [{**row, "output": row.get("chosen", row.get("output"))} for row in rows])
-        options = ("--json", "--device-type", "cpu", "--max-new-tokens", "250", "--batch-size", "100")
+        write_records(
+            questions, [{**row, "output": row.get("chosen", row.get("output"))} for row in rows]
+        )
+        options = (
+            "--json",
+            "--device-type",
+            "cpu",
+            "--max-new-tokens",
+            "250",
+            "--batch-size",
+            "100",
+        )
         kept.write_text(
-            run("-m", "finetune", "eval", "--model", str(model), "--data", str(questions), *options), encoding="utf-8"
+            run(
+                "-m", "finetune", "eval", "--model", str(model), "--data", str(questions), *options
+            ),
+            encoding="utf-8",
         )
     found = json.loads(kept.read_text(encoding="utf-8"))["models"][0]
     levels = found["levels"] or {"all": found["overall"]}
@@ -206,14 +250,20 @@ def write_ordered(path: Path, rows: list[dict[str, Any]], run_folder: Path) -> N
     for record in order:
         row = rows[record]
         question = "\n".join(filter(None, (row["instruction"], row["input"])))
-        sides = {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
+        sides = {
+            side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")
+        }
         made.append({"prompt": [{"role": "user", "content": question}], **sides})
     write_records(path, made)
 
 
 def check_equal(name: str, one: dict[str, Any], ours: dict[str, Any]) -> None:
-    """The same documents with the same trained tokens in every step, and the same numbers at the first."""
-    documents, expected = ([step["documents"] for step in result["steps"]] for result in (one, ours))
+    """The same documents with the same trained tokens in every step, and the same numbers at the
+    first.
+    """
+    documents, expected = (
+        [step["documents"] for step in result["steps"]] for result in (one, ours)
+    )
     if documents != expected:
         raise SystemExit(f"{name}: other documents entered the model than ours")
     if one["trained_parameters"] != ours["trained_parameters"]:
@@ -223,14 +273,21 @@ def check_equal(name: str, one: dict[str, Any], ours: dict[str, Any]) -> None:
         raise SystemExit(f"{name}: the first loss is {loss}, not log 2, or a gradient norm is 0")
     for value, reference in zip(log_probs, ours["logged"][0][2:], strict=True):
         if abs(value - reference) > 1e-4 * abs(reference):
-            raise SystemExit(f"{name}: the first log-probabilities are {log_probs}, ours {ours['logged'][0][2:]}")
+            raise SystemExit(
+                f"{name}: the first log-probabilities are {log_probs}, ours {ours['logged'][0][2:]}"
+            )
 
 
 # ---------------------------------------------------------------------- page
 
 
 def page(work: Path) -> str:
-    lines = ["# Preferences, measured", "", "Written by `python benchmarks/dpo.py`; do not edit.", ""]
+    lines = [
+        "# Preferences, measured",
+        "",
+        "Written by `python benchmarks/dpo.py`; do not edit.",
+        "",
+    ]
     if (work / "learning.json").exists():
         lines += learning_lines(json.loads((work / "learning.json").read_text(encoding="utf-8")))
     if (work / "speed.json").exists():
@@ -243,33 +300,44 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
     gains = [ours - theirs for ours, theirs in zip(totals["dpo"], totals["sft"], strict=True)]
     mean, right = statistics.fmean(gains), statistics.fmean(totals["dpo"] + totals["sft"])
     # Of the seeds, and of 100 questions that are answered right so often.
-    error = math.hypot(statistics.stdev(gains) / len(gains) ** 0.5, (right * (100 - right) / 100) ** 0.5)
+    error = math.hypot(
+        statistics.stdev(gains) / len(gains) ** 0.5, (right * (100 - right) / 100) ** 0.5
+    )
     verdict = "the two cannot be told apart"
     if abs(mean) > 2 * error:
         verdict = "pairs win" if mean > 0 else "fine-tuning wins"
     tried = "; ".join(
-        f"{kind} {', '.join(f'{right} at {rate}' for rate, right in found['tried'][kind].items())}" for kind in RATES
+        f"{kind} {', '.join(f'{right} at {rate}' for rate, right in found['tried'][kind].items())}"
+        for kind in RATES
     )
     lines = [
         "## After fine-tuning",
         "",
-        f"`data_samples/tiny-qwen3`, all parameters, {START_STEPS} steps of 32 records of `train.jsonl` at "
-        f"{START_RATE:g}. From there {found['steps']} steps of 32, seeds {', '.join(map(str, SEEDS))}: pairs of "
-        f"`preference_train.jsonl` (dpo, beta 0.1, `--sft-weight 1`, {found['rates']['dpo']:g}), or fine-tuning on "
-        f"their chosen answers ({found['rates']['sft']:g}); the same records in the same steps. Right answers to the "
-        "held-out questions of `valid.jsonl`, 50 of each difficulty. All seeds have one start. The rates are those "
-        f"with which seed {SEEDS[0]} answered most of the 100 questions of `preference_valid.jsonl`: {tried}.",
+        (
+            f"`data_samples/tiny-qwen3`, all parameters, {START_STEPS} steps of 32 records of"
+            f" `train.jsonl` at {START_RATE:g}. From there {found['steps']} steps of 32, seeds"
+            f" {', '.join(map(str, SEEDS))}: pairs of `preference_train.jsonl` (dpo, beta 0.1,"
+            f" `--sft-weight 1`, {found['rates']['dpo']:g}), or fine-tuning on their chosen answers"
+            f" ({found['rates']['sft']:g}); the same records in the same steps. Right answers to"
+            " the held-out questions of `valid.jsonl`, 50 of each difficulty. All seeds have one"
+            f" start. The rates are those with which seed {SEEDS[0]} answered most of the 100"
+            f" questions of `preference_valid.jsonl`: {tried}."
+        ),
         "",
         "| difficulty | at the start | pairs | fine-tuning |",
         "|---|---|---|---|",
     ]
     for name, start in [*found["start"].items(), ("all", sum(found["start"].values()))]:
-        columns = [[sum(one.values()) if name == "all" else one[name] for one in found[kind]] for kind in RATES]
+        columns = [
+            [sum(one.values()) if name == "all" else one[name] for one in found[kind]]
+            for kind in RATES
+        ]
         cells = [f"{statistics.fmean(c):.1f} ({', '.join(map(str, c))})" for c in columns]
         lines.append(f"| {name} | {start} | {' | '.join(cells)} |")
     each = ", ".join(f"{gain:+d}" for gain in gains)
     text = (
-        f"Seed by seed pairs bring {each} answers of 100. Seeds and questions leave an error of {error:.1f}: {verdict}."
+        f"Seed by seed pairs bring {each} answers of 100. Seeds and questions leave an error of"
+        f" {error:.1f}: {verdict}."
     )
     return [*lines, "", text, ""]
 
@@ -279,25 +347,38 @@ def speed_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = [
         "## Beside TRL",
         "",
-        f"LoRA of rank {RANK} on all linear layers of a random Qwen3 of 24 million parameters (vocabulary "
-        f"{MODEL['vocabulary']:,}), float32, {PAIRS} of the bundled pairs in steps of {BATCH}, the first step not "
-        f"measured; one thread, seconds of its CPU time, trl {versions['trl']}, torch {versions['torch']}. "
-        "Every step's documents and trained tokens are equal, so are the first loss and log-probabilities (1e-4). "
-        "trl: as it comes (gradient checkpointing); trl-tuned: without. By the clock the same rounds gave the second "
-        "column of ratios. Peak: of the process.",
+        (
+            f"LoRA of rank {RANK} on all linear layers of a random Qwen3 of 24 million parameters"
+            f" (vocabulary {MODEL['vocabulary']:,}), float32, {PAIRS} of the bundled pairs in steps"
+            f" of {BATCH}, the first step not measured; one thread, seconds of its CPU time, trl"
+            f" {versions['trl']}, torch {versions['torch']}. Every step's documents and trained"
+            " tokens are equal, so are the first loss and log-probabilities (1e-4). trl: as it"
+            " comes (gradient checkpointing); trl-tuned: without. By the clock the same rounds"
+            " gave the second column of ratios. Peak: of the process."
+        ),
         "",
-        "| contender | rounds | pairs a CPU second | ours is so many times as fast (each round) | by the clock "
-        "| tokens computed | peak, GB | our peak, as a share of it |",
+        (
+            "| contender | rounds | pairs a CPU second | ours is so many times as fast (each round)"
+            " | by the clock | tokens computed | peak, GB | our peak, as a share of it |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     rates, by_clock = (
-        {name: [BATCH * len(one[key][1:]) / sum(one[key][1:]) for one in rounds] for name, rounds in results.items()}
+        {
+            name: [BATCH * len(one[key][1:]) / sum(one[key][1:]) for one in rounds]
+            for name, rounds in results.items()
+        }
         for key in ("cpu_seconds", "step_seconds")
     )
-    peaks = {name: statistics.median(one["peak_bytes"] for one in rounds) for name, rounds in results.items()}
+    peaks = {
+        name: statistics.median(one["peak_bytes"] for one in rounds)
+        for name, rounds in results.items()
+    }
     for name, rounds in results.items():
         cells = [name, str(len(rounds)), f"{statistics.median(rates[name]):.2f}"]
-        cells += ["-" if name == "ours" else ratios(one["ours"], one[name]) for one in (rates, by_clock)]
+        cells += [
+            "-" if name == "ours" else ratios(one["ours"], one[name]) for one in (rates, by_clock)
+        ]
         share = "-" if name == "ours" else f"{peaks['ours'] / peaks[name]:.0%}"
         cells += [f"{sum(rounds[0]['computed']):,}", f"{peaks[name] / 1e9:.2f}", share]
         lines.append(f"| {' | '.join(cells)} |")

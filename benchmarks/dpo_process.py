@@ -2,8 +2,8 @@
 
     python benchmarks/dpo_process.py WORK.json
 
-Inputs, steps and memory are recorded as for benchmarks/sft.py (sft_process.py): what enters the model is counted where
-it enters.
+Inputs, steps and memory are recorded as for benchmarks/sft.py (sft_process.py): what enters the
+model is counted where it enters.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ TRL_NAMES = ("loss", "grad_norm", "logps/chosen", "logps/rejected")
 
 
 class LogRecorder(Recorder):
-    """And what each step logs, as loss, gradient norm, and log-probabilities of chosen and rejected answers."""
+    """And what each step logs, as loss, gradient norm, and log-probabilities of chosen and rejected
+    answers.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         self.names = names
         self.logged: list[list[float]] = []
-        self.cpu_marks: list[float] = []  # CPU time of the process, at the beginning and the end of each step
+        # CPU time of the process, at the beginning and the end of each step
+        self.cpu_marks: list[float] = []
 
     def _mark(self) -> None:
         super()._mark()
         self.cpu_marks.append(time.process_time())
 
-    def _note(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _note(
+        self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """Of the reference, too, for which ours puts the model into the mode for evaluation."""
-        self.calls[-1].append({key: named[key].detach() for key in KEPT if isinstance(named.get(key), torch.Tensor)})
+        self.calls[-1].append(
+            {key: named[key].detach() for key in KEPT if isinstance(named.get(key), torch.Tensor)}
+        )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and all(name in logs for name in self.names):
@@ -99,22 +106,29 @@ def train_trl(work: dict[str, Any], output: Path) -> None:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    rows = [json.loads(line) for line in Path(work["ordered"]).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in Path(work["ordered"]).read_text(encoding="utf-8").splitlines()
+    ]
     DPOTrainer(
         model=work["model"],
         args=DPOConfig(**settings | work["own"]),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         peft_config=LoraConfig(
-            r=work["rank"], lora_alpha=2 * work["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
+            r=work["rank"],
+            lora_alpha=2 * work["rank"],
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         ),
     ).train()
 
 
 def steps_of(recorder: Recorder, pairs: int) -> list[dict[str, Any]]:
-    """Of each step the documents that entered the model, each with its trained places, and the tokens computed.
+    """Of each step the documents that entered the model, each with its trained places, and the
+    tokens computed.
 
-    Every document enters twice, as model and as reference; before the first step ours tries its largest microbatch too.
+    Every document enters twice, as model and as reference; before the first step ours tries its
+    largest microbatch too.
     """
     steps = []
     for calls in recorder.calls:

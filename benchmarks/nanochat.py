@@ -1,14 +1,16 @@
-"""Pretraining beside nanochat's own: the same windows, batches and validation bytes, on one machine, one after another.
+"""Pretraining beside nanochat's own: the same windows, batches and validation bytes, on one
+machine, one after another.
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --write-doc
 
-The corpus is the standard library of the running Python, prepared by `python -m finetune prepare`. nanochat runs from
-its checkout, in a process of its own (benchmarks/nanochat_process.py), and gets our tokenizer and our windows in the
-order of our run; its rates, schedule, decay, optimizer, start and compilation are its own. Each run has all cores.
-NAME-bf16 is a variant in bfloat16, NAME@FACTOR one at nanochat's rates times the factor, the same for both sides; by
-default both are run over one grid of factors. What a work folder has is not run again. Exits with an error where
-tokens, windows or validation bytes are not the same, or nothing was learned from.
+The corpus is the standard library of the running Python, prepared by `python -m finetune prepare`.
+nanochat runs from its checkout, in a process of its own (benchmarks/nanochat_process.py), and gets
+our tokenizer and our windows in the order of our run; its rates, schedule, decay, optimizer, start
+and compilation are its own. Each run has all cores. NAME-bf16 is a variant in bfloat16, NAME@FACTOR
+one at nanochat's rates times the factor, the same for both sides; by default both are run over one
+grid of factors. What a work folder has is not run again. Exits with an error where tokens, windows
+or validation bytes are not the same, or nothing was learned from.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ from finetune.runtime.host import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
-NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008, "scalar-lr": 0.5}  # its defaults
+# its defaults
+NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008, "scalar-lr": 0.5}
 CORES = usable_cores()
 GRID = (1, 3, 6, 12)  # factors on nanochat's rates
 USUAL = (
     *("nanochat", "nanochat-plain", "ours", "ours-bf16", "ours-lfm2", "ours-lfm2_value"),
-    *(f"{name}@{factor}" for name in ("nanochat", "nanochat-plain") for factor in GRID[1:]),  # 1 is their own
+    # 1 is their own
+    *(f"{name}@{factor}" for name in ("nanochat", "nanochat-plain") for factor in GRID[1:]),
     *(f"{name}@{factor}" for name in ("ours", "ours-lfm2", "ours-lfm2_value") for factor in GRID),
 )
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
@@ -84,8 +88,12 @@ def main() -> int:
     for variant in options.only:
         runs.append(_run(variant, work, corpus, options))
         report = {"options": facts, "runs": [asdict(run) for run in runs]}
-        (work / "report.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    text = make_tables(runs, options, valid_bytes=corpus.valid_bytes, valid_tokens=corpus.valid_tokens)
+        (work / "report.json").write_text(
+            json.dumps(report, indent=1, default=str), encoding="utf-8"
+        )
+    text = make_tables(
+        runs, options, valid_bytes=corpus.valid_bytes, valid_tokens=corpus.valid_tokens
+    )
     print(text)
     draw_plot(runs, work / "bits_per_byte.png", options)
     if options.write_doc:
@@ -98,24 +106,40 @@ def _options() -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         epilog="variants: " + "; ".join(f"{name}: {words}" for name, words in VARIANTS.items()),
     )
-    parser.add_argument("--nanochat", type=Path, required=True, help=f"checkout of karpathy/nanochat at {COMMIT}")
+    parser.add_argument(
+        "--nanochat", type=Path, required=True, help=f"checkout of karpathy/nanochat at {COMMIT}"
+    )
     parser.add_argument("--work-dir", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=2**21, help="tokens that each variant trains on")
-    parser.add_argument("--total-batch-size", type=int, default=8192, help="tokens of an optimizer step")
+    parser.add_argument(
+        "--tokens", type=int, default=2**21, help="tokens that each variant trains on"
+    )
+    parser.add_argument(
+        "--total-batch-size", type=int, default=8192, help="tokens of an optimizer step"
+    )
     parser.add_argument("--device-batch-size", type=int, default=8, help="windows at a time")
-    parser.add_argument("--evaluations", type=int, default=8, help="after the first, which is before training")
+    parser.add_argument(
+        "--evaluations", type=int, default=8, help="after the first, which is before training"
+    )
     parser.add_argument("--eval-tokens", type=int, default=2**17)
     parser.add_argument("--only", default=",".join(USUAL), help=f"of {','.join(VARIANTS)}")
-    parser.add_argument("--ours", default="", help="more flags for our runs, as one word: '--matrix-lr 0.03'")
-    parser.add_argument("--write-doc", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    parser.add_argument(
+        "--ours", default="", help="more flags for our runs, as one word: '--matrix-lr 0.03'"
+    )
+    parser.add_argument(
+        "--write-doc", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     options.only = options.only.split(",")
     options.steps = options.tokens // options.total_batch_size
     options.every = max(1, options.steps // options.evaluations)
     unknown = [
-        name for name in options.only if not re.fullmatch(f"({'|'.join(VARIANTS)})(-bf16)?(@[0-9]+([.][0-9]+)?)?", name)
+        name
+        for name in options.only
+        if not re.fullmatch(f"({'|'.join(VARIANTS)})(-bf16)?(@[0-9]+([.][0-9]+)?)?", name)
     ]
-    problems = [f"--only {name}: unknown, of {', '.join(VARIANTS)}; -bf16, @FACTOR" for name in unknown]
+    problems = [
+        f"--only {name}: unknown, of {', '.join(VARIANTS)}; -bf16, @FACTOR" for name in unknown
+    ]
     if any("@" in name for name in options.only) and re.search("lr|optimizer", options.ours):
         problems.append("--ours sets rates, and so does @FACTOR")
     at_a_time = options.device_batch_size * SEQUENCE
@@ -139,7 +163,16 @@ def _options() -> argparse.Namespace:
 def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
     tokens = work / "tokens"
     _call(
-        [sys.executable, "-m", "finetune", "prepare", "--data", *_library(), "--output-dir", str(tokens)]
+        [
+            sys.executable,
+            "-m",
+            "finetune",
+            "prepare",
+            "--data",
+            *_library(),
+            "--output-dir",
+            str(tokens),
+        ]
         + ["--vocab-size", str(VOCABULARY), "--valid-fraction", "0.05", "--on-bad-row", "drop"],
         work / "prepare.log",
     )
@@ -150,30 +183,46 @@ def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
     order = [int(i) for step in range(options.steps) for i in data.batches.indices(step)]
     valid = np.stack([data.valid[i][0] for i in range(len(data.valid))])
     if valid[:, 1:].size != options.eval_tokens:
-        raise SystemExit(f"the validation data have {valid[:, 1:].size} tokens in windows: lower --eval-tokens")
-    np.save(work / "train_windows.npy", np.stack([data.train[i][0] for i in order]).astype(np.uint16))
+        raise SystemExit(
+            f"the validation data have {valid[:, 1:].size} tokens in windows: lower --eval-tokens"
+        )
+    np.save(
+        work / "train_windows.npy", np.stack([data.train[i][0] for i in order]).astype(np.uint16)
+    )
     np.save(work / "valid_windows.npy", valid.astype(np.uint16))
     np.save(work / "bytes_per_token.npy", data.bytes_per_token)
     print(
-        f"{data.train.stream.tokens:,} tokens in {len(data.train.stream.documents) - 1:,} documents to train on, "
-        f"{data.passes:.2f} passes; validation on {data.bytes_per_token[valid[:, 1:]].sum():,} bytes"
+        f"{data.train.stream.tokens:,} tokens in {len(data.train.stream.documents) - 1:,} documents"
+        f" to train on, {data.passes:.2f} passes; validation on"
+        f" {data.bytes_per_token[valid[:, 1:]].sum():,} bytes"
     )
-    digest = hashlib.sha256((work / "train_windows.npy").read_bytes() + (work / "valid_windows.npy").read_bytes())
+    digest = hashlib.sha256(
+        (work / "train_windows.npy").read_bytes() + (work / "valid_windows.npy").read_bytes()
+    )
     return Corpus(
-        work, tokens, order, digest.hexdigest(), int(data.bytes_per_token[valid[:, 1:]].sum()), options.eval_tokens
+        work,
+        tokens,
+        order,
+        digest.hexdigest(),
+        int(data.bytes_per_token[valid[:, 1:]].sum()),
+        options.eval_tokens,
     )
 
 
 def _library() -> list[str]:
     """Globs of the standard library's sources, without what is installed in its folder."""
     root = Path(sysconfig.get_path("stdlib"))
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.endswith("-packages"))
+    folders = sorted(
+        path for path in root.iterdir() if path.is_dir() and not path.name.endswith("-packages")
+    )
     with_sources = [folder for folder in folders if next(folder.rglob("*.py"), None)]
     return [str(root / "*.py"), *(str(folder / "**" / "*.py") for folder in with_sources)]
 
 
 def _write_parquet(corpus: Corpus, base: Path) -> None:
-    """The documents as nanochat's loader reads them; its last file is for validation (and not read here)."""
+    """The documents as nanochat's loader reads them; its last file is for validation (and not read
+    here).
+    """
     import pyarrow
     import pyarrow.parquet
     from transformers import AutoTokenizer
@@ -191,7 +240,9 @@ def _write_parquet(corpus: Corpus, base: Path) -> None:
             for start, stop in zip(bounds, bounds[1:], strict=False)
         ]
         table = pyarrow.table({"text": texts})
-        pyarrow.parquet.write_table(table, folder / f"shard_{number:05d}.parquet", row_group_size=1024)
+        pyarrow.parquet.write_table(
+            table, folder / f"shard_{number:05d}.parquet", row_group_size=1024
+        )
 
 
 # ---------------------------------------------------------------------- runs
@@ -200,13 +251,27 @@ def _write_parquet(corpus: Corpus, base: Path) -> None:
 def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
     print(f"{variant} ...", file=sys.stderr, flush=True)
     folder = work / variant
-    sizes = [options.tokens, options.total_batch_size, options.device_batch_size, options.every, options.eval_tokens]
-    inputs = {"sizes": sizes, "windows": corpus.sha256, "ours": options.ours, "rates": _factor(variant, options)}
+    sizes = [
+        options.tokens,
+        options.total_batch_size,
+        options.device_batch_size,
+        options.every,
+        options.eval_tokens,
+    ]
+    inputs = {
+        "sizes": sizes,
+        "windows": corpus.sha256,
+        "ours": options.ours,
+        "rates": _factor(variant, options),
+    }
     result = folder / "measured.json"
     if folder.exists():
         kept = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
         if kept.get("inputs") != inputs:
-            raise SystemExit(f"{folder} is not of this run, or broke off: choose another --work-dir, or remove it")
+            raise SystemExit(
+                f"{folder} is not of this run, or broke off: choose another --work-dir, or"
+                " remove it"
+            )
         bits = {int(step): value for step, value in kept["measured"].pop("bits_per_byte").items()}
         return Measured(**kept["measured"], bits_per_byte=bits)
     folder.mkdir()
@@ -214,10 +279,18 @@ def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) 
     measured = run(variant, folder, corpus, options)
     steps = sorted(measured.bits_per_byte)
     if len(measured.step_seconds) != options.steps or steps[0] != 0 or steps[-1] != options.steps:
-        raise SystemExit(f"{variant}: {len(measured.step_seconds)} steps of {options.steps}, evaluated at {steps}")
-    if not measured.smallest_gradient_norm > 0 or not measured.bits_per_byte[steps[-1]] < measured.bits_per_byte[0]:
+        raise SystemExit(
+            f"{variant}: {len(measured.step_seconds)} steps of {options.steps}, evaluated at"
+            f" {steps}"
+        )
+    if (
+        not measured.smallest_gradient_norm > 0
+        or not measured.bits_per_byte[steps[-1]] < measured.bits_per_byte[0]
+    ):
         raise SystemExit(f"{variant} learned nothing: {measured}")
-    result.write_text(json.dumps({"inputs": inputs, "measured": asdict(measured)}), encoding="utf-8")
+    result.write_text(
+        json.dumps({"inputs": inputs, "measured": asdict(measured)}), encoding="utf-8"
+    )
     return measured
 
 
@@ -237,11 +310,15 @@ def _call(command: list[str], log: Path, **environment: str) -> float:
             env={**os.environ, **own, **threads, **environment},
         )
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)[:500]} failed:\n{log.read_text(encoding='utf-8')[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)[:500]} failed:\n{log.read_text(encoding='utf-8')[-4000:]}"
+        )
     return time.perf_counter() - began
 
 
-def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
+def _run_nanochat(
+    variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace
+) -> Measured:
     name, in_bf16, given = parts_of(variant)
     own_loader = name == "nanochat-own-loader"
     if own_loader:
@@ -273,7 +350,12 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     wall = _call(
-        [sys.executable, "-u", str(Path(__file__).with_name("nanochat_process.py")), str(folder / "settings.json")],
+        [
+            sys.executable,
+            "-u",
+            str(Path(__file__).with_name("nanochat_process.py")),
+            str(folder / "settings.json"),
+        ],
         folder / "log.txt",
         NANOCHAT_BASE_DIR=str(folder),
         NANOCHAT_DTYPE="bfloat16" if in_bf16 else "float32",
@@ -281,7 +363,10 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     for evaluation in report["evaluations"]:
         if (evaluation["bytes"], evaluation["tokens"]) != (corpus.valid_bytes, corpus.valid_tokens):
-            raise SystemExit(f"{variant} was validated on other text: {evaluation}, not {corpus.valid_bytes} bytes")
+            raise SystemExit(
+                f"{variant} was validated on other text: {evaluation}, not {corpus.valid_bytes}"
+                " bytes"
+            )
     lines = map(STEP_LINE.match, (folder / "log.txt").read_text(encoding="utf-8").splitlines())
     return Measured(
         variant,
@@ -300,7 +385,9 @@ def _arch(name: str) -> str:
 
 
 def _factor(variant: str, options: argparse.Namespace) -> float:
-    """On nanochat's rates, which go with the square root of the batch; what is given, or what our laws make of them."""
+    """On nanochat's rates, which go with the square root of the batch; what is given, or what our
+    laws make of them.
+    """
     name, _, given = parts_of(variant)
     if given or not name.startswith("ours"):
         return float(given or 1)
@@ -309,11 +396,17 @@ def _factor(variant: str, options: argparse.Namespace) -> float:
     from finetune.planning.flops import matrix_parameters
     from finetune.training.optimizers import REFERENCE_BATCH_TOKENS, scaled_rates
 
-    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size)
-    model = make_empty_model(scratch_config(_arch(name), DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
+    config = PretrainConfig(
+        train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size
+    )
+    model = make_empty_model(
+        scratch_config(_arch(name), DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE)
+    )
     worth = config.target_param_data_ratio * matrix_parameters(model)
     rates = scaled_rates(config, width=1, worth_tokens=worth, run_tokens=options.tokens)
-    return rates.matrix / (NANOCHAT_RATES["matrix-lr"] * math.sqrt(options.total_batch_size / REFERENCE_BATCH_TOKENS))
+    return rates.matrix / (
+        NANOCHAT_RATES["matrix-lr"] * math.sqrt(options.total_batch_size / REFERENCE_BATCH_TOKENS)
+    )
 
 
 def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -349,7 +442,9 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for path in ("train_data_path", "valid_data_path", "output_dir"):
         flags[flags.index(f"--{path}") + 1] = settings[path]  # paths keep their case
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (
+        processes > 1
+    )
     wall = _call(
         [sys.executable, *launcher, "-m", "finetune.pretrain", *flags, *options.ours.split()],
         folder / "log.txt",
@@ -378,7 +473,8 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
 def _same_steps(trained: list[int], planned: list[int], size: int) -> bool:
     """Whether each step had its windows, in whatever order within the step."""
     return len(trained) == len(planned) and all(
-        sorted(trained[i : i + size]) == sorted(planned[i : i + size]) for i in range(0, len(planned), size)
+        sorted(trained[i : i + size]) == sorted(planned[i : i + size])
+        for i in range(0, len(planned), size)
     )
 
 

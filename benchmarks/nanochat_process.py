@@ -1,8 +1,10 @@
-"""In a process of its own: a nanochat checkout's base_train, reading our tokens and writing down what it does.
+"""In a process of its own: a nanochat checkout's base_train, reading our tokens and writing down
+what it does.
 
-Started by benchmarks/nanochat.py with the path of a JSON file. nanochat's code runs as it is, from its checkout. Put in
-its way are: the tokenizer (ours), the loaders where windows are given (ours), and counters around its optimizer's step
-and its evaluation. With "plain", its model computes without its newer extras: see `_without_extras`.
+Started by benchmarks/nanochat.py with the path of a JSON file. nanochat's code runs as it is, from
+its checkout. Put in its way are: the tokenizer (ours), the loaders where windows are given (ours),
+and counters around its optimizer's step and its evaluation. With "plain", its model computes
+without its newer extras: see `_without_extras`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def main(settings: dict[str, Any]) -> None:
     for name in ("wandb", "requests"):  # imported by nanochat, used only to report and to download
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = ModuleType(name)
-    sys.modules["nanochat.tokenizer"] = _tokenizer_module(Path(settings["tokenizer"]), settings["bytes_per_token"])
+    sys.modules["nanochat.tokenizer"] = _tokenizer_module(
+        Path(settings["tokenizer"]), settings["bytes_per_token"]
+    )
     _give_windows(settings["train_windows"], settings["valid_windows"])
     counters = Counters(settings["eval_every"])
     counters.install()
@@ -63,12 +67,16 @@ class OurTokenizer:
 def _tokenizer_module(folder: Path, bytes_per_token: str) -> ModuleType:
     module = ModuleType("nanochat.tokenizer")
     module.get_tokenizer = lambda: OurTokenizer(folder)
-    module.get_token_bytes = lambda device="cpu": torch.from_numpy(np.load(bytes_per_token)).to(device)
+    module.get_token_bytes = lambda device="cpu": torch.from_numpy(np.load(bytes_per_token)).to(
+        device
+    )
     return module
 
 
 def _give_windows(train: str | None, valid: str) -> None:
-    """Replace the loaders: validation always reads `valid`; training reads `train` in its order, or its own files."""
+    """Replace the loaders: validation always reads `valid`; training reads `train` in its order, or
+    its own files.
+    """
     loaders = importlib.import_module("nanochat.dataloader")
 
     def read(path: str, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -79,10 +87,14 @@ def _give_windows(train: str | None, valid: str) -> None:
             yield torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
             place += count
 
-    def read_valid(tokenizer: Any, count: int, *_: Any, **__: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def read_valid(
+        tokenizer: Any, count: int, *_: Any, **__: Any
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return read(valid, count)
 
-    def read_train(tokenizer: Any, count: int, *_: Any, **__: Any) -> Iterator[tuple[Any, Any, dict[str, int]]]:
+    def read_train(
+        tokenizer: Any, count: int, *_: Any, **__: Any
+    ) -> Iterator[tuple[Any, Any, dict[str, int]]]:
         return ((x, y, {"pq_idx": 0, "rg_idx": 0, "epoch": 1}) for x, y in read(train, count))
 
     loaders.tokenizing_distributed_data_loader_bos_bestfit = read_valid
@@ -91,14 +103,18 @@ def _give_windows(train: str | None, valid: str) -> None:
 
 
 class Counters:
-    """Notes at each evaluation, and the gradient norm of the first step and of every step that one follows."""
+    """Notes at each evaluation, and the gradient norm of the first step and of every step that one
+    follows.
+    """
 
     def __init__(self, every: int) -> None:
         self.every, self.steps = every, 0
         self.report: dict[str, Any] = {"parameters": 0, "gradient_norms": {}, "evaluations": []}
 
     def install(self) -> None:
-        optimizers, evaluation = (importlib.import_module(f"nanochat.{name}") for name in ("optim", "loss_eval"))
+        optimizers, evaluation = (
+            importlib.import_module(f"nanochat.{name}") for name in ("optim", "loss_eval")
+        )
         step, evaluate = optimizers.MuonAdamW.step, evaluation.evaluate_bpb
 
         def counted_step(optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +126,9 @@ class Counters:
                 self.report["gradient_norms"][self.steps] = math.sqrt(sum(squares))
             step(optimizer)
 
-        def counted_evaluation(model: Any, batches: Any, steps: int, token_bytes: torch.Tensor) -> float:
+        def counted_evaluation(
+            model: Any, batches: Any, steps: int, token_bytes: torch.Tensor
+        ) -> float:
             seen = {"tokens": 0, "bytes": 0}
 
             def count() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -130,9 +148,11 @@ class Counters:
 
 
 def _without_extras() -> None:
-    """The model without value embeddings, residual and embedding scalars, smear and backout: not computed, not trained.
+    """The model without value embeddings, residual and embedding scalars, smear and backout: not
+    computed, not trained.
 
-    What stays: the shape, start, QK norm with its factor, softcap, and the optimizer with all that it has.
+    What stays: the shape, start, QK norm with its factor, softcap, and the optimizer with all that
+    it has.
     """
     gpt = importlib.import_module("nanochat.gpt")
     functional = torch.nn.functional
@@ -146,12 +166,16 @@ def _without_extras() -> None:
                 hidden = layer(hidden, None, rotary, window, None)
             logits = self.lm_head(gpt.norm(hidden))[..., : self.config.vocab_size].float()
             logits = 15 * torch.tanh(logits / 15)
-            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=loss_reduction)
+            return functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction=loss_reduction
+            )
 
         def setup_optimizer(self, **rates):
             optimizer = super().setup_optimizer(**rates)
             unused = {
-                id(p) for name, p in self.named_parameters() if name.split(".")[0] not in ("transformer", "lm_head")
+                id(p)
+                for name, p in self.named_parameters()
+                if name.split(".")[0] not in ("transformer", "lm_head")
             }
             optimizer.param_groups = [
                 group

@@ -18,7 +18,9 @@ DEPTH, SEQUENCE, VOCABULARY = 4, 512, 8192
 REFERENCE = "nanochat"
 VARIANTS = {
     "nanochat": "nanochat as it is",
-    "nanochat-plain": "nanochat without value embeddings, residual and embedding scalars, smear and backout",
+    "nanochat-plain": (
+        "nanochat without value embeddings, residual and embedding scalars, smear and backout"
+    ),
     "ours": "ours, `--compile true`",
     "ours-lfm2": "ours, `--arch lfm2 --compile true`",
     "ours-lfm2_value": "ours, `--arch lfm2_value --compile true`",
@@ -30,14 +32,18 @@ WARM_UP_STEPS = 2
 
 
 def parts_of(variant: str) -> tuple[str, bool, str]:
-    """Of NAME[-bf16][@FACTOR]: the name, whether in bfloat16, and the factor on nanochat's rates, or ""."""
+    """Of NAME[-bf16][@FACTOR]: the name, whether in bfloat16, and the factor on nanochat's rates,
+    or "".
+    """
     name, _, factor = variant.partition("@")
     return name.removesuffix("-bf16"), name.endswith("-bf16"), factor
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. `rates_factor` on nanochat's rates; `step_seconds` of every step, in order; `bits_per_byte` by step."""
+    """One run. `rates_factor` on nanochat's rates; `step_seconds` of every step, in order;
+    `bits_per_byte` by step.
+    """
 
     variant: str
     rates_factor: float
@@ -76,7 +82,9 @@ def cpu_flags() -> list[str]:
     return [flag for flag in wanted if re.search(rf"^flags.*\b{flag}\b", text, re.MULTILINE)]
 
 
-def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_bytes: int, valid_tokens: int) -> str:
+def make_tables(
+    runs: list[Measured], options: argparse.Namespace, *, valid_bytes: int, valid_tokens: int
+) -> str:
     """Three tables: speed, bits per byte, and these at the end beside the rates."""
     reference = next((run for run in runs if run.variant == REFERENCE), None)
     batch, steps = options.total_batch_size, sorted(runs[0].bits_per_byte)
@@ -85,9 +93,10 @@ def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_byte
         return f"{reference.steady_step_seconds / run.steady_step_seconds:.2f}" if reference else ""
 
     speed = [
-        f"| {run.variant} | {run.parameters:,} | {batch / run.steady_step_seconds:,.0f} | {ratio(run)} | "
-        f"{run.first_evaluation_seconds + run.step_seconds[0]:.0f} | {sum(run.step_seconds):,.0f} | "
-        f"{run.wall_seconds:,.0f} | {run.smallest_gradient_norm:.2g} |"
+        f"| {run.variant} | {run.parameters:,} | {batch / run.steady_step_seconds:,.0f} |"
+        f" {ratio(run)} | {run.first_evaluation_seconds + run.step_seconds[0]:.0f} |"
+        f" {sum(run.step_seconds):,.0f} | {run.wall_seconds:,.0f} |"
+        f" {run.smallest_gradient_norm:.2g} |"
         for run in runs
     ]
     quality = []
@@ -98,36 +107,50 @@ def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_byte
         quality.append(f"| {' | '.join([run.variant, *cells, beside])} |")
     return "\n".join(
         [
-            "| variant | parameters | tok/s | x nanochat | first evaluation and step, s | all steps, s | wall, s "
-            "| smallest gradient norm |",
+            (
+                "| variant | parameters | tok/s | x nanochat | first evaluation and step, s | all"
+                " steps, s | wall, s | smallest gradient norm |"
+            ),
             "|" + "---|" * 8,
             *speed,
             "",
-            f"| bits per byte after tokens | {' | '.join(f'{step * batch:,}' for step in steps)} | beside nanochat |",
+            (
+                "| bits per byte after tokens |"
+                f" {' | '.join(f'{step * batch:,}' for step in steps)} | beside nanochat |"
+            ),
             "|" + "---|" * (len(steps) + 2),
             *quality,
             "",
             *_grid(runs, steps[-1]),
             "",
-            f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the same windows in every "
-            f"step (nanochat-own-loader excepted), {valid_bytes:,} validation bytes in "
-            f"{valid_tokens:,} tokens at every evaluation.",
+            (
+                f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the"
+                f" same windows in every step (nanochat-own-loader excepted), {valid_bytes:,}"
+                f" validation bytes in {valid_tokens:,} tokens at every evaluation."
+            ),
         ]
     )
 
 
 def _grid(runs: list[Measured], last: int) -> list[str]:
-    """Bits per byte at the end of every variant by the factor on its rates; each variant's best in bold."""
+    """Bits per byte at the end of every variant by the factor on its rates; each variant's best in
+    bold.
+    """
     factors = sorted({round(run.rates_factor, 2) for run in runs})
     found: dict[str, dict[float, float]] = {}
     for run in runs:
-        found.setdefault(run.variant.split("@")[0], {})[round(run.rates_factor, 2)] = run.bits_per_byte[last]
+        found.setdefault(run.variant.split("@")[0], {})[round(run.rates_factor, 2)] = (
+            run.bits_per_byte[last]
+        )
     lines = [f"| nanochat's rates times | {' | '.join(f'{factor:g}' for factor in factors)} |"]
     lines.append("|" + "---|" * (len(factors) + 1))
     for name, row in found.items():
         best = min(row.values())
         cells = [f"{row[f]:.4f}" if f in row else "" for f in factors]
-        cells = [f"**{cell}**" if row.get(f) == best else cell for f, cell in zip(factors, cells, strict=True)]
+        cells = [
+            f"**{cell}**" if row.get(f) == best else cell
+            for f, cell in zip(factors, cells, strict=True)
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -181,7 +204,12 @@ def draw_plot(runs: list[Measured], path: Path, options: argparse.Namespace) -> 
     axes = (figure := Figure()).subplots()
     for run in runs:
         points = sorted(run.bits_per_byte.items())[1:]
-        axes.plot([s * options.total_batch_size for s, _ in points], [b for _, b in points], ".-", label=run.variant)
+        axes.plot(
+            [s * options.total_batch_size for s, _ in points],
+            [b for _, b in points],
+            ".-",
+            label=run.variant,
+        )
     axes.set(xlabel="tokens", ylabel="bits per byte of validation text")
     axes.legend()
     figure.savefig(path)

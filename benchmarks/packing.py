@@ -1,12 +1,14 @@
 """Packed sequences against padded microbatches: the same training, side by side.
 
-    python benchmarks/packing.py                       # on this machine's best device, a few minutes on two cores
-    python benchmarks/packing.py --model DIR --micro-batch-size 8 --global-batch-size 128 --steps 30
+    python benchmarks/packing.py                       # on this machine's best device, a few
+    minutes on two cores python benchmarks/packing.py --model DIR --micro-batch-size 8
+    --global-batch-size 128 --steps 30
 
-Each data set is trained for the same steps packed and padded, in turn, each time in a process of its own, so that peak
-memory is its own. Both have the same micro-batch: a packed sequence holds at most micro-batch x cutoff tokens, a padded
-microbatch micro-batch samples. Throughput is the median over the steps after the first, in tokens of the data: padding
-does not count. Exits with 1 if losses differ by more than rounding or nothing was learned from.
+Each data set is trained for the same steps packed and padded, in turn, each time in a process of
+its own, so that peak memory is its own. Both have the same micro-batch: a packed sequence holds at
+most micro-batch x cutoff tokens, a padded microbatch micro-batch samples. Throughput is the median
+over the steps after the first, in tokens of the data: padding does not count. Exits with 1 if
+losses differ by more than rounding or nothing was learned from.
 """
 
 from __future__ import annotations
@@ -26,7 +28,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 3
 LOSS_LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-2}
-WORDS = ("router", "switch", "packet", "frame", "port", "link", "route", "mask", "delay", "node", "cost", "path")
+WORDS = (
+    "router",
+    "switch",
+    "packet",
+    "frame",
+    "port",
+    "link",
+    "route",
+    "mask",
+    "delay",
+    "node",
+    "cost",
+    "path",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,10 @@ def _options() -> argparse.Namespace:
 
 def _data_sets(folder: Path, options: argparse.Namespace) -> list[tuple[str, Path]]:
     bundled = ROOT / "data_samples" / "train.jsonl"
-    return [("bundled data", bundled), ("long-tailed", _long_tailed(folder / "long_tailed.jsonl", options.cutoff_len))]
+    return [
+        ("bundled data", bundled),
+        ("long-tailed", _long_tailed(folder / "long_tailed.jsonl", options.cutoff_len)),
+    ]
 
 
 def _long_tailed(path: Path, cutoff_len: int, records: int = 1000) -> Path:
@@ -102,11 +120,15 @@ def _measure(
         for packing in (True, False):
             name = f"{title.replace(' ', '_')}-{'packed' if packing else 'padded'}-{number}"
             print(f"{name} ...", file=sys.stderr, flush=True)
-            runs[packing].append(_in_a_process(folder, name, _settings(folder / name, data, packing, options)))
+            runs[packing].append(
+                _in_a_process(folder, name, _settings(folder / name, data, packing, options))
+            )
     return runs[True], runs[False]
 
 
-def _settings(output_dir: Path, data: Path, packing: bool, options: argparse.Namespace) -> dict[str, Any]:
+def _settings(
+    output_dir: Path, data: Path, packing: bool, options: argparse.Namespace
+) -> dict[str, Any]:
     return {
         "model": options.model,
         "data": str(data),
@@ -155,7 +177,9 @@ def _train_and_print(settings: dict[str, Any]) -> None:
     measured = Measured(
         losses=[record["loss"] for record in steps],
         gradient_norms=[record["grad_norm"] for record in steps],
-        tokens_per_second=statistics.median(record["tokens_per_second"] for record in steps[WARM_UP_STEPS:]),
+        tokens_per_second=statistics.median(
+            record["tokens_per_second"] for record in steps[WARM_UP_STEPS:]
+        ),
         peak_memory_bytes=device.peak_memory_bytes(torch.device(start["device_type"])) or 0,
         padding_share=start["plan"]["padding_share"],
         device=start["device_type"],
@@ -166,9 +190,9 @@ def _train_and_print(settings: dict[str, Any]) -> None:
 
 def _heading(run: Measured, options: argparse.Namespace) -> str:
     facts = (
-        f"{Path(options.model).name}, {options.finetuning}, {run.device}, {run.dtype}; micro-batch "
-        f"{options.micro_batch_size}, global batch {options.global_batch_size}, cutoff {options.cutoff_len}; "
-        f"{options.steps} steps, {options.repeats} runs of each kind"
+        f"{Path(options.model).name}, {options.finetuning}, {run.device}, {run.dtype}; micro-batch"
+        f" {options.micro_batch_size}, global batch {options.global_batch_size}, cutoff"
+        f" {options.cutoff_len}; {options.steps} steps, {options.repeats} runs of each kind"
     )
     columns = (
         "data",
@@ -194,7 +218,10 @@ def _line(title: str, packed: list[Measured], padded: list[Measured]) -> tuple[s
     )
     smallest_norm = min(norm for run in (*packed, *padded) for norm in run.gradient_norms)
     agrees = difference < LOSS_LIMITS[packed[0].dtype] and smallest_norm > 0
-    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(packed, padded, strict=True)]
+    ratios = [
+        one.tokens_per_second / other.tokens_per_second
+        for one, other in zip(packed, padded, strict=True)
+    ]
     cells = (
         title,
         f"{padded[0].padding_share:.0%}",

@@ -1,12 +1,15 @@
-"""The defaults beside the documented settings of TRL and LLaMA-Factory, at equal passes over the same data.
+"""The defaults beside the documented settings of TRL and LLaMA-Factory, at equal passes over the
+same data.
 
-    python benchmarks/peers_settings.py train      # 54 runs on one thread; what is done is not done again
-    python benchmarks/peers_settings.py page       # docs/peers_settings_benchmark.md of what there is
+    python benchmarks/peers_settings.py train      # 54 runs on one thread; what is done is not done
+    again python benchmarks/peers_settings.py page       # docs/peers_settings_benchmark.md of what
+    there is
 
-All are trained by this package, so that only the settings differ; that the peers' own code computes the same from the
-same settings, and how long it takes, is in docs/benchmarks_sft.md. Three data sets: the bundled one, and two that are
-generated here, small (operations on lists, 600 records) and larger (fields of log lines, 3,000 records), each
-with three difficulties and 150 held-out records. What is said is the held-out loss, and for adapters exact answers.
+All are trained by this package, so that only the settings differ; that the peers' own code computes
+the same from the same settings, and how long it takes, is in docs/benchmarks_sft.md. Three data
+sets: the bundled one, and two that are generated here, small (operations on lists, 600 records) and
+larger (fields of log lines, 3,000 records), each with three difficulties and 150 held-out records.
+What is said is the held-out loss, and for adapters exact answers.
 """
 
 from __future__ import annotations
@@ -35,15 +38,19 @@ LEVELS = ("easy", "medium", "hard")
 SETS = {"bundled": 1500, "lists": 600, "extract": 3000}
 HELD_OUT, EPOCHS, SEEDS = 150, 3, (42, 43, 44)
 # Learning rate, batch, schedule, warm-up, rank and scale of the adapter:
-# - trl 1.16: SFTConfig and ModelConfig as they come, and the learning rate of scripts/sft.py (2e-4 LoRA, 2e-5 full);
-# - llamafactory 0.9.5: examples/train_lora/qwen3_lora_sft.yaml and examples/train_full/qwen3_full_sft.yaml.
+# - trl 1.16: SFTConfig and ModelConfig as they come, and the learning rate of scripts/sft.py (2e-4
+#   LoRA, 2e-5 full);
+# - llamafactory 0.9.5: examples/train_lora/qwen3_lora_sft.yaml and
+#   examples/train_full/qwen3_full_sft.yaml.
 TRL = {"global_batch_size": 8, "lr_scheduler": "linear", "warmup_steps": 0, "use_curriculum": False}
 FACTORY = {"lr_scheduler": "cosine", "warmup_steps": 0.1, "use_curriculum": False}
 SIDES: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {
         "ours": {},
         "trl": TRL | {"learning_rate": 2e-4, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-        "llamafactory": FACTORY | {"global_batch_size": 8, "learning_rate": 1e-4, "lora_r": 8, "lora_alpha": 16},
+        "llamafactory": (
+            FACTORY | {"global_batch_size": 8, "learning_rate": 1e-4, "lora_r": 8, "lora_alpha": 16}
+        ),
     },
     "full": {
         "ours": {},
@@ -83,12 +90,17 @@ def list_row(draw: Any, level: str) -> Run:
         numbers = [draw.integer(1, 999) for _ in range(length)]
         wanted = sorted(numbers) if kind == "sort" else numbers[::-1]
         answer = " ".join(map(str, wanted))
-        text = {"sort": "Sort the VLANs, the lowest first.", "reverse": "Write the VLANs from last to first."}[kind]
+        text = {
+            "sort": "Sort the VLANs, the lowest first.",
+            "reverse": "Write the VLANs from last to first.",
+        }[kind]
     return row(level, text, " ".join(map(str, numbers)), answer)
 
 
 def extract_row(draw: Any, level: str) -> Run:
-    """The fields of a log line in order; the harder the more of them. (JSON's braces the base has never seen.)"""
+    """The fields of a log line in order; the harder the more of them. (JSON's braces the base has
+    never seen.)
+    """
     fields = {
         "host": draw.pick(("core", "edge", "leaf", "spine")) + str(draw.integer(1, 48)),
         "port": f"eth{draw.integer(0, 9)}/{draw.integer(1, 48)}",
@@ -108,7 +120,13 @@ def extract_row(draw: Any, level: str) -> Run:
 
 
 def row(level: str, instruction: str, text: str, answer: str) -> Run:
-    return {"instruction": instruction, "input": text, "output": answer, "answer": answer, "difficulty": level}
+    return {
+        "instruction": instruction,
+        "input": text,
+        "output": answer,
+        "answer": answer,
+        "difficulty": level,
+    }
 
 
 def write_sets(work: Path) -> None:
@@ -187,13 +205,22 @@ def train(work: Path, run: Run) -> Run:
 def losses_of(work: Path, model: Path, run: Run) -> dict[str, dict[str, float]]:
     """What `eval` says: loss by difficulty, and the share of exact answers of adapters."""
     command = ["-m", "finetune", "eval", "--json", "--device-type", "cpu", "--model", str(model)]
-    command += ["--data", str(work / f"{run['data']}-valid.jsonl"), "--max-new-tokens", "120", "--batch-size", "75"]
+    command += [
+        "--data",
+        str(work / f"{run['data']}-valid.jsonl"),
+        "--max-new-tokens",
+        "120",
+        "--batch-size",
+        "75",
+    ]
     if run["method"] == "full":
         command += ["--generate", "0"]
     found = json.loads(run_command(*command))["models"][0]
     everything = {**found["levels"], "all": found["overall"]}
     shutil.rmtree(model)
-    return {name: {"loss": one["loss"], "exact": one["exact_match"]} for name, one in everything.items()}
+    return {
+        name: {"loss": one["loss"], "exact": one["exact_match"]} for name, one in everything.items()
+    }
 
 
 # ---------------------------------------------------------------------- page
@@ -203,17 +230,24 @@ def page(found: list[Run]) -> str:
     lines = [
         "# Defaults beside the peers' documented settings",
         "",
-        "Written by `python benchmarks/peers_settings.py` of `benchmarks/results/peers_settings.jsonl`; do not edit.",
+        (
+            "Written by `python benchmarks/peers_settings.py` of"
+            " `benchmarks/results/peers_settings.jsonl`; do not edit."
+        ),
         "",
-        f"`data_samples/tiny-qwen3`, {EPOCHS} passes over the same records, means over seeds "
-        f"{', '.join(map(str, SEEDS))} where there are so many. Ours: no setting but data and passes. The others: "
-        "learning rate, batch, schedule, warm-up, rank and scale that the tool documents "
-        "(`benchmarks/peers_settings.py` has them with their source), records in random order, trained by this package "
-        "so that nothing else differs. Loss per target on 150 held-out records; of adapters also the share of exact "
-        "answers. The documented rates are for models of billions of parameters, and this one is 256 wide: what wins "
-        "here is that ours knows the width. At equal wall time they would be further behind: the tools' own code, as "
-        "it comes, takes 4.9 to 5.6 times (TRL) and 3.6 to 3.7 times (LLaMA-Factory) as long for the same work on two "
-        "cores ([benchmarks_sft.md](benchmarks_sft.md)).",
+        (
+            f"`data_samples/tiny-qwen3`, {EPOCHS} passes over the same records, means over seeds"
+            f" {', '.join(map(str, SEEDS))} where there are so many. Ours: no setting but data and"
+            " passes. The others: learning rate, batch, schedule, warm-up, rank and scale that the"
+            " tool documents (`benchmarks/peers_settings.py` has them with their source), records"
+            " in random order, trained by this package so that nothing else differs. Loss per"
+            " target on 150 held-out records; of adapters also the share of exact answers. The"
+            " documented rates are for models of billions of parameters, and this one is 256 wide:"
+            " what wins here is that ours knows the width. At equal wall time they would be"
+            " further behind: the tools' own code, as it comes, takes 4.9 to 5.6 times (TRL) and"
+            " 3.6 to 3.7 times (LLaMA-Factory) as long for the same work on two cores"
+            " ([benchmarks_sft.md](benchmarks_sft.md))."
+        ),
         "",
     ]
     for method, sides in SIDES.items():
@@ -222,7 +256,13 @@ def page(found: list[Run]) -> str:
         for data in SETS:
             runs = [run for run in found if (run["data"], run["method"]) == (data, method)]
             for level in dict.fromkeys(name for run in runs for name in run["losses"]):
-                lines.append(line(data, level, {side: [r for r in runs if r["side"] == side] for side in sides}))
+                lines.append(
+                    line(
+                        data,
+                        level,
+                        {side: [r for r in runs if r["side"] == side] for side in sides},
+                    )
+                )
         lines.append("")
     return "\n".join(lines)
 

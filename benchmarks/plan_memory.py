@@ -1,16 +1,19 @@
-"""What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, lengths.
+"""What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3,
+offload, lengths.
 
-    python benchmarks/plan_memory.py --output runs/plan_memory   # two minutes each; prints the table
-    python benchmarks/plan_memory.py --output runs/plan_memory --only-table
+    python benchmarks/plan_memory.py --output runs/plan_memory   # two minutes each; prints the
+    table python benchmarks/plan_memory.py --output runs/plan_memory --only-table
 
-Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water mark of the
-resident set (VmHWM) from the first parameter to the end of the last save, less the resident set after all imports;
-predicted is the worst phase of `finetune.planning.memory` without its framework term. Both are also given for loading,
-training and saving alone. Nothing is fitted: a miss stays in the table.
+Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water
+mark of the resident set (VmHWM) from the first parameter to the end of the last save, less the
+resident set after all imports; predicted is the worst phase of `finetune.planning.memory` without
+its framework term. Both are also given for loading, training and saving alone. Nothing is fitted: a
+miss stays in the table.
 
-Each case runs twice. "Needed" is with glibc told to map every block of 64 KiB and more by itself, so that what is freed
-is gone at once and the resident set is what is in use. "Kept" is with glibc as it is: it raises that bound to 32 MiB as
-blocks are freed (mallopt(3), M_MMAP_THRESHOLD), takes smaller ones from a heap, and gives back only the heap's end.
+Each case runs twice. "Needed" is with glibc told to map every block of 64 KiB and more by itself,
+so that what is freed is gone at once and the resident set is what is in use. "Kept" is with glibc
+as it is: it raises that bound to 32 MiB as blocks are freed (mallopt(3), M_MMAP_THRESHOLD), takes
+smaller ones from a heap, and gives back only the heap's end.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what is trained, how it is sharded, on how many processes, in microbatches of how many tokens."""
+    """A run: what is trained, how it is sharded, on how many processes, in microbatches of how many
+    tokens.
+    """
 
     finetuning: str
     stage: int | None = None
@@ -58,8 +63,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.finetuning, "none" if self.stage is None else f"zero{self.stage}", self.offload]
-        parts += [f"{self.processes}p", str(self.tokens), "checkpointing" if self.checkpointing else ""]
+        parts = [
+            self.finetuning,
+            "none" if self.stage is None else f"zero{self.stage}",
+            self.offload,
+        ]
+        parts += [
+            f"{self.processes}p",
+            str(self.tokens),
+            "checkpointing" if self.checkpointing else "",
+        ]
         return "-".join(part for part in parts if part)
 
     def deepspeed(self) -> dict[str, Any] | None:
@@ -89,11 +102,21 @@ CASES = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/plan_memory"), help="folder for models and runs")
-    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name has one of these in it")
-    parser.add_argument("--heap", nargs="*", choices=list(HEAPS), default=list(HEAPS), help="which measurements")
-    parser.add_argument("--only-table", action="store_true", help="print the table of what was measured before")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/plan_memory"), help="folder for models and runs"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="run only cases whose name has one of these in it"
+    )
+    parser.add_argument(
+        "--heap", nargs="*", choices=list(HEAPS), default=list(HEAPS), help="which measurements"
+    )
+    parser.add_argument(
+        "--only-table", action="store_true", help="print the table of what was measured before"
+    )
     parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -114,7 +137,9 @@ def main() -> int:
 
 
 def _make_materials(folder: Path) -> None:
-    """A Qwen3 of eight layers, 1,024 wide, with random weights and the bundled tokenizer; long samples."""
+    """A Qwen3 of eight layers, 1,024 wide, with random weights and the bundled tokenizer; long
+    samples.
+    """
     model = folder / "model"
     if (model / "model.safetensors").exists():
         return
@@ -132,11 +157,21 @@ def _make_materials(folder: Path) -> None:
 
     # The numbers repeat themselves: what the weights are is no matter.
     weights = {
-        name: np.ones(parameter.shape, np.float32) if parameter.ndim < 2 else np.resize(drawn, parameter.shape)
-        for name, parameter in make_empty_model(AutoConfig.from_pretrained(model)).named_parameters()
+        name: (
+            np.ones(parameter.shape, np.float32)
+            if parameter.ndim < 2
+            else np.resize(drawn, parameter.shape)
+        )
+        for name, parameter in make_empty_model(
+            AutoConfig.from_pretrained(model)
+        ).named_parameters()
     }
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    record = {"instruction": "Count.", "input": "", "output": " ".join(str(number) for number in range(3000))}
+    record = {
+        "instruction": "Count.",
+        "input": "",
+        "output": " ".join(str(number) for number in range(3000)),
+    }
     lines = [json.dumps({**record, "instruction": f"Count from {start}."}) for start in range(16)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -195,7 +230,9 @@ def _status() -> dict[str, int]:
     """Bytes of VmHWM, VmRSS, RssAnon, RssFile and RssShmem."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {
-        words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0].startswith(("VmHWM", "VmRSS", "Rss"))
+        words[0].rstrip(":"): int(words[1]) * 1024
+        for words in lines
+        if words[0].startswith(("VmHWM", "VmRSS", "Rss"))
     }
 
 
@@ -285,7 +322,10 @@ def table(folder: Path) -> str:
     from finetune.planning.workload import STEP
 
     lines = [
-        "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB | error |",
+        (
+            "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB |"
+            " error |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
@@ -293,7 +333,9 @@ def table(folder: Path) -> str:
         kept = _measured(folder / f"{case.name}.kept")
         if needed is None:
             continue
-        memory = memory_of(workload_of_settings(settings_of(folder, case), processes=case.processes))
+        memory = memory_of(
+            workload_of_settings(settings_of(folder, case), processes=case.processes)
+        )
         whole, said = max(needed.values()), memory.process()
         pairs = [
             (needed["load"], memory.process(("load",))),

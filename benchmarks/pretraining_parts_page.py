@@ -17,9 +17,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
 DOCUMENT = ROOT / "docs" / "pretraining_parts.md"
 SHORT = 2**19  # tokens
 SEEDS = range(1, 9)
-PLACES = ((2, 1.0), (4, 1.0), (4, 2.0), (6, 2.0))  # depth and factor on the rates of what is put into ours
+# depth and factor on the rates of what is put into ours
+PLACES = ((2, 1.0), (4, 1.0), (4, 2.0), (6, 2.0))
 PLAIN = "ve,smear,resid,x0,backout"
-# Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What the page calls them.
+# Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What
+# the page calls them.
 VARIANTS = {
     "": "nanochat as it is",
     PLAIN: "all extras off",
@@ -57,7 +59,10 @@ PUT_IN = {
     f"{OURS},+backout,+init": "both",
 }
 # What leaves out several at once, and the parts of it.
-SUMS = {PLAIN: ("ve", "smear", "resid,x0", "backout"), "muon": ("polar,equal", "neuron", "cautious", "renorm")}
+SUMS = {
+    PLAIN: ("ve", "smear", "resid,x0", "backout"),
+    "muon": ("polar,equal", "neuron", "cautious", "renorm"),
+}
 SUMS[f"{PLAIN},qk,muon"] = (*SUMS[PLAIN], "qk", *SUMS["muon"])
 
 
@@ -71,7 +76,11 @@ def page(runs: list[dict[str, Any]]) -> str:
     found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in short}
 
     def cell(variant: str, depth: int, rate: float, seeds: Iterable[int] = SEEDS) -> str:
-        bits = [found[variant, depth, rate, seed] for seed in seeds if (variant, depth, rate, seed) in found]
+        bits = [
+            found[variant, depth, rate, seed]
+            for seed in seeds
+            if (variant, depth, rate, seed) in found
+        ]
         if not bits:
             return ""
         more = list(beside(found, variant, depth, rate, seeds).values())
@@ -87,7 +96,10 @@ def page(runs: list[dict[str, Any]]) -> str:
         if any(key[0] == variant for key in found)
     ]
     grid = [
-        [f"depth {depth}, {VARIANTS[variant]}", *(cell(variant, depth, rate, [1]) for rate in rates)]
+        [
+            f"depth {depth}, {VARIANTS[variant]}",
+            *(cell(variant, depth, rate, [1]) for rate in rates),
+        ]
         for depth in depths
         for variant in VARIANTS
         if any((variant, depth, rate, 1) in found for rate in rates if rate != 1)
@@ -95,7 +107,11 @@ def page(runs: list[dict[str, Any]]) -> str:
     given = [
         [PUT_IN[variant], *(percent(more) if more else "" for more in differences)]
         for variant in PUT_IN
-        if any(differences := [list(beside(found, variant, *place, base=OURS).values()) for place in PLACES])
+        if any(
+            differences := [
+                list(beside(found, variant, *place, base=OURS).values()) for place in PLACES
+            ]
+        )
     ]
     long = [run for run in runs if run["tokens"] != SHORT]
     lasting = [
@@ -104,41 +120,73 @@ def page(runs: list[dict[str, Any]]) -> str:
             *(VARIANTS[run["variant"]], f"{run['rate']:g}"),
             *(f"{run['bpb']:.4f}", f"{run['parameters']:,}"),
         ]
-        for run in sorted(long, key=lambda run: (run["tokens"], run["depth"], run["variant"], run["rate"]))
+        for run in sorted(
+            long, key=lambda run: (run["tokens"], run["depth"], run["variant"], run["rate"])
+        )
     ]
     return TEXT.format(
         parts=table(["", *(f"depth {depth}" for depth in depths)], rows),
         sums=table(["", "at once", "sum of the parts"], list(sums(found, depths))),
         put_in=table(["", *(f"depth {depth}, rates × {rate:g}" for depth, rate in PLACES)], given),
         rates=table(["all rates times", *(f"{rate:g}" for rate in rates)], grid),
-        long=LONG.format(
-            table(["depth", "tokens", "a step", "", "all rates times", "bits per byte", "parameters"], lasting)
-        )
-        if lasting
-        else "",
+        long=(
+            LONG.format(
+                table(
+                    [
+                        "depth",
+                        "tokens",
+                        "a step",
+                        "",
+                        "all rates times",
+                        "bits per byte",
+                        "parameters",
+                    ],
+                    lasting,
+                )
+            )
+            if lasting
+            else ""
+        ),
     )
 
 
 def beside(
-    found: dict[Any, float], variant: str, depth: int, rate: float, seeds: Iterable[int] = SEEDS, base: str = ""
+    found: dict[Any, float],
+    variant: str,
+    depth: int,
+    rate: float,
+    seeds: Iterable[int] = SEEDS,
+    base: str = "",
 ) -> dict[int, float]:
-    """Percent of bits per byte more than nanochat's of the same seed, for each seed that both were run with."""
-    runs = {seed: (found.get((variant, depth, rate, seed)), found.get((base, depth, rate, seed))) for seed in seeds}
+    """Percent of bits per byte more than nanochat's of the same seed, for each seed that both were
+    run with.
+    """
+    runs = {
+        seed: (found.get((variant, depth, rate, seed)), found.get((base, depth, rate, seed)))
+        for seed in seeds
+    }
     return {seed: 100 * (own / other - 1) for seed, (own, other) in runs.items() if own and other}
 
 
 def sums(found: dict[Any, float], depths: list[int]) -> Iterator[list[str]]:
-    """Rows of what several parts give at once, and the sum of each alone, over the seeds that all were run with."""
+    """Rows of what several parts give at once, and the sum of each alone, over the seeds that all
+    were run with.
+    """
     for (whole, parts), depth in product(SUMS.items(), depths):
         each = [beside(found, variant, depth, 1.0) for variant in (whole, *parts)]
         if seeds := sorted(set.intersection(*map(set, each))):
-            at_once, total = [each[0][seed] for seed in seeds], [sum(part[seed] for part in each[1:]) for seed in seeds]
+            at_once, total = (
+                [each[0][seed] for seed in seeds],
+                [sum(part[seed] for part in each[1:]) for seed in seeds],
+            )
             yield [f"depth {depth}, {VARIANTS[whole]}", percent(at_once), percent(total)]
 
 
 def percent(values: list[float]) -> str:
     """The mean, and half of the range."""
-    return f"{mean(values):+.2f}%" + (f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else "")
+    return f"{mean(values):+.2f}%" + (
+        f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
+    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

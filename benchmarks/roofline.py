@@ -1,19 +1,23 @@
-"""Roofline: what a step asks of a device that is not here, counted on fake tensors, and the time that would take.
+"""Roofline: what a step asks of a device that is not here, counted on fake tensors, and the time
+that would take.
 
-    python benchmarks/roofline.py                                     # the table of docs/roofline.md (make roofline)
-    python benchmarks/roofline.py --model Qwen/Qwen3-8B --tokens 2048 --set lora_r=32 --set gradient_checkpointing=false
-    python benchmarks/roofline.py --model nanochat-d12 --set device_batch_size=32 --device A100 --json out.json
-    python benchmarks/roofline.py --update-counts                     # renew benchmarks/roofline_counts.json
-    python benchmarks/roofline.py --check-cpu                         # a small model's real step on this CPU beside it
-    python benchmarks/roofline.py --check-compiled                    # what Inductor makes of a step beside `fused`
+    python benchmarks/roofline.py                                     # the table of
+    docs/roofline.md (make roofline) python benchmarks/roofline.py --model Qwen/Qwen3-8B --tokens
+    2048 --set lora_r=32 --set gradient_checkpointing=false python benchmarks/roofline.py --model
+    nanochat-d12 --set device_batch_size=32 --device A100 --json out.json python
+    benchmarks/roofline.py --update-counts                     # renew
+    benchmarks/roofline_counts.json python benchmarks/roofline.py --check-cpu
+    # a small model's real step on this CPU beside it python benchmarks/roofline.py --check-compiled
+    # what Inductor makes of a step beside `fused`
 
-The step is the product's own (roofline_runs.py), recorded operator by operator (roofline_trace.py) for a model of two
-blocks and of four; the whole model's figures follow from the two linearly, unless --layers all. A kernel takes the
-longest of its operations at the rate of products, its bytes at the rate of memory, and the least time of a kernel;
-kernels run one after another, the host keeps ahead, and nothing overlaps the network. `fused` is the same trace with
-neighbours that are no products and no attention fused perfectly: what a compiler can reach at best. Of several
-replicas (--processes) the collectives are traced (roofline_network.py); what ZeRO-3 gathers and reduces, its state and
-its update are finetune/planning's.
+The step is the product's own (roofline_runs.py), recorded operator by operator (roofline_trace.py)
+for a model of two blocks and of four; the whole model's figures follow from the two linearly,
+unless --layers all. A kernel takes the longest of its operations at the rate of products, its bytes
+at the rate of memory, and the least time of a kernel; kernels run one after another, the host keeps
+ahead, and nothing overlaps the network. `fused` is the same trace with neighbours that are no
+products and no attention fused perfectly: what a compiler can reach at best. Of several replicas
+(--processes) the collectives are traced (roofline_network.py); what ZeRO-3 gathers and reduces, its
+state and its update are finetune/planning's.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ class Device:
 
     Attributes:
         products, attention: operations per second, 16 bit.
-        memory: bytes per second. network, between: bytes per second that one device sends within its machine, and to
-            another.
+        memory: bytes per second. network, between: bytes per second that one device sends within
+            its machine, and to another.
         kernel: least seconds of a kernel.
         device_type: which branch of the code runs there.
     """
@@ -55,10 +59,11 @@ class Device:
     device_type: str = "cuda"
 
 
-# Assumed: of the published dense 16-bit peaks (runtime/device.py) and memory rates, what libraries reach in training.
-# H100 SXM 989 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s; A100 80 GB 312, 2.04, 300; RTX 4090 165, 1.01, PCIe 4 32 GB/s;
-# 910B3 313, 1.6, HCCS 196 GB/s (the share of the H100; simulated, nothing was measured there). Between machines one
-# adapter of 400 Gbit/s a device (910B3: 200), PCIe cards 25 Gbit/s.
+# Assumed: of the published dense 16-bit peaks (runtime/device.py) and memory rates, what libraries
+# reach in training. H100 SXM 989 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s; A100 80 GB 312, 2.04, 300;
+# RTX 4090 165, 1.01, PCIe 4 32 GB/s; 910B3 313, 1.6, HCCS 196 GB/s (the share of the H100;
+# simulated, nothing was measured there). Between machines one adapter of 400 Gbit/s a device
+# (910B3: 200), PCIe cards 25 Gbit/s.
 DEVICES = {
     "H100": Device(620e12, 400e12, 2.7e12, 340e9, 45e9),
     "A100": Device(240e12, 170e12, 1.65e12, 220e9, 45e9),
@@ -96,13 +101,18 @@ def totals(segment: Any, device: Device) -> dict[str, float]:
 
 
 def measure(case: Any, device: Device, layers: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """Numbers of the first, a further and the last microbatch and of the rest of the step, of the whole model."""
+    """Numbers of the first, a further and the last microbatch and of the rest of the step, of the
+    whole model.
+    """
     from roofline_runs import trace
 
     found = []
     for count in layers:
         made = trace(case, count)
-        parts = {name: totals(getattr(made, name), device) for name in ("first", "second", "last", "rest")}
+        parts = {
+            name: totals(getattr(made, name), device)
+            for name in ("first", "second", "last", "rest")
+        }
         parts["state"] = {"bytes": made.static_bytes, "trained": made.trained}
         found.append(parts)
     if len(layers) == 1:
@@ -113,7 +123,9 @@ def measure(case: Any, device: Device, layers: tuple[int, ...]) -> dict[str, dic
     def at(a: float, b: float) -> float:
         return a + (b - a) * (whole - few) / (many - few)
 
-    return {part: {name: at(low[part][name], high[part][name]) for name in low[part]} for part in low}
+    return {
+        part: {name: at(low[part][name], high[part][name]) for name in low[part]} for part in low
+    }
 
 
 def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[str, Any]:
@@ -126,7 +138,10 @@ def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[
     if case.zero3:
         rest, state = zero3(planned(case, rows), device)
     between = max(0, rows - 2)
-    whole = {name: first[name] + between * second[name] + (rows > 1) * last[name] + rest[name] for name in first}
+    whole = {
+        name: first[name] + between * second[name] + (rows > 1) * last[name] + rest[name]
+        for name in first
+    }
     network = whole["sent_bytes"]
     network_seconds = network / (device.network if case.processes <= MACHINE else device.between)
     # The activations of a microbatch lie above what is there between steps.
@@ -147,16 +162,24 @@ def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[
         "network_bytes": network,
         "network_seconds": network_seconds,
         "tokens_per_second": rows * row_tokens(case) / (whole["seconds"] + network_seconds),
-        "fused_tokens_per_second": rows * row_tokens(case) / (whole["fused_seconds"] + network_seconds),
+        "fused_tokens_per_second": (
+            rows * row_tokens(case) / (whole["fused_seconds"] + network_seconds)
+        ),
     }
 
 
 def row_tokens(case: Any) -> int:
-    return int(case.settings.get("device_batch_size", 1)) * case.tokens if case.pretraining else case.tokens
+    return (
+        int(case.settings.get("device_batch_size", 1)) * case.tokens
+        if case.pretraining
+        else case.tokens
+    )
 
 
 def planned(case: Any, rows: int) -> Any:
-    """The planner's workload of the whole model, for what is not traced: the network, and ZeRO-3's state."""
+    """The planner's workload of the whole model, for what is not traced: the network, and ZeRO-3's
+    state.
+    """
     from roofline_runs import empty_model, run_config
 
     from finetune.planning.inputs import workload_of
@@ -168,7 +191,10 @@ def planned(case: Any, rows: int) -> Any:
         deepspeed = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
         config = config.model_copy(update={"deepspeed": deepspeed})
     cluster = Cluster(max(1, case.processes // MACHINE), min(MACHINE, case.processes), "cuda")
-    return replace(workload_of(config, shape_of_model(empty_model(case, case.layers())), cluster), microbatches=rows)
+    return replace(
+        workload_of(config, shape_of_model(empty_model(case, case.layers())), cluster),
+        microbatches=rows,
+    )
 
 
 def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
@@ -176,12 +202,18 @@ def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
     from finetune.planning.state import state_terms
     from finetune.planning.traffic import network_traffic
 
-    state = sum(term.bytes for term in state_terms(work) if term.location == "device" and "rows" in term.phases)
+    state = sum(
+        term.bytes
+        for term in state_terms(work)
+        if term.location == "device" and "rows" in term.phases
+    )
     # AdamW reads and writes masters and two moments, reads gradients, writes the 16-bit weights.
     update = (6 * 4 + 4 + 2) * work.share
     launches = max(1, work.share // (320 * 65536))
     spent = max(update / device.memory, launches * device.kernel)
-    rest = dict.fromkeys(("product_flops", "attention_flops", "uploads", "collectives", "collective_bytes"), 0.0)
+    rest = dict.fromkeys(
+        ("product_flops", "attention_flops", "uploads", "collectives", "collective_bytes"), 0.0
+    )
     rest |= {"sent_bytes": network_traffic(work).bytes}
     rest |= {"waits": 2.0, "peak_bytes": 0.0}  # the norm and the overflow check
     for prefix in ("", "fused_"):
@@ -200,9 +232,16 @@ def cases() -> list[tuple[Any, int]]:
     off = {"gradient_checkpointing": False}
     large = "Qwen/Qwen3-32B"
     found = [Case(f"Qwen/Qwen3-{size}") for size in ("0.6B", "4B", "8B", "14B")]
-    found += [Case("Qwen/Qwen3-8B", settings=off), Case("Qwen/Qwen3-8B", 8192), Case("Qwen/Qwen3-8B", 32768)]
+    found += [
+        Case("Qwen/Qwen3-8B", settings=off),
+        Case("Qwen/Qwen3-8B", 8192),
+        Case("Qwen/Qwen3-8B", 32768),
+    ]
     found += [Case("meta-llama/Llama-3.1-8B"), Case("meta-llama/Llama-3.1-8B", 8192)]
-    found += [Case("Qwen/Qwen3-0.6B", 8192, settings=full), Case("Qwen/Qwen3-4B", 8192, settings=full)]
+    found += [
+        Case("Qwen/Qwen3-0.6B", 8192, settings=full),
+        Case("Qwen/Qwen3-4B", 8192, settings=full),
+    ]
     found += [Case("Qwen/Qwen3-8B", 8192, settings=full, zero3=True, processes=8)]
     found += [Case("meta-llama/Llama-3.1-8B", 8192, settings=full, zero3=True, processes=8)]
     found += [Case(large, tokens, zero3=True, processes=16) for tokens in (2048, 8192)]
@@ -211,8 +250,10 @@ def cases() -> list[tuple[Any, int]]:
 
 
 HEADER = (
-    "| model | training | row | kernels a row | GB a row | TFLOP a row | waits | row ms | step ms | tok/s | peak GiB | "
-    "collectives: number, GB | fused: kernels | row ms | tok/s |\n" + "|---" * 15 + "|"
+    "| model | training | row | kernels a row | GB a row | TFLOP a row | waits | row ms | step ms |"
+    " tok/s | peak GiB | collectives: number, GB | fused: kernels | row ms | tok/s |\n"
+    + "|---" * 15
+    + "|"
 )
 
 
@@ -258,14 +299,22 @@ def counted_cases() -> dict[str, tuple[Any, int]]:
     small = "Qwen/Qwen3-0.6B"
     return {
         "lora": (Case(small, rows=1, steps=1), 2),
-        "lora without checkpointing": (Case(small, rows=1, steps=1, settings={"gradient_checkpointing": False}), 2),
+        "lora without checkpointing": (
+            Case(small, rows=1, steps=1, settings={"gradient_checkpointing": False}),
+            2,
+        ),
         "full": (Case(small, rows=1, steps=1, settings={"finetuning": "full"}), 2),
-        "pretraining": (Case("nanochat-d12", rows=1, steps=1, settings={"device_batch_size": 4}), 2),
+        "pretraining": (
+            Case("nanochat-d12", rows=1, steps=1, settings={"device_batch_size": 4}),
+            2,
+        ),
     }
 
 
 def counts() -> dict[str, dict[str, dict[str, int]]]:
-    """Kernels, bytes, waits, uploads, peak and collectives of the counted cases, per part of a step."""
+    """Kernels, bytes, waits, uploads, peak and collectives of the counted cases, per part of a
+    step.
+    """
     from roofline_network import counted_collectives
     from roofline_runs import trace
 
@@ -279,21 +328,47 @@ def counts() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="one model instead of the table: a name of roofline_runs.MODELS, nanochat-dN")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        help="one model instead of the table: a name of roofline_runs.MODELS, nanochat-dN",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="of a row (window)")
     parser.add_argument("--documents", type=int, default=4, help="of a row, of one length")
-    parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that are targets")
+    parser.add_argument(
+        "--supervised", type=float, default=1.0, help="share of the tokens that are targets"
+    )
     parser.add_argument("--rows", type=int, default=4, help="microbatches of a step on one device")
     parser.add_argument("--partitioned", action="store_true", help="weights too: ZeRO-3")
-    parser.add_argument("--processes", type=int, default=1, help="devices of the run; more than 8 in several machines")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run (YAML)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="devices of the run; more than 8 in several machines",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the run (YAML)",
+    )
     parser.add_argument("--device", choices=list(DEVICES), default="H100")
     parser.add_argument("--layers", default="2,4", help="blocks to trace, two numbers; or all")
     parser.add_argument("--json", type=Path, help="write all numbers there")
-    parser.add_argument("--update-counts", action="store_true", help="write the counts that a test compares with")
-    parser.add_argument("--check-cpu", action="store_true", help="predict and measure a small model's step here")
-    parser.add_argument("--check-compiled", action="store_true", help="what Inductor makes of a step, beside `fused`")
+    parser.add_argument(
+        "--update-counts", action="store_true", help="write the counts that a test compares with"
+    )
+    parser.add_argument(
+        "--check-cpu", action="store_true", help="predict and measure a small model's step here"
+    )
+    parser.add_argument(
+        "--check-compiled",
+        action="store_true",
+        help="what Inductor makes of a step, beside `fused`",
+    )
     options = parser.parse_args()
     if options.update_counts:
         COUNTS.write_text(json.dumps(counts(), indent=2) + "\n", encoding="utf-8")
@@ -309,7 +384,11 @@ def main() -> int:
     found = []
     print(HEADER)
     for case, rows in chosen(options):
-        layers = (case.layers(),) if options.layers == "all" else tuple(map(int, options.layers.split(",")))
+        layers = (
+            (case.layers(),)
+            if options.layers == "all"
+            else tuple(map(int, options.layers.split(",")))
+        )
         made = step(case, DEVICES[options.device], rows, layers)
         found.append({"device": options.device, **made})
         print(line(case, made), flush=True)
@@ -324,10 +403,16 @@ def chosen(options: argparse.Namespace) -> list[tuple[Any, int]]:
     from roofline_runs import Case
 
     device_type = DEVICES[options.device].device_type
-    settings = {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in options.set)}
+    settings = {
+        name: yaml.safe_load(value)
+        for name, _, value in (entry.partition("=") for entry in options.set)
+    }
     if options.model is None:
         table = cases()
-        return [(replace(c, device_type=device_type, settings={**c.settings, **settings}), n) for c, n in table]
+        return [
+            (replace(c, device_type=device_type, settings={**c.settings, **settings}), n)
+            for c, n in table
+        ]
     case = Case(
         options.model,
         options.tokens,

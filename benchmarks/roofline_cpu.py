@@ -1,10 +1,12 @@
-"""The roofline beside a real step on one core of this CPU: a small model, with peaks measured beside it.
+"""The roofline beside a real step on one core of this CPU: a small model, with peaks measured
+beside it.
 
-Measured are each product and each attention of the step at its own shape and dtype, a copy into new memory, and an
-operator on one number; predicted is the sum over the recorded operators. Seconds are those of the thread's own CPU
-time, the least of several, because other programs may run here.
+Measured are each product and each attention of the step at its own shape and dtype, a copy into new
+memory, and an operator on one number; predicted is the sum over the recorded operators. Seconds are
+those of the thread's own CPU time, the least of several, because other programs may run here.
 
-`fused`, the bound of what a compiler can reach, stands beside what Inductor makes of the same microbatch.
+`fused`, the bound of what a compiler can reach, stands beside what Inductor makes of the same
+microbatch.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Peaks:
             return max(kernel.bytes / self.bytes_per_second, self.kernel)
         key = (kernel.name, kernel.shapes, kernel.strides, kernel.dtype)
         if key not in self._known:
-            self._known[key] = least(_attention(kernel) if kernel.kind == "attention" else _product(kernel))
+            self._known[key] = least(
+                _attention(kernel) if kernel.kind == "attention" else _product(kernel)
+            )
         return self._known[key]
 
 
@@ -78,10 +82,17 @@ def _product(kernel: Kernel) -> Callable[[], Any]:
 def _attention(kernel: Kernel) -> Callable[[], Any]:
     """Attention of a document, causal; the backward from a gradient."""
     backward = "backward" in kernel.name
-    q, k, v = (torch.rand(s).to(kernel.dtype).requires_grad_(backward) for s in kernel.shapes[backward : backward + 3])
-    output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v = (
+        torch.rand(s).to(kernel.dtype).requires_grad_(backward)
+        for s in kernel.shapes[backward : backward + 3]
+    )
+    output = scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     if not backward:
-        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return lambda: scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
     gradient = torch.rand_like(output)
     return lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True)
 
@@ -109,13 +120,20 @@ def check() -> int:
     """Print prediction and measurement of LoRA and full training."""
     torch.set_num_threads(1)
     peaks = Peaks()
-    print(f"new copy {peaks.bytes_per_second / 1e9:.1f} GB/s, an operator {1e6 * peaks.kernel:.1f} us, one core")
+    print(
+        f"new copy {peaks.bytes_per_second / 1e9:.1f} GB/s, an operator {1e6 * peaks.kernel:.1f}"
+        " us, one core"
+    )
     print("| training | operators | predicted ms | measured ms | error |\n|---|---|---|---|---|")
     for finetuning in ("lora", "full"):
         settings = {"finetuning": finetuning, "dtype": "float32"}
-        case = Case("small", 1024, settings=settings, config=SMALL, device_type="cpu", steps=MEASURED_STEPS)
+        case = Case(
+            "small", 1024, settings=settings, config=SMALL, device_type="cpu", steps=MEASURED_STEPS
+        )
         made = trace(case, case.layers())
-        kernels = [kernel for part in (made.first, made.second, made.rest) for kernel in part.kernels]
+        kernels = [
+            kernel for part in (made.first, made.second, made.rest) for kernel in part.kernels
+        ]
         predicted = sum(map(peaks.seconds, kernels))
         real = min(measured(case)[1:])
         cells = f"{finetuning} | {len(kernels):,} | {1e3 * predicted:,.0f} | {1e3 * real:,.0f}"
@@ -124,7 +142,9 @@ def check() -> int:
 
 
 def check_compiled() -> int:
-    """Print kernels and bytes of a pretraining microbatch: operators, `fused`, and as Inductor schedules it here."""
+    """Print kernels and bytes of a pretraining microbatch: operators, `fused`, and as Inductor
+    schedules it here.
+    """
     from torch._inductor import compile_fx, metrics
 
     torch.set_num_threads(1)
@@ -140,6 +160,11 @@ def check_compiled() -> int:
     measured(replace(case, settings={**settings, "compile": True}))
     print("| microbatch | kernels | GB |\n|---|---|---|")
     for name, kernels in (("operators", operators), ("fused", fused(operators))):
-        print(f"| {name} | {sum(k.launches for k in kernels):,} | {sum(k.bytes for k in kernels) / 1e9:.3f} |")
-    print(f"| Inductor | {len(metrics.nodes_num_elem):,} | {metrics.num_bytes_accessed / 1e9:.3f} |")
+        print(
+            f"| {name} | {sum(k.launches for k in kernels):,} |"
+            f" {sum(k.bytes for k in kernels) / 1e9:.3f} |"
+        )
+    print(
+        f"| Inductor | {len(metrics.nodes_num_elem):,} | {metrics.num_bytes_accessed / 1e9:.3f} |"
+    )
     return 0

@@ -1,13 +1,16 @@
-"""Real steps of the roofline's cases on a device that is here: time, peak memory, kernels and waits of each.
+"""Real steps of the roofline's cases on a device that is here: time, peak memory, kernels and waits
+of each.
 
-    python benchmarks/roofline_device.py --json build/h100.json            # the cases below
-    python benchmarks/roofline_device.py --only 8B --profile               # those named so, and what takes time
-    python benchmarks/roofline_device.py --device cpu --tiny               # whether it runs, on two small models
-    python benchmarks/roofline_device.py --compare benchmarks/results/roofline_h100.json   # beside what was predicted
+    python benchmarks/roofline_device.py --json build/h100.json            # the cases below python
+    benchmarks/roofline_device.py --only 8B --profile               # those named so, and what takes
+    time python benchmarks/roofline_device.py --device cpu --tiny               # whether it runs,
+    on two small models python benchmarks/roofline_device.py --compare
+    benchmarks/results/roofline_h100.json   # beside what was predicted
 
-The model has random weights, made on the device; all else is the product's own, built as in roofline_runs.py: adapter,
-attention, fused layers, loss, executor, optimizer. Seconds are the median of the steps after the first two, the host
-waiting for the device once at the beginning of each. docs/roofline.md sets them beside the prediction.
+The model has random weights, made on the device; all else is the product's own, built as in
+roofline_runs.py: adapter, attention, fused layers, loss, executor, optimizer. Seconds are the
+median of the steps after the first two, the host waiting for the device once at the beginning of
+each. docs/roofline.md sets them beside the prediction.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Measured:
     """One case on the device.
 
     Attributes:
-        step_seconds: median. every_step: all of them, the first two included.
-        kernels, busy_seconds: of one step, all its microbatches; only with --profile, as is `longest`.
+        step_seconds: median. every_step: all of them, the first two included. kernels,
+        busy_seconds: of one step, all its microbatches; only with --profile, as is `longest`.
         waits: places where the host waited for the device in one step, and how often.
         peak_bytes: of torch's allocator, allocated and reserved.
     """
@@ -75,7 +78,10 @@ def cases() -> dict[str, Case]:
     """By name. Rows are of a step of one device: fewer where a step is long."""
     full: dict[str, Any] = {"finetuning": "full"}
     off = {"gradient_checkpointing": False}
-    eight, d12 = Case("Qwen/Qwen3-8B", rows=4), Case("nanochat-d12", rows=1, settings={"device_batch_size": 32})
+    eight, d12 = (
+        Case("Qwen/Qwen3-8B", rows=4),
+        Case("nanochat-d12", rows=1, settings={"device_batch_size": 32}),
+    )
     wide = replace(eight, tokens=8192, documents=16, rows=2)  # four rows of 2,048 in one
     return {
         "8B lora": eight,
@@ -131,7 +137,9 @@ def _profiled(found: Measured, profile: Any) -> None:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.name] += 1
             seconds[event.name] += event.self_device_time_total / 1e6
-    found.kernels = sum(count for name, count in kernels.items() if not name.startswith(("Memcpy", "Memset")))
+    found.kernels = sum(
+        count for name, count in kernels.items() if not name.startswith(("Memcpy", "Memset"))
+    )
     found.busy_seconds = sum(seconds.values())
     found.longest = [(name[:120], kernels[name], spent) for name, spent in seconds.most_common(25)]
 
@@ -197,24 +205,36 @@ def _train(trainer: Any, made: Measured, case: Case, device: torch.device, profi
 
 
 def compare(path: Path, device: str) -> None:
-    """Print what was measured beside the roofline's prediction and the planner's; needs no device."""
+    """Print what was measured beside the roofline's prediction and the planner's; needs no
+    device.
+    """
     from roofline import DEVICES, planned, step
 
     from finetune.planning.memory import memory_of
 
-    print("| case | tokens | busy ms | predicted | step ms | tok/s | peak GiB | traced | planned | kernels | traced |")
+    print(
+        "| case | tokens | busy ms | predicted | step ms | tok/s | peak GiB | traced | planned |"
+        " kernels | traced |"
+    )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for entry in json.loads(path.read_text(encoding="utf-8")):
         case, rows = Case(**{**entry["case"], "steps": 2}), entry["rows"]
-        # The compiler is not traced: a whole step has the bound by perfect fusion, layers a kernel each.
+        # The compiler is not traced: a whole step has the bound by perfect fusion, layers a kernel
+        # each.
         whole, layers = case.settings.get("compile"), case.settings.get("fused_layers") == "compile"
         without = ("compile",) if whole else ("fused_layers",) if layers else ()
-        case = replace(case, settings={name: value for name, value in case.settings.items() if name not in without})
+        case = replace(
+            case,
+            settings={name: value for name, value in case.settings.items() if name not in without},
+        )
         found = step(case, DEVICES[device], rows, (2, 4))["step"]
         busy = f"{1e3 * entry['busy_seconds']:,.0f}" if entry["kernels"] else "-"
         cells = [entry["name"], f"{entry['tokens']:,}", busy]
         cells += [f"{1e3 * found['fused_seconds' if whole else 'seconds']:,.0f}"]
-        cells += [f"{1e3 * entry['step_seconds']:,.0f}", f"{entry['tokens'] / entry['step_seconds']:,.0f}"]
+        cells += [
+            f"{1e3 * entry['step_seconds']:,.0f}",
+            f"{entry['tokens'] / entry['step_seconds']:,.0f}",
+        ]
         cells += [f"{size / 2**30:.1f}" for size in (entry["peak_bytes"], found["peak_bytes"])]
         cells += [
             f"{memory_of(planned(Case(**entry['case']), rows)).device() / 2**30:.1f}",
@@ -227,13 +247,27 @@ def compare(path: Path, device: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="a device type of torch")
-    parser.add_argument("--only", default="", help="cases whose name contains one of these, separated by commas")
-    parser.add_argument("--profile", action="store_true", help="one more step: kernels, and which take longest")
-    parser.add_argument("--tiny", action="store_true", help="two small models in place of the cases")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no case begins later than this")
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains one of these, separated by commas"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="one more step: kernels, and which take longest"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="two small models in place of the cases"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no case begins later than this"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers there, after every case")
-    parser.add_argument("--compare", type=Path, help="print these results beside the predictions; runs nothing here")
-    parser.add_argument("--named", default="H100", help="the device that --compare predicts for: one of roofline.py's")
+    parser.add_argument(
+        "--compare", type=Path, help="print these results beside the predictions; runs nothing here"
+    )
+    parser.add_argument(
+        "--named",
+        default="H100",
+        help="the device that --compare predicts for: one of roofline.py's",
+    )
     options = parser.parse_args()
     if options.compare is not None:
         compare(options.compare, options.named)
@@ -243,7 +277,8 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     print(f"{name}, torch {torch.__version__}")
     print(
-        "| case | tokens a step | step ms | tok/s | peak GiB | reserved GiB | kernels a step | busy ms | waits a step |"
+        "| case | tokens a step | step ms | tok/s | peak GiB | reserved GiB | kernels a step | busy"
+        " ms | waits a step |"
     )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for title, case in (tiny_cases() if options.tiny else cases()).items():
@@ -253,9 +288,22 @@ def main() -> int:
             break
         made = measure(title, case, device, profile=options.profile)
         found.append({"device": name, "torch": torch.__version__, **asdict(made)})
-        cells = [title, f"{made.tokens:,}", f"{1e3 * made.step_seconds:,.0f}", f"{made.tokens_per_second:,.0f}"]
-        cells += [f"{made.peak_bytes / 2**30:.1f}", f"{made.reserved_bytes / 2**30:.1f}", f"{made.kernels:,}"]
-        cells += [f"{1e3 * made.busy_seconds:,.0f}", f"{sum(made.waits.values())}", made.error[:200]]
+        cells = [
+            title,
+            f"{made.tokens:,}",
+            f"{1e3 * made.step_seconds:,.0f}",
+            f"{made.tokens_per_second:,.0f}",
+        ]
+        cells += [
+            f"{made.peak_bytes / 2**30:.1f}",
+            f"{made.reserved_bytes / 2**30:.1f}",
+            f"{made.kernels:,}",
+        ]
+        cells += [
+            f"{1e3 * made.busy_seconds:,.0f}",
+            f"{sum(made.waits.values())}",
+            made.error[:200],
+        ]
         print("| " + " | ".join(cells).rstrip("| ") + " |", flush=True)
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
-"""What a step sends between processes: collectives, seen as the operators `c10d::*` that everything comes to.
+"""What a step sends between processes: collectives, seen as the operators `c10d::*` that everything
+comes to.
 
-A trace is of rank 0 of a group of so many processes, which torch's fake process group stands for: it has the size and
-sends nothing. A real run, whose processes send, is counted in the same way (`Listener`), and the two are compared.
+A trace is of rank 0 of a group of so many processes, which torch's fake process group stands for:
+it has the size and sends nothing. A real run, whose processes send, is counted in the same way
+(`Listener`), and the two are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "barrier")
-AGREEMENT = "agreement"  # training/control.py: some bytes between hosts, which the devices do not wait for
+# training/control.py: some bytes between hosts, which the devices do not wait for
+AGREEMENT = "agreement"
 
 
 @dataclass
@@ -39,10 +42,16 @@ class Collectives:
     def note(self, func: Any, args: Any, *, agreement: bool = False) -> None:
         """Add a call of an operator `c10d::*`."""
         name = func._schema.name.partition("::")[2]
-        arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        arguments = dict(
+            zip((argument.name for argument in func._schema.arguments), args, strict=False)
+        )
         kind = next((kind for kind in KINDS if kind in name), name)
-        inputs = next((value for name, value in arguments.items() if name.startswith("input")), args[0])
-        given = sum(t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        inputs = next(
+            (value for name, value in arguments.items() if name.startswith("input")), args[0]
+        )
+        given = sum(
+            t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)
+        )
         if kind in ("send", "recv_"):
             return  # of an agreement, which goes up a tree by these and comes down in one broadcast
         if kind != "barrier":
@@ -65,7 +74,12 @@ class Collectives:
 def sent_bytes(kind: str, given: int, processes: int) -> float:
     """What a rank sends, of so many bytes of input (Patarasuk and Yuan 2009: rings)."""
     part = (processes - 1) / processes
-    factors = {"allreduce": 2 * part, "reduce_scatter": part, "alltoall": part, "allgather": processes - 1}
+    factors = {
+        "allreduce": 2 * part,
+        "reduce_scatter": part,
+        "alltoall": part,
+        "allgather": processes - 1,
+    }
     return factors.get(kind, 1.0) * given
 
 
@@ -94,7 +108,9 @@ class Listener(TorchDispatchMode):
 
 @contextlib.contextmanager
 def agreements(current: Callable[[], Collectives]) -> Iterator[None]:
-    """Note what hosts agree on apart from the rest; their tensors are real in a trace too, for the answers matter."""
+    """Note what hosts agree on apart from the rest; their tensors are real in a trace too, for the
+    answers matter.
+    """
     from finetune.training.control import Control
 
     def apart(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,17 +137,31 @@ def fake_group(processes: int) -> Iterator[None]:
         yield
         return
     new_group = dist.new_group
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
     environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "unused"}
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         with (
             patch.dict(os.environ, environment),
-            patch.object(dist, "new_group", lambda *ranks, **options: new_group(*ranks, backend="fake")),
+            patch.object(
+                dist, "new_group", lambda *ranks, **options: new_group(*ranks, backend="fake")
+            ),
             # It compares numbers of tensors that have none.
-            patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *a, **k: None),
+            patch(
+                "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+                lambda *a, **k: None,
+            ),
             # It says cpu:0, which a fake tensor takes for another device than cpu.
-            patch.object(PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cpu"))),
+            patch.object(
+                PartialState,
+                "set_device",
+                lambda state: setattr(state, "device", torch.device("cpu")),
+            ),
             patch.object(torch.nn.parallel, "DistributedDataParallel", replicas()),
         ):
             yield
@@ -142,8 +172,9 @@ def fake_group(processes: int) -> Iterator[None]:
 def replicas() -> Any:
     """DDP whose buckets are reduced by a hook.
 
-    DDP's own reduction takes its result from the work's future, and FakeWork's is empty (torch 2.13,
-    distributed/c10d/comm.cpp, parseHookResult). As many bytes: a bucket is filled by a copy instead of a product.
+    DDP's own reduction takes its result from the work's future, and FakeWork's is empty (torch
+    2.13, distributed/c10d/comm.cpp, parseHookResult). As many bytes: a bucket is filled by a copy
+    instead of a product.
     """
 
     class Replicas(torch.nn.parallel.DistributedDataParallel):
@@ -170,21 +201,28 @@ class RealIntegers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _reduce(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce(
+    state: None, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     torch.distributed.all_reduce(bucket.buffer())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-_reduce.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+_reduce.__annotations__ = {
+    "bucket": torch.distributed.GradBucket,
+    "return": torch.futures.Future[torch.Tensor],
+}
 
 
 # ---------------------------------------------------------------- committed counts
 
 
 def counted_collectives() -> dict[str, dict[str, dict[str, int]]]:
-    """Number of collectives and bytes of their inputs, per part of a step of eight processes: two blocks."""
+    """Number of collectives and bytes of their inputs, per part of a step of eight processes: two
+    blocks.
+    """
     from roofline_runs import Case, trace
     from roofline_zero3 import zero3_trace
 
@@ -198,11 +236,17 @@ def counted_collectives() -> dict[str, dict[str, dict[str, int]]]:
         "full, ZeRO-3 x 8": zero3_trace(Case(small, settings=full, **eight), 2),
     }
     return {
-        name: {part: _counted(getattr(made, part).collectives) for part in ("first", "last", "rest")}
+        name: {
+            part: _counted(getattr(made, part).collectives) for part in ("first", "last", "rest")
+        }
         for name, made in traces.items()
     }
 
 
 def _counted(found: Collectives) -> dict[str, int]:
     sent = sum(found.bytes.values())
-    return {"collectives": found.number, "collective_bytes": sent, "agreements": found.numbers[AGREEMENT]}
+    return {
+        "collectives": found.number,
+        "collective_bytes": sent,
+        "agreements": found.numbers[AGREEMENT],
+    }

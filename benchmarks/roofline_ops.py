@@ -1,7 +1,8 @@
-"""Stand-ins for a device's fused layers: one opaque operator each, forward and backward, for `use_fused_layers`.
+"""Stand-ins for a device's fused layers: one opaque operator each, forward and backward, for
+`use_fused_layers`.
 
-They compute nothing: they are for fake tensors only. What each keeps for its backward is what such kernels keep: the
-input of a norm, gate and up; of a rotation only the tables.
+They compute nothing: they are for fake tensors only. What each keeps for its backward is what such
+kernels keep: the input of a norm, gate and up; of a rotation only the tables.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @torch.library.custom_op("roofline::rms_norm_backward", mutates_args={})
-def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
     raise NotImplementedError("for fake tensors only")
 
 
 @torch.library.custom_op("roofline::rotary", mutates_args={})
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> list[torch.Tensor]:
     raise NotImplementedError("for fake tensors only")
 
 
@@ -48,13 +53,17 @@ def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) ->
 
 
 rms_norm.register_fake(lambda x, weight, eps: torch.empty_like(x))
-rms_norm_backward.register_fake(lambda grad, x, weight: [torch.empty_like(x), torch.empty_like(weight)])
+rms_norm_backward.register_fake(
+    lambda grad, x, weight: [torch.empty_like(x), torch.empty_like(weight)]
+)
 rotate.register_fake(lambda q, k, cos, sin: [torch.empty_like(q), torch.empty_like(k)])
 swiglu.register_fake(lambda gate, up: torch.empty_like(gate))
 swiglu_backward.register_fake(lambda grad, gate, up: [torch.empty_like(gate), torch.empty_like(up)])
 
 
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As transformers' apply_rotary_pos_emb: both rotated."""
     first, second = rotate(q, k, cos, sin)
     return first, second

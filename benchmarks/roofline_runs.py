@@ -1,10 +1,12 @@
-"""A run's own trainer on fake tensors: model, adapter, attention, loss, executor, optimizer as the product builds them.
+"""A run's own trainer on fake tensors: model, adapter, attention, loss, executor, optimizer as the
+product builds them.
 
-Replaced are, and only for a trace: the weights (made on fake tensors instead of read), the data (documents of given
-lengths), the first step's rehearsal of the largest microbatch, what is said at the start; and the branch of an
-accelerator is taken although the tensors' device is called `cpu`: 16 bits under autocast, checkpointing, flash
-attention over document bounds. CPU autocast casts the same products as CUDA's; its list of float32 operators is
-shorter, but what a decoder of transformers does in float32 it asks for by itself.
+Replaced are, and only for a trace: the weights (made on fake tensors instead of read), the data
+(documents of given lengths), the first step's rehearsal of the largest microbatch, what is said at
+the start; and the branch of an accelerator is taken although the tensors' device is called `cpu`:
+16 bits under autocast, checkpointing, flash attention over document bounds. CPU autocast casts the
+same products as CUDA's; its list of float32 operators is shorter, but what a decoder of
+transformers does in float32 it asks for by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Case:
         supervised: share of the tokens that are targets.
         settings: of the run, over those that follow from the rest.
         zero3: weights are 16-bit and partitioned; the engine is not run.
-        device_type: cuda or npu: which attention and optimizer would run; cpu for no accelerator's branch.
+        device_type: cuda or npu: which attention and optimizer would run; cpu for no accelerator's
+            branch.
         config: a model's configuration instead of that of `model`.
         processes: that have replicas of the model, or its parts.
         steps: to run; the last is recorded, because the optimizer makes its moments in the first.
@@ -101,7 +104,8 @@ class Trace:
     """Microbatches of a step and what the step does beside them.
 
     Attributes:
-        first: makes gradients; `second` adds to them; `last`, which may be one of them, is where DDP reduces them.
+        first: makes gradients; `second` adds to them; `last`, which may be one of them, is where
+            DDP reduces them.
         rest: norm, optimizer, log.
         static_bytes: alive between two steps: weights and moments.
     """
@@ -131,9 +135,18 @@ def run_config(case: Case) -> BaseConfig:
             "gradient_checkpointing": False,
         }
         values |= {"device_batch_size": 1, **case.settings}
-        values["total_batch_size"] = processes * case.rows * int(values["device_batch_size"]) * case.tokens
-        return resolve_object({**common, **values}, processes, run_kind("pretrain").config_class).config
-    values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
+        values["total_batch_size"] = (
+            processes * case.rows * int(values["device_batch_size"]) * case.tokens
+        )
+        return resolve_object(
+            {**common, **values}, processes, run_kind("pretrain").config_class
+        ).config
+    values = {
+        "model": case.model,
+        "data": ["unused"],
+        "cutoff_len": case.tokens,
+        "gradient_checkpointing": True,
+    }
     values |= {
         "global_batch_size": processes * case.rows * case.documents,
         "learning_rate": 1e-4,
@@ -161,7 +174,9 @@ def empty_model(case: Case, layers: int) -> Any:
     """The model on the meta device, for the planner."""
     from finetune.modeling.scratch import make_empty_model
 
-    return make_empty_model(scratch_shape(case, layers) if case.pretraining else model_config(case, layers))
+    return make_empty_model(
+        scratch_shape(case, layers) if case.pretraining else model_config(case, layers)
+    )
 
 
 def scratch_shape(case: Case, layers: int) -> Any:
@@ -169,7 +184,9 @@ def scratch_shape(case: Case, layers: int) -> Any:
     from finetune.modeling.scratch import scratch_config
 
     config: Any = run_config(case)
-    made = scratch_config(config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len)
+    made = scratch_config(
+        config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len
+    )
     return type(made)(**{**made.to_dict(), "num_hidden_layers": layers, "layer_types": None})
 
 
@@ -194,9 +211,15 @@ def trace(case: Case, layers: int) -> Trace:
 
 
 def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> Any:
-    """The product's trainer of a run, on the tensors of the mode that is active, or on a real device."""
+    """The product's trainer of a run, on the tensors of the mode that is active, or on a real
+    device.
+    """
     made = (_pretrainer if case.pretraining else _fine_tuner)(case, config, layers, on)
-    if on == "cpu" and case.device_type != "cpu" and getattr(config, "fused_layers", "off") != "off":
+    if (
+        on == "cpu"
+        and case.device_type != "cpu"
+        and getattr(config, "fused_layers", "off") != "off"
+    ):
         use_stand_ins(made.model)
     return made
 
@@ -231,12 +254,16 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     from finetune.training import build_sft
     from finetune.training.resume import Resume
 
-    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any) -> Any:
+    def load_model(
+        config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any
+    ) -> Any:
         shape = model_config(case, layers)
         attention = choose_attention(shape)
         model_dtype = torch.bfloat16 if case.zero3 else model_dtype
         with torch.device(on):
-            model = AutoModelForCausalLM.from_config(shape, dtype=model_dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                shape, dtype=model_dtype, attn_implementation=attention
+            )
         let_choose_logits(model)
         return model.train()
 
@@ -245,19 +272,31 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     with contextlib.ExitStack() as stack:
         replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
         if case.zero3:  # as under DeepSpeed: one dtype, and no autocast
-            replaced["add_adapter"] = lambda model, config, **rest: adapt(model, config, **rest | {"one_dtype": True})
-            replaced["training_arguments"] = lambda config, **rest: arguments(config, **{**rest, "dtype": "float32"})
+            replaced["add_adapter"] = lambda model, config, **rest: adapt(
+                model, config, **rest | {"one_dtype": True}
+            )
+            replaced["training_arguments"] = lambda config, **rest: arguments(
+                config, **{**rest, "dtype": "float32"}
+            )
             replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():
             stack.enter_context(patch.object(build_sft, name, value))
         session = session_of(case, config.output_dir)
         return build_sft.build_trainer(
-            config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
+            config,
+            case.world,
+            data,
+            Resume(None, 0),
+            session,
+            device_type=on,
+            dtype=dtype_of(config),
         )
 
 
 def _fuse_partitioned(model: Any) -> int:
-    """`fuse_lora` of weights that look like ZeRO-3's, which it leaves to the hooks of their own modules."""
+    """`fuse_lora` of weights that look like ZeRO-3's, which it leaves to the hooks of their own
+    modules.
+    """
     from finetune.modeling.lora import fuse_lora
 
     with patch.object(torch.Tensor, "ds_id", 0, create=True):
@@ -285,7 +324,13 @@ def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
     ):
         session = session_of(case, config.output_dir)
         return build.build_trainer(
-            config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
+            config,
+            case.world,
+            data,
+            Resume(None, 0),
+            session,
+            device_type=on,
+            dtype=dtype_of(config),
         )
 
 
@@ -305,7 +350,10 @@ def device_branch(case: Case) -> Iterator[None]:
     if accelerator:
         full = case.pretraining or case.settings.get("finetuning") == "full"
         chunk = loss.LOGITS_PER_CHUNK * (loss.TRAINED_HEAD_CHUNKS if full else 1)
-    kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu")}
+    kinds = {
+        **device.DEVICE_KINDS,
+        "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu"),
+    }
     with (
         patch.object(attention, "has_flash", lambda device: accelerator),
         patch.object(attention, "computes_on_cpu", lambda device: not accelerator),
@@ -314,13 +362,19 @@ def device_branch(case: Case) -> Iterator[None]:
         patch.dict(device.DEVICE_KINDS, kinds),
         patch.object(build, "largest_microbatch", lambda step_batches: None),
         # Lists of tensors are one operator on accelerators, and on a CPU none.
-        patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: accelerator),
+        patch.object(
+            torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: accelerator
+        ),
         patch("torch.optim.adam._default_to_fused_or_foreach", lambda *a, **k: (False, True)),
         # One kernel with a mask of bytes; a CPU's is made of several, with a mask of floats.
-        patch.object(torch.nn.functional, "dropout", _fused_dropout if accelerator else torch.nn.functional.dropout),
+        patch.object(
+            torch.nn.functional,
+            "dropout",
+            _fused_dropout if accelerator else torch.nn.functional.dropout,
+        ),
         patch.object(torch, "from_numpy", on_host(torch.from_numpy)),
-        # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as the modes here do
-        # (torch 2.13, nn/modules/module.py, _apply); of others it sets the data.
+        # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as
+        # the modes here do (torch 2.13, nn/modules/module.py, _apply); of others it sets the data.
         patch.object(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data)),
     ):
         try:
@@ -330,7 +384,9 @@ def device_branch(case: Case) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _fused_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _fused_dropout(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
@@ -377,5 +433,7 @@ def record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
         trainer.train()
     *microbatches, rest = segments
     first, second, last = microbatches[0], microbatches[:2][-1], microbatches[-1]
-    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    trained = sum(
+        parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+    )
     return Trace(first, second, last, rest, static, trained)

@@ -1,13 +1,15 @@
-"""What a device would be asked to do, recorded from a step on fake tensors: kernels, bytes, products, waits, memory.
+"""What a device would be asked to do, recorded from a step on fake tensors: kernels, bytes,
+products, waits, memory.
 
-A dispatch mode above torch's FakeTensorMode sees every operator that autograd, autocast and checkpointing come to, in
-the order of the run, and a function mode above both sees what crosses between host and device. Fake tensors stand for
-the device's, real ones for the host's: the engine of a CPU build of torch ends with fake `cuda` tensors, so the
-device's are fake CPU tensors, and what would run on the device is forced (roofline_runs.py).
+A dispatch mode above torch's FakeTensorMode sees every operator that autograd, autocast and
+checkpointing come to, in the order of the run, and a function mode above both sees what crosses
+between host and device. Fake tensors stand for the device's, real ones for the host's: the engine
+of a CPU build of torch ends with fake `cuda` tensors, so the device's are fake CPU tensors, and
+what would run on the device is forced (roofline_runs.py).
 
-Assumptions: an operator that is no view is one kernel (`_foreach_*` and fused optimizers: as many as
-multi_tensor_apply would launch, ATen/native/cuda/MultiTensorApply.cuh); it reads each input and writes each output
-once; attention is one kernel forward and one backward, causal within documents.
+Assumptions: an operator that is no view is one kernel (`_foreach_*` and fused optimizers: as many
+as multi_tensor_apply would launch, ATen/native/cuda/MultiTensorApply.cuh); it reads each input and
+writes each output once; attention is one kernel forward and one backward, causal within documents.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 NO_KERNEL = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh", "set_"]
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "set_",
+    ]
 )
 # Reshapes without a copy that are not marked as views.
 NO_KERNEL |= {"_unsafe_view", "_reshape_alias", "_local_scalar_dense", "is_pinned"}
@@ -48,13 +60,38 @@ WRITE_ONLY = frozenset(
 )
 # They read of their first tensor only what they give out.
 PICKING = frozenset(
-    ["embedding", "index", "gather", "index_select", "nll_loss_forward", "slice_scatter", "nll_loss_backward"]
+    [
+        "embedding",
+        "index",
+        "gather",
+        "index_select",
+        "nll_loss_forward",
+        "slice_scatter",
+        "nll_loss_backward",
+    ]
 )
 # What a compiler fuses with its neighbours is everything that is not one of these.
 UNFUSED = frozenset(
-    ["embedding", "index", "index_put", "index_put_", "_index_put_impl_", "nonzero", "sort", "topk", "cumsum"]
+    [
+        "embedding",
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "nonzero",
+        "sort",
+        "topk",
+        "cumsum",
+    ]
 )
-UNFUSED |= {"embedding_dense_backward", "index_select", "gather", "scatter_add", "histc", "bincount"}
+UNFUSED |= {
+    "embedding_dense_backward",
+    "index_select",
+    "gather",
+    "scatter_add",
+    "histc",
+    "bincount",
+}
 # MultiTensorApply.cuh: numbers of a chunk, chunks and tensors (of four lists) of one launch.
 CHUNK, CHUNKS_PER_LAUNCH, TENSORS_PER_LAUNCH = 65536, 320, 36
 NONZERO_KERNELS = 3  # counted, scanned, written
@@ -92,7 +129,9 @@ class Kernel:
 
 @dataclass
 class Segment:
-    """A part of a step: what was launched, what made the host wait, what crossed over to or between devices."""
+    """A part of a step: what was launched, what made the host wait, what crossed over to or between
+    devices.
+    """
 
     kernels: list[Kernel] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
@@ -146,7 +185,8 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory()
         self.document_lengths: tuple[int, ...] | None = None
         self.targets = 0
-        self.on_host: set[int] = set()  # storages made of Python's numbers: AdamW counts its steps there
+        # storages made of Python's numbers: AdamW counts its steps there
+        self.on_host: set[int] = set()
 
     def begin(self) -> Segment:
         """A new segment from here on; returns it."""
@@ -190,7 +230,9 @@ class Recorder(TorchDispatchMode):
                 continue
             self.segment.waits["boolean index"] += 1
             read = {self.memory.number(index): tensor_bytes(index)}
-            self.segment.kernels.append(Kernel("nonzero", "other", read, {}, launches=NONZERO_KERNELS))
+            self.segment.kernels.append(
+                Kernel("nonzero", "other", read, {}, launches=NONZERO_KERNELS)
+            )
             found += [torch.empty(self.targets, dtype=torch.int64) for _ in range(index.dim())]
         return found
 
@@ -198,8 +240,14 @@ class Recorder(TorchDispatchMode):
         # What is only written to is no input: `out`.
         inputs = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
         outputs = _tensors(out)
-        numbers = [self.memory.number(tensor) for tensor in outputs]  # also of what is no kernel: it takes memory
-        if not (inputs or outputs) or func.is_view or name in NO_KERNEL or func.namespace in ("prim", "profiler"):
+        # also of what is no kernel: it takes memory
+        numbers = [self.memory.number(tensor) for tensor in outputs]
+        if (
+            not (inputs or outputs)
+            or func.is_view
+            or name in NO_KERNEL
+            or func.namespace in ("prim", "profiler")
+        ):
             return
         changed = {id(tensor) for tensor in _changed(func, args, kwargs)}
         given = sum(map(tensor_bytes, outputs))
@@ -223,13 +271,18 @@ class Recorder(TorchDispatchMode):
             kernel.flops = self._attention_flops(name, inputs[1 if "backward" in name else 0])
         elif kernel.kind == "product":
             kernel.flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-        kernel.shapes, kernel.strides = tuple(tuple(t.shape) for t in inputs), tuple(t.stride() for t in inputs)
+        kernel.shapes, kernel.strides = (
+            tuple(tuple(t.shape) for t in inputs),
+            tuple(t.stride() for t in inputs),
+        )
         kernel.dtype = (inputs or outputs)[0].dtype
         if kernel.bytes:  # of no numbers nothing is launched
             self.segment.kernels.append(kernel)
 
     def _attention_flops(self, name: str, query: torch.Tensor) -> int:
-        """Two products of the lower triangle forward, five backward (Dao 2023, FlashAttention-2, section 3)."""
+        """Two products of the lower triangle forward, five backward (Dao 2023, FlashAttention-2,
+        section 3).
+        """
         if query.dim() == 4:
             samples, heads, tokens, width = query.shape
             squares = samples * tokens**2
@@ -240,7 +293,9 @@ class Recorder(TorchDispatchMode):
 
 
 class Crossings(TorchFunctionMode):
-    """Counts what crosses between host and device: real tensors are the host's, fake ones the device's."""
+    """Counts what crosses between host and device: real tensors are the host's, fake ones the
+    device's.
+    """
 
     def __init__(self, recorder: Recorder, fake: Any) -> None:
         super().__init__()
@@ -251,14 +306,20 @@ class Crossings(TorchFunctionMode):
 
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("to", "cpu", "tolist", "numpy", "copy_") and args and isinstance(args[0], torch.Tensor):
+        if (
+            name in ("to", "cpu", "tolist", "numpy", "copy_")
+            and args
+            and isinstance(args[0], torch.Tensor)
+        ):
             is_fake = isinstance(args[0], FakeTensor)
             if name == "to" and not is_fake and _to_device(args[1:], kwargs):
                 self.recorder.segment.uploads["pinned" if args[0].is_pinned() else "pageable"] += 1
                 made = self.fake.from_tensor(args[0].detach())
                 self.recorder.memory.number(made)
                 return made
-            if is_fake and (name in ("cpu", "tolist", "numpy") or (name == "to" and args[1:2] == ("cpu",))):
+            if is_fake and (
+                name in ("cpu", "tolist", "numpy") or (name == "to" and args[1:2] == ("cpu",))
+            ):
                 self.recorder.segment.waits[name] += 1
         return func(*args, **kwargs)
 
@@ -290,7 +351,9 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _launches(tensors: list[torch.Tensor]) -> int:
     """Kernels of multi_tensor_apply for so many tensors of these sizes."""
     chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in tensors)
-    return max(1, math.ceil(chunks / CHUNKS_PER_LAUNCH), math.ceil(len(tensors) / TENSORS_PER_LAUNCH))
+    return max(
+        1, math.ceil(chunks / CHUNKS_PER_LAUNCH), math.ceil(len(tensors) / TENSORS_PER_LAUNCH)
+    )
 
 
 def _kind(func: Any, name: str) -> str:
@@ -300,10 +363,11 @@ def _kind(func: Any, name: str) -> str:
 
 
 def fused(kernels: list[Kernel]) -> list[Kernel]:
-    """The same with neighbours fused, as a perfect compiler would: a lower bound, the order as it was recorded.
+    """The same with neighbours fused, as a perfect compiler would: a lower bound, the order as it
+    was recorded.
 
-    Kernels that are neither products nor attention, and stand side by side, become one, which reads what was made
-    before it and writes what is read after it.
+    Kernels that are neither products nor attention, and stand side by side, become one, which reads
+    what was made before it and writes what is read after it.
     """
     last_read: dict[int, int] = {}
     for place, kernel in enumerate(kernels):
@@ -324,7 +388,8 @@ def fused(kernels: list[Kernel]) -> list[Kernel]:
                     reads[number] = max(reads.get(number, 0), size)
             writes.update(kernels[stop].writes)
             stop += 1
-        # What is never read again within the recorded part is a result (a gradient, a loss) where nothing here read it.
+        # What is never read again within the recorded part is a result (a gradient, a loss) where
+        # nothing here read it.
         inside = {number for kernel in kernels[start:stop] for number in kernel.reads}
         kept = {n: s for n, s in writes.items() if last_read.get(n, -1) >= stop or n not in inside}
         made.append(Kernel("fused", "other", reads, kept))

@@ -1,7 +1,8 @@
-"""What ZeRO-3 gathers and reduces: DeepSpeed's own engine on fake tensors, as rank 0 of a group that is fake.
+"""What ZeRO-3 gathers and reduces: DeepSpeed's own engine on fake tensors, as rank 0 of a group
+that is fake.
 
-Kernels, waits and memory are not taken from this trace: the engine takes the device for a CPU, and copies as it does
-there. Neither what it gathers nor when depends on that.
+Kernels, waits and memory are not taken from this trace: the engine takes the device for a CPU, and
+copies as it does there. Neither what it gathers nor when depends on that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from unittest.mock import patch
 
 import torch
 from roofline_network import agreements, fake_group
-from roofline_runs import Case, Trace, device_branch, documents, dtype_of, model_config, record, run_config, session_of
+from roofline_runs import (
+    Case,
+    Trace,
+    device_branch,
+    documents,
+    dtype_of,
+    model_config,
+    record,
+    run_config,
+    session_of,
+)
 from roofline_trace import Crossings, Recorder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -30,7 +41,9 @@ def zero3_config(case: Case, keys: Mapping[str, Any]) -> Any:
 
 
 def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) -> Trace:
-    """Run steps of a model with so many blocks under the engine, and record the last; of use are its collectives."""
+    """Run steps of a model with so many blocks under the engine, and record the last; of use are
+    its collectives.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from finetune.modeling.attention import choose_attention
@@ -42,7 +55,9 @@ def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) 
     shape = model_config(case, layers)
     dtype = getattr(torch, dtype_of(config))
 
-    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any) -> Any:
+    def load_model(
+        config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any
+    ) -> Any:
         from transformers import AutoModelForCausalLM
 
         # from_config itself partitions: TrainingArguments have told transformers of the engine.
@@ -68,14 +83,22 @@ def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) 
         config = config.model_copy(update={"output_dir": folder})
         data, session = documents(case, config), session_of(case, folder)
         trainer = build_sft.build_trainer(
-            config, case.world, data, Resume(None, 0), session, device_type="cpu", dtype=dtype_of(config)
+            config,
+            case.world,
+            data,
+            Resume(None, 0),
+            session,
+            device_type="cpu",
+            dtype=dtype_of(config),
         )
         return record(trainer, recorder, case)
 
 
 @contextlib.contextmanager
 def _engine_alone() -> Iterator[None]:
-    """DeepSpeed without what it keeps of an earlier group, and without ranks comparing numbers in the first row."""
+    """DeepSpeed without what it keeps of an earlier group, and without ranks comparing numbers in
+    the first row.
+    """
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.utils import groups
@@ -83,7 +106,8 @@ def _engine_alone() -> Iterator[None]:
 
     with (
         patch.object(comm, "cdb", None),
-        # zero.Init puts its own in its place (partition_parameters.py), which a later trace would take for torch's.
+        # zero.Init puts its own in its place (partition_parameters.py), which a later trace would
+        # take for torch's.
         patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
         patch.object(groups, "_WORLD_GROUP", None),
         patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),

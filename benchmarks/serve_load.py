@@ -1,10 +1,11 @@
-"""Load on a server: many streaming clients at once against one at a time, a worker killed in the middle, /health timed.
+"""Load on a server: many streaming clients at once against one at a time, a worker killed in the
+middle, /health timed.
 
-    python benchmarks/serve_load.py                      # the bundled model, 2 CPU workers, 32 clients, 60 seconds
-    python benchmarks/serve_load.py --seconds 20 --json
+    python benchmarks/serve_load.py                      # the bundled model, 2 CPU workers, 32
+    clients, 60 seconds python benchmarks/serve_load.py --seconds 20 --json
 
-It starts the server itself, on a free port of loopback, and ends it. Exit code 1 if a request ended in another way
-than complete, refused for now (429, 503), or lost with the worker that was killed.
+It starts the server itself, on a free port of loopback, and ends it. Exit code 1 if a request ended
+in another way than complete, refused for now (429, 503), or lost with the worker that was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ PASSING = {"complete", "429", "503", "worker_lost"}
 
 
 async def ask(client: httpx.AsyncClient, model: str, number: int, tokens: int) -> tuple[str, int]:
-    """How one streamed answer ended, and its tokens. Drawn at random, so that answers have their full length."""
+    """How one streamed answer ended, and its tokens. Drawn at random, so that answers have their
+    full length.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}],
@@ -64,7 +67,9 @@ async def ask(client: httpx.AsyncClient, model: str, number: int, tokens: int) -
     return ("complete" if done else "cut"), counted
 
 
-async def one_after_another(client: httpx.AsyncClient, model: str, seconds: float, tokens: int) -> float:
+async def one_after_another(
+    client: httpx.AsyncClient, model: str, seconds: float, tokens: int
+) -> float:
     """Tokens per second of a single client."""
     began, total, number = time.monotonic(), 0, 0
     while time.monotonic() - began < seconds:
@@ -129,14 +134,35 @@ async def measure(url: str, server_pid: int, options: argparse.Namespace) -> dic
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
     return [int(word) for word in found.stdout.split()]
 
 
 def start(options: argparse.Namespace, *flags: str) -> tuple[subprocess.Popen[str], str]:
-    words = [sys.executable, "-m", "finetune", "serve", "--model", options.model, "--device-type", "cpu"]
-    words += ["--port", "0", "--num-workers", str(options.workers), "--max-batch", str(options.max_batch), *flags]
-    server = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "serve",
+        "--model",
+        options.model,
+        "--device-type",
+        "cpu",
+    ]
+    words += [
+        "--port",
+        "0",
+        "--num-workers",
+        str(options.workers),
+        "--max-batch",
+        str(options.max_batch),
+        *flags,
+    ]
+    server = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     for line in server.stdout:
         found = re.search(r"answers at (http://\S+)", line)
         if found:
@@ -159,7 +185,9 @@ def load_options(description: str) -> argparse.ArgumentParser:
 
 def main() -> int:
     parser = load_options(__doc__)
-    parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave the workers alone")
+    parser.add_argument(
+        "--no-kill", dest="kill", action="store_false", help="leave the workers alone"
+    )
     options = parser.parse_args()
     server, url = start(options)
     try:

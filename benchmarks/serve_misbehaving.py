@@ -1,11 +1,13 @@
-"""A server among clients that misbehave: others, at the load of serve_load.py, lose nothing, and /health stays quick.
+"""A server among clients that misbehave: others, at the load of serve_load.py, lose nothing, and
+/health stays quick.
 
-    python benchmarks/serve_misbehaving.py               # the bundled model, 2 CPU workers, 60 seconds
-    python benchmarks/serve_misbehaving.py --seconds 20 --json
+    python benchmarks/serve_misbehaving.py               # the bundled model, 2 CPU workers, 60
+    seconds python benchmarks/serve_misbehaving.py --seconds 20 --json
 
-Every client of misbehaving_clients.py is there all the time, one of each, in a process of low priority: on machines of
-their own they would not take the server's processors. Exit code 1 if a well-behaved client lost an answer, another one
-kept its connection beyond the server's limits, or a worker was started again.
+Every client of misbehaving_clients.py is there all the time, one of each, in a process of low
+priority: on machines of their own they would not take the server's processors. Exit code 1 if a
+well-behaved client lost an answer, another one kept its connection beyond the server's limits, or a
+worker was started again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LIMIT_SECONDS = 3  # for a head, for a body, and for reading
 PATIENCE_SECONDS = 20  # keep-alive is 15
 
 
-def misbehave_aside(server: Server, seconds: float, pause_seconds: float) -> tuple[dict[str, int], dict[str, int]]:
+def misbehave_aside(
+    server: Server, seconds: float, pause_seconds: float
+) -> tuple[dict[str, int], dict[str, int]]:
     os.nice(10)
     end = time.monotonic() + seconds
     return asyncio.run(misbehave(server, lambda: time.monotonic() > end, pause_seconds))
@@ -63,7 +67,9 @@ async def measure(url: str, server_pid: int, options: argparse.Namespace) -> dic
         server = Server(int(url.rpartition(":")[2]), model, QUESTIONS[0], PATIENCE_SECONDS)
         with ProcessPoolExecutor(1) as others:
             loop = asyncio.get_running_loop()
-            hostile = loop.run_in_executor(others, misbehave_aside, server, options.seconds, options.pause)
+            hostile = loop.run_in_executor(
+                others, misbehave_aside, server, options.seconds, options.pause
+            )
             await asyncio.gather(look(), *map(keep_asking, range(options.clients)))
             rounds, held = await hostile
         state = (await client.get("/health")).json()
@@ -88,7 +94,9 @@ async def measure(url: str, server_pid: int, options: argparse.Namespace) -> dic
 
 def main() -> int:
     parser = load_options(__doc__)
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds before a client misbehaves again")
+    parser.add_argument(
+        "--pause", type=float, default=1.0, help="seconds before a client misbehaves again"
+    )
     options = parser.parse_args()
     limits = [f"--{name}-seconds" for name in ("head", "body", "write")]
     server, url = start(options, *(word for name in limits for word in (name, str(LIMIT_SECONDS))))
@@ -102,7 +110,11 @@ def main() -> int:
     else:
         for name, value in result.items():
             print(f"{name:<24} {value}")
-    fine = set(result["ends"]) == {"complete"} and not result["kept_their_connection"] and not result["restarts"]
+    fine = (
+        set(result["ends"]) == {"complete"}
+        and not result["kept_their_connection"]
+        and not result["restarts"]
+    )
     return 0 if fine else 1
 
 

@@ -1,10 +1,11 @@
 """The limit in benchmarks/sft.py: a packed loop with nothing around it.
 
-transformers' model, peft's adapter, torch's AdamW. A global batch is one row of its conversations one after another, or
-as many rows as `row_tokens` makes of it; positions begin anew in each, from which transformers builds the mask that
-keeps them apart. On a device such a mask, and the products behind it, would be no limit: there it is torch's varlen
-attention, which takes their bounds. Logits are made where there is a target and nowhere else. No accelerate, no logging
-of its own, no checkpoints; rendering is done before.
+transformers' model, peft's adapter, torch's AdamW. A global batch is one row of its conversations
+one after another, or as many rows as `row_tokens` makes of it; positions begin anew in each, from
+which transformers builds the mask that keeps them apart. On a device such a mask, and the products
+behind it, would be no limit: there it is torch's varlen attention, which takes their bounds. Logits
+are made where there is a target and nowhere else. No accelerate, no logging of its own, no
+checkpoints; rendering is done before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.nn.functional import cross_entropy
 
 VARLEN = "bare_varlen"
 Conversation = tuple[list[int], list[int]]  # tokens, and the places of those that are trained
-NO_STATE = (None, None, None)  # arguments, state and control of a Trainer, which the recorder does not read
+# arguments, state and control of a Trainer, which the recorder does not read
+NO_STATE = (None, None, None)
 
 
 def train_bare(work: dict[str, Any], folder: Path, recorder: Any) -> None:
@@ -31,7 +33,10 @@ def train_bare(work: dict[str, Any], folder: Path, recorder: Any) -> None:
     model = _model(work, folder)
     given = work["inputs"]
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=given["learning_rate"], weight_decay=0.0, fused=True
+        [p for p in model.parameters() if p.requires_grad],
+        lr=given["learning_rate"],
+        weight_decay=0.0,
+        fused=True,
     )
     conversations = json.loads((folder / "ordered" / "train.json").read_text(encoding="utf-8"))
     whole = list(rendered(folder / "model", [one["messages"] for one in conversations]))
@@ -47,7 +52,9 @@ def train_bare(work: dict[str, Any], folder: Path, recorder: Any) -> None:
     recorder.on_train_end(*NO_STATE, model=model)
 
 
-def _backward(model: torch.nn.Module, batch: list[Conversation], work: dict[str, Any]) -> torch.Tensor:
+def _backward(
+    model: torch.nn.Module, batch: list[Conversation], work: dict[str, Any]
+) -> torch.Tensor:
     """Gradients of the mean loss of a global batch's targets; returns that loss, a scalar."""
     total = sum(len(places) for _, places in batch)
     half = work["dtype"] == "bfloat16"
@@ -87,7 +94,9 @@ def _model(work: dict[str, Any], folder: Path) -> torch.nn.Module:
     base = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=getattr(torch, work["dtype"]), attn_implementation=attention
     )
-    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     model = get_peft_model(base.to(work["device"]), adapter)
     if work["own"].get("gradient_checkpointing"):
         model.enable_input_require_grads()
@@ -96,11 +105,17 @@ def _model(work: dict[str, Any], folder: Path) -> torch.nn.Module:
 
 
 def _inputs(row: list[Conversation], device: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """One row `(1, T)` of whole conversations, and the targets `(n,)` that its kept logits predict."""
+    """One row `(1, T)` of whole conversations, and the targets `(n,)` that its kept logits
+    predict.
+    """
     ids = [token for tokens, _ in row for token in tokens]
     lengths = [len(tokens) for tokens, _ in row]
     bounds = list(accumulate(lengths, initial=0))
-    kept = [first + place - 1 for first, (_, places) in zip(bounds, row, strict=False) for place in places]
+    kept = [
+        first + place - 1
+        for first, (_, places) in zip(bounds, row, strict=False)
+        for place in places
+    ]
     keep, line = _there(kept, device), _there([ids], device)
     positions = _there([[place for length in lengths for place in range(length)]], device)
     inputs: dict[str, Any] = {"input_ids": line, "position_ids": positions, "logits_to_keep": keep}
@@ -128,10 +143,14 @@ def _varlen(
     max_length_q: int,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within conversations: query `(1, H, T, D)`, key and value `(1, K, T, D)` -> `(1, T, H, D)`."""
+    """Causal attention within conversations: query `(1, H, T, D)`, key and value `(1, K, T, D)` ->
+    `(1, T, H, D)`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    flat = [states[0].transpose(0, 1).to(torch.bfloat16).contiguous() for states in (query, key, value)]
+    flat = [
+        states[0].transpose(0, 1).to(torch.bfloat16).contiguous() for states in (query, key, value)
+    ]
     # torch 2.11 has no such argument, and takes fewer heads of keys and values without it.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)

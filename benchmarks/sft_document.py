@@ -1,6 +1,7 @@
 """docs/benchmarks_sft.md, from what benchmarks/sft.py measured.
 
-python benchmarks/sft_document.py    # writes its section on devices anew, from benchmarks/results/sft_*.json
+python benchmarks/sft_document.py    # writes its section on devices anew, from
+benchmarks/results/sft_*.json
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from sft_report import CONTENDERS, make_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_sft.md"
-RESULTS = ROOT / "benchmarks" / "results"  # of devices: those of this project's own machines are made anew
+# of devices: those of this project's own machines are made anew
+RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -98,17 +100,22 @@ def make_document(results: dict[str, dict[str, Any]]) -> str:
 
 def device_results() -> dict[str, dict[str, Any]]:
     """What was measured on devices and is kept with the project, by the names of the files."""
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("sft_*.json"))}
+    return {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(RESULTS.glob("sft_*.json"))
+    }
 
 
 def device_section(results: dict[str, dict[str, Any]]) -> str:
     """The last section of the page."""
     tables = [
-        f"\n### {result['machine']['device']}\n\nFrom `benchmarks/results/{name}`. {_described(result)}"
-        f"\n\n{make_table('device', result)}\n"
+        f"\n### {result['machine']['device']}\n\nFrom `benchmarks/results/{name}`."
+        f" {_described(result)}\n\n{make_table('device', result)}\n"
         for name, result in results.items()
     ]
-    return DEVICE_HEAD + ("".join(tables) or "\nIt was not run: no figure on this page is from a device.\n")
+    return DEVICE_HEAD + (
+        "".join(tables) or "\nIt was not run: no figure on this page is from a device.\n"
+    )
 
 
 def _part(part: str, result: dict[str, Any]) -> str:
@@ -117,23 +124,36 @@ def _part(part: str, result: dict[str, Any]) -> str:
 
 def _described(result: dict[str, Any]) -> str:
     given, machine, plan = result["plan"]["settings"], result["machine"], result["plan"]
-    tokens, supervised = (sum(step[kind] for step in plan["steps"]) for kind in ("tokens", "supervised"))
-    versions = {name: text for run in result["runs"] for name, text in run.get("versions", {}).items()}
-    libraries = ", ".join(f"{name} {versions[name]}" for name in ("trl", "llamafactory", "torch") if name in versions)
-    measured = [(run["library"], run["versions"]["transformers"]) for run in result["runs"] if "versions" in run]
+    tokens, supervised = (
+        sum(step[kind] for step in plan["steps"]) for kind in ("tokens", "supervised")
+    )
+    versions = {
+        name: text for run in result["runs"] for name, text in run.get("versions", {}).items()
+    }
+    libraries = ", ".join(
+        f"{name} {versions[name]}" for name in ("trl", "llamafactory", "torch") if name in versions
+    )
+    measured = [
+        (run["library"], run["versions"]["transformers"])
+        for run in result["runs"]
+        if "versions" in run
+    ]
     stands_on = [f"{library} on transformers {text}" for library, text in sorted({*measured})]
     return (
-        f"{machine['device']}, {machine['threads']} threads ({', '.join(machine['flags']) or 'flags unknown'}), "
-        f"{libraries}; {'; '.join(stands_on)}. {plan['parameters'] / 1e6:.0f} M parameters, vocabulary "
-        f"{given['vocabulary']:,}; {given['conversations']} conversations of {tokens:,} tokens "
-        f"({supervised:,} trained, longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of "
-        f"{given['batch']}. Load before the runs: {machine['load_before']:.1f}."
+        f"{machine['device']}, {machine['threads']} threads"
+        f" ({', '.join(machine['flags']) or 'flags unknown'}), {libraries}; {'; '.join(stands_on)}."
+        f" {plan['parameters'] / 1e6:.0f} M parameters, vocabulary {given['vocabulary']:,};"
+        f" {given['conversations']} conversations of {tokens:,} tokens ({supervised:,} trained,"
+        f" longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of"
+        f" {given['batch']}. Load before the runs: {machine['load_before']:.1f}."
     )
 
 
 def main() -> None:
     page = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(page[: page.index(ON_A_DEVICE)] + device_section(device_results()), encoding="utf-8")
+    DOCUMENT.write_text(
+        page[: page.index(ON_A_DEVICE)] + device_section(device_results()), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Model, conversations and the plan of a part of benchmarks/sft.py, made on this machine from a few numbers.
+"""Model, conversations and the plan of a part of benchmarks/sft.py, made on this machine from a few
+numbers.
 
     python benchmarks/sft_inputs.py SETTINGS.json
 
-The model has random weights and the tokenizer of `data_samples/tiny-qwen3`, with an embedding as large as asked for.
-Conversations are answers of the bundled data put one after another, one to three turns, log-normal in length. Peers
-read them in the order in which our run trains on them. The plan says what must enter each model, step by step: it is
-made by transformers' own rendering (`return_assistant_tokens_mask`), not by any of those that are measured.
+The model has random weights and the tokenizer of `data_samples/tiny-qwen3`, with an embedding as
+large as asked for. Conversations are answers of the bundled data put one after another, one to
+three turns, log-normal in length. Peers read them in the order in which our run trains on them. The
+plan says what must enter each model, step by step: it is made by transformers' own rendering
+(`return_assistant_tokens_mask`), not by any of those that are measured.
 """
 
 from __future__ import annotations
@@ -23,28 +25,45 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 SPREAD, SHORTEST_TOKENS = 0.9, 24  # of a conversation's tokens; the spread is of the logarithm
-# Without the newline that ChatML has after each turn: LLaMA-Factory trains on it, TRL and this package do not. The
-# marks say to transformers (and so to TRL) what is trained; LLaMA-Factory reads its own slots off the rendering.
+# Without the newline that ChatML has after each turn: LLaMA-Factory trains on it, TRL and this
+# package do not. The marks say to transformers (and so to TRL) what is trained; LLaMA-Factory reads
+# its own slots off the rendering.
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{%- if message.role == 'assistant' %}"
-    "{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'assistant' %}{{-"
+    " '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{%"
+    " endgeneration %}{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content +"
+    " '<|im_end|>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+    " '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2},
-    "24m": {"hidden_size": 384, "num_hidden_layers": 7, "intermediate_size": 1024, "num_attention_heads": 6},
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+    },
+    "24m": {
+        "hidden_size": 384,
+        "num_hidden_layers": 7,
+        "intermediate_size": 1024,
+        "num_attention_heads": 6,
+    },
     # Qwen3-8B's published configuration.
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32},
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+    },
 }
 KEY_VALUE_HEADS = {"tiny": 2, "24m": 3, "8b": 8}
 HEAD_DIM = {"tiny": 32, "24m": 64, "8b": 128}
 
 
 def conversation_digest(ids: Sequence[int], targets: Sequence[int]) -> str:
-    """One name for a conversation as it enters a model: its tokens, and which of them are trained."""
+    """One name for a conversation as it enters a model: its tokens, and which of them are
+    trained.
+    """
     return hashlib.sha256(json.dumps([list(ids), list(targets)]).encode()).hexdigest()[:16]
 
 
@@ -65,7 +84,10 @@ def make_inputs(folder: Path, settings: dict[str, Any], device: str) -> None:
     _write_for_peers(folder / "ordered", ordered)
     plan = _plan(folder / "model", ordered, settings)
     mean_tokens = sum(step["tokens"] for step in plan["steps"]) // len(ordered)
-    plan |= {"flops_per_token": flops_per_token(model, mean_tokens), "parameters": model.num_parameters()}
+    plan |= {
+        "flops_per_token": flops_per_token(model, mean_tokens),
+        "parameters": model.num_parameters(),
+    }
     (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
 
 
@@ -95,9 +117,15 @@ def _write_conversations(path: Path, settings: dict[str, Any]) -> list[list[dict
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    records = [json.loads(line) for line in (ROOT / "data_samples" / "train.jsonl").read_text("utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (ROOT / "data_samples" / "train.jsonl").read_text("utf-8").splitlines()
+    ]
     choose = random.Random(settings["seed"])
-    made = [_conversation(choose, records, tokenizer, settings) for _ in range(settings["conversations"])]
+    made = [
+        _conversation(choose, records, tokenizer, settings)
+        for _ in range(settings["conversations"])
+    ]
     with path.open("w", encoding="utf-8") as file:
         for messages in made:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
@@ -116,7 +144,8 @@ def _conversation(
         answers: list[str] = []
         while len(tokenizer("\n".join(answers)).input_ids) < wanted / turns:
             answers.append(choose.choice(records)["output"])
-        # No answer is longer than a quarter of what is cut off at, so that the last cannot go beyond it.
+        # No answer is longer than a quarter of what is cut off at, so that the last cannot go
+        # beyond it.
         messages.append({"role": "user", "content": record["instruction"]})
         messages.append({"role": "assistant", "content": "\n".join(answers or [record["output"]])})
     return messages
@@ -152,37 +181,65 @@ def _order_of_our_run(folder: Path, settings: dict[str, Any]) -> list[int]:
     from finetune.config.run_config import RunConfig
     from finetune.training.prepare_sft import prepare_data
 
-    given = our_settings(folder, settings) | {"output_dir": str(folder / "none"), "data": (str(folder / "data.jsonl"),)}
+    given = our_settings(folder, settings) | {
+        "output_dir": str(folder / "none"),
+        "data": (str(folder / "data.jsonl"),),
+    }
     data = prepare_data(RunConfig(**given | {"report_to": ("none",)}))
     steps = range(len(data.batches))
     return [int(data.train.record_ids[i]) for step in steps for i in data.batches.indices(step)]
 
 
 def _write_for_peers(folder: Path, ordered: list[list[dict[str, str]]]) -> None:
-    """The same conversations in training order, with the description that LLaMA-Factory wants beside them."""
+    """The same conversations in training order, with the description that LLaMA-Factory wants
+    beside them.
+    """
     folder.mkdir()
     rows = [{"messages": messages} for messages in ordered]
     (folder / "train.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    described = {"file_name": "train.json", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+    }
+    described = {
+        "file_name": "train.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": tags,
+    }
     (folder / "dataset_info.json").write_text(json.dumps({"bench": described}), encoding="utf-8")
 
 
-def rendered(model: Path, ordered: list[list[dict[str, str]]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens of each conversation, and the places of the trained ones, as transformers renders them."""
+def rendered(
+    model: Path, ordered: list[list[dict[str, str]]]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens of each conversation, and the places of the trained ones, as transformers renders
+    them.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     for messages in ordered:
-        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        yield encoded["input_ids"], [place for place, trained in enumerate(encoded["assistant_masks"]) if trained]
+        encoded = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        yield (
+            encoded["input_ids"],
+            [place for place, trained in enumerate(encoded["assistant_masks"]) if trained],
+        )
 
 
-def _plan(model: Path, ordered: list[list[dict[str, str]]], settings: dict[str, Any]) -> dict[str, Any]:
+def _plan(
+    model: Path, ordered: list[list[dict[str, str]]], settings: dict[str, Any]
+) -> dict[str, Any]:
     whole = list(rendered(model, ordered))
     longest = max(len(ids) for ids, _ in whole)
     if longest > settings["cutoff_len"]:
-        raise SystemExit(f"a conversation of {longest} tokens is longer than {settings['cutoff_len']}")
+        raise SystemExit(
+            f"a conversation of {longest} tokens is longer than {settings['cutoff_len']}"
+        )
     size = settings["batch"]
     steps = [whole[start : start + size] for start in range(0, len(whole), size)]
     return {

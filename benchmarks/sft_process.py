@@ -1,11 +1,13 @@
-"""One contender of benchmarks/sft.py, in a process of its own, under the Python that has its library.
+"""One contender of benchmarks/sft.py, in a process of its own, under the Python that has its
+library.
 
     python benchmarks/sft_process.py SETTINGS.json
 
-What is measured is measured alike everywhere, by one callback that transformers.Trainer (on which all but the bare loop
-stand) gives to every trainer: the end of each optimizer step, and every tensor that enters the model, kept as it is
-and made into conversations after training. So the work is counted where it is done, not where it was asked for. On a
-device nothing of it has the host wait: tensors stay there, and the ends of steps are the device's own events.
+What is measured is measured alike everywhere, by one callback that transformers.Trainer (on which
+all but the bare loop stand) gives to every trainer: the end of each optimizer step, and every
+tensor that enters the model, kept as it is and made into conversations after training. So the work
+is counted where it is done, not where it was asked for. On a device nothing of it has the host
+wait: tensors stay there, and the ends of steps are the device's own events.
 """
 
 from __future__ import annotations
@@ -48,13 +50,19 @@ class Recorder(TrainerCallback):
         self.peak_bytes = 0
         self.made_of: dict[str, Any] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _note(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _note(
+        self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         if arguments:
-            raise SystemExit("the model was called with arguments without names: what enters it is not known")
+            raise SystemExit(
+                "the model was called with arguments without names: what enters it is not known"
+            )
         if model.training:
             call = {k: named[k].detach() for k in KEPT if isinstance(named.get(k), torch.Tensor)}
             mask = call.get("attention_mask")
@@ -78,7 +86,8 @@ class Recorder(TrainerCallback):
         if self.device == "cpu":
             self._marks.append(time.time())
             return
-        # Not a wait at each step: one who prepares the next step while the device computes would be slowed down by it.
+        # Not a wait at each step: one who prepares the next step while the device computes would be
+        # slowed down by it.
         event = getattr(torch, self.device).Event(enable_timing=True)
         event.record()
         self._marks.append(event)
@@ -88,24 +97,32 @@ class Recorder(TrainerCallback):
             self.losses.append(float(logs["loss"]))
             self.gradient_norms.append(float(logs["grad_norm"]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if self.device == "cpu":
             self.step_seconds = [end - begin for begin, end in pairwise(self._marks)]
         else:
             torch.accelerator.synchronize()
-            self.step_seconds = [begin.elapsed_time(end) / 1000 for begin, end in pairwise(self._marks)]
+            self.step_seconds = [
+                begin.elapsed_time(end) / 1000 for begin, end in pairwise(self._marks)
+            ]
         self.peak_bytes = _peak_bytes(self.device)
         self.made_of = _made_of(model)
 
 
 def _made_of(model: Any) -> dict[str, Any]:
-    """Where the model is, in what its frozen weights are held, who computes attention, what is recomputed."""
+    """Where the model is, in what its frozen weights are held, who computes attention, what is
+    recomputed.
+    """
     frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
     return {
         "device": frozen.device.type,
         "frozen_dtype": str(frozen.dtype).removeprefix("torch."),
         "attention": str(model.config._attn_implementation),
-        "recomputes": any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+        "recomputes": any(
+            getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+        ),
     }
 
 
@@ -115,14 +132,17 @@ def _peak_bytes(device: str) -> int:
         return int(torch.accelerator.max_memory_allocated())
     # Not getrusage: what it says of a child begins with the parent's size at the fork.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 # ---------------------------------------------------------------------- what entered the model
 
 
 def _diagonals(mask: torch.Tensor) -> torch.Tensor:
-    """Of a mask `(rows, 1, T, T)` whether each token sees itself and the one before it: `(rows, 2, T)`, bool.
+    """Of a mask `(rows, 1, T, T)` whether each token sees itself and the one before it: `(rows, 2,
+    T)`, bool.
 
     The whole mask, kept to the end, would be a part of the peak memory.
     """
@@ -134,8 +154,9 @@ def _diagonals(mask: torch.Tensor) -> torch.Tensor:
 def documents(call: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
     """The conversations of one forward: tokens, and the places of those that are trained.
 
-    Rows are cut where positions begin anew, where the number in a two-dimensional mask changes, or where a
-    four-dimensional mask keeps a token from seeing the one before it; masked tokens are padding.
+    Rows are cut where positions begin anew, where the number in a two-dimensional mask changes, or
+    where a four-dimensional mask keeps a token from seeing the one before it; masked tokens are
+    padding.
     """
     found = []
     for row, ids in enumerate(call["input_ids"].tolist()):
@@ -171,7 +192,9 @@ def _bounds(call: dict[str, torch.Tensor], row: int, length: int) -> tuple[list[
 
 
 def _targets(call: dict[str, torch.Tensor], row: int, length: int) -> list[bool]:
-    """For each place whether the token there is predicted; labels are shifted inside the model, masks are not."""
+    """For each place whether the token there is predicted; labels are shifted inside the model,
+    masks are not.
+    """
     if "labels" in call:
         return [False, *(call["labels"][row, 1:] != -100).tolist()]
     kept = call["logits_to_keep"]
@@ -182,11 +205,13 @@ def _targets(call: dict[str, torch.Tensor], row: int, length: int) -> list[bool]
 
 
 def steps_of(recorder: Recorder, rehearsals: int) -> list[dict[str, Any]]:
-    """Of each step its tokens, trained tokens, conversations, and tokens that were computed, padding included.
+    """Of each step its tokens, trained tokens, conversations, and tokens that were computed,
+    padding included.
 
     Args:
-        rehearsals: forwards at the beginning that train nothing. Ours runs the largest microbatch of the run with
-            weight 0 before the first, to see whether it fits; that it trains nothing is seen from the losses.
+        rehearsals: forwards at the beginning that train nothing. Ours runs the largest microbatch
+            of the run with weight 0 before the first, to see whether it fits; that it trains
+            nothing is seen from the losses.
     """
     steps = []
     for calls in [recorder.calls[0][rehearsals:], *recorder.calls[1:]]:
@@ -196,7 +221,9 @@ def steps_of(recorder: Recorder, rehearsals: int) -> list[dict[str, Any]]:
                 "tokens": sum(len(ids) for ids, _ in whole),
                 "supervised": sum(len(targets) for _, targets in whole),
                 "computed": sum(call["input_ids"].numel() for call in calls),
-                "conversations": sorted(conversation_digest(ids, targets) for ids, targets in whole),
+                "conversations": sorted(
+                    conversation_digest(ids, targets) for ids, targets in whole
+                ),
             }
         )
     return steps
@@ -208,8 +235,14 @@ def steps_of(recorder: Recorder, rehearsals: int) -> list[dict[str, Any]]:
 def train_ours(work: dict[str, Any], folder: Path, output: Path) -> None:
     import finetune
 
-    settings = our_settings(folder, work["inputs"]) | {"output_dir": str(output), "dtype": work["dtype"]}
-    settings |= {"device_type": work["device"], "cache_dir": str(output.with_name(f"{output.name}-cache"))}
+    settings = our_settings(folder, work["inputs"]) | {
+        "output_dir": str(output),
+        "dtype": work["dtype"],
+    }
+    settings |= {
+        "device_type": work["device"],
+        "cache_dir": str(output.with_name(f"{output.name}-cache")),
+    }
     finetune.run(settings | work["own"])
 
 
@@ -244,7 +277,10 @@ def train_trl(work: dict[str, Any], folder: Path, output: Path) -> None:
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         peft_config=LoraConfig(
-            r=given["lora_r"], lora_alpha=2 * given["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"
+            r=given["lora_r"],
+            lora_alpha=2 * given["lora_r"],
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         ),
     ).train()
 

@@ -1,8 +1,9 @@
 """What benchmarks/sft.py measured: whether the work was equal, tables, and docs/benchmarks_sft.md.
 
-A contender is ranked only if what entered its model is what the plan says: the same conversations (tokens and trained
-places), in as many steps of as many conversations, with as many trained parameters; the first loss of the same batch
-equal, gradients there, and the mean loss of the pass within a hundredth. Any other is shown with what was different.
+A contender is ranked only if what entered its model is what the plan says: the same conversations
+(tokens and trained places), in as many steps of as many conversations, with as many trained
+parameters; the first loss of the same batch equal, gradients there, and the mean loss of the pass
+within a hundredth. Any other is shown with what was different.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OURS, REFERENCE = "ours", "bare"
-FIRST_LOSS_LIMITS = {"float32": 1e-4, "bfloat16": 5e-3}  # relative, where the first batch is the same
+# relative, where the first batch is the same
+FIRST_LOSS_LIMITS = {"float32": 1e-4, "bfloat16": 5e-3}
 MEAN_LOSS_LIMIT = 0.01  # relative; the adapters begin with other random numbers
 GIGABYTE = 1e9
 
@@ -26,10 +28,12 @@ class Contender:
     library: str
     words: str
     own: dict[str, Any] = field(default_factory=dict)
-    on_device: dict[str, Any] = field(default_factory=dict)  # and these, where activations are more than the memory
+    # and these, where activations are more than the memory
+    on_device: dict[str, Any] = field(default_factory=dict)
 
 
-# Of a global batch of 8 in a part; 8 B parameters keep 8 MiB for a token of theirs where nothing is recomputed.
+# Of a global batch of 8 in a part; 8 B parameters keep 8 MiB for a token of theirs where nothing is
+# recomputed.
 TWO_AT_ONCE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 FOUR_AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 TRL_TUNED = {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
@@ -44,17 +48,23 @@ CONTENDERS = {
         "this package as it comes: packed, on a device with `micro_batch_size: auto`",
         on_device={"micro_batch_size": "auto"},
     ),
-    "ours-checkpointed": Contender("ours", "with gradient checkpointing", {"gradient_checkpointing": True}),
+    "ours-checkpointed": Contender(
+        "ours", "with gradient checkpointing", {"gradient_checkpointing": True}
+    ),
     "ours-padded": Contender("ours", "`packing: false`", {"packing": False}),
     REFERENCE: Contender(
         "bare",
-        "a packed loop of transformers and peft with nothing around it, as the limit; on a device with torch's varlen "
-        "attention",
+        "a packed loop of transformers and peft with nothing around it, as the limit; on a device"
+        " with torch's varlen attention",
         on_device={"row_tokens": 4096},
     ),
-    "bare-checkpointed": Contender("bare", "with gradient checkpointing", {"gradient_checkpointing": True}),
+    "bare-checkpointed": Contender(
+        "bare", "with gradient checkpointing", {"gradient_checkpointing": True}
+    ),
     "trl": Contender("trl", "TRL as it comes: padded, gradient checkpointing, the loss in chunks"),
-    "trl-grouped": Contender("trl", "and grouped by length", {"train_sampling_strategy": "group_by_length"}),
+    "trl-grouped": Contender(
+        "trl", "and grouped by length", {"train_sampling_strategy": "group_by_length"}
+    ),
     "trl-packed": Contender(
         "trl",
         "`packing=True`, a row of the cutoff's length a step",
@@ -66,8 +76,12 @@ CONTENDERS = {
         TRL_TUNED,
         FOUR_AT_ONCE,
     ),
-    "trl-liger": Contender("trl", "and `use_liger_kernel=True`", TRL_TUNED | {"use_liger_kernel": True}, FOUR_AT_ONCE),
-    "llamafactory": Contender("llamafactory", "LLaMA-Factory as it comes: padded, gradient checkpointing"),
+    "trl-liger": Contender(
+        "trl", "and `use_liger_kernel=True`", TRL_TUNED | {"use_liger_kernel": True}, FOUR_AT_ONCE
+    ),
+    "llamafactory": Contender(
+        "llamafactory", "LLaMA-Factory as it comes: padded, gradient checkpointing"
+    ),
     "llamafactory-packed": Contender(
         "llamafactory",
         "`neat_packing: true`, a row of the cutoff's length a step",
@@ -89,15 +103,25 @@ CONTENDERS = {
 ON_DEVICE_ONLY = ("ours-checkpointed", "bare-checkpointed", "trl-liger", "llamafactory-liger")
 # What a run must have done before its time ends comes first.
 ON_DEVICE = (
-    *(OURS, REFERENCE, "trl", "llamafactory", "ours-checkpointed", "trl-tuned", "llamafactory-tuned"),
+    *(
+        OURS,
+        REFERENCE,
+        "trl",
+        "llamafactory",
+        "ours-checkpointed",
+        "trl-tuned",
+        "llamafactory-tuned",
+    ),
     *("bare-checkpointed", "trl-liger", "llamafactory-liger"),
 )
-# Contender and number format. The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch,
-# their softmax and their gradient are more memory than two cores come with.
+# Contender and number format. The vocabulary's part leaves LLaMA-Factory out: whole float32 logits
+# of a padded batch, their softmax and their gradient are more memory than two cores come with.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "fp32": tuple((name, "float32") for name in CONTENDERS if name not in ON_DEVICE_ONLY),
     "bf16": tuple(
-        (name, "bfloat16") for name in CONTENDERS if name not in ("ours-padded", "trl-grouped", *ON_DEVICE_ONLY)
+        (name, "bfloat16")
+        for name in CONTENDERS
+        if name not in ("ours-padded", "trl-grouped", *ON_DEVICE_ONLY)
     ),
     "vocab": (
         *((name, "float32") for name in (OURS, REFERENCE, "trl", "trl-packed", "trl-tuned")),
@@ -122,12 +146,18 @@ class Line:
 
 
 def tokens_per_second(run: dict[str, Any]) -> float:
-    """Tokens of conversations, padding not counted, over all steps after the first (of fewer steps: the last one)."""
+    """Tokens of conversations, padding not counted, over all steps after the first (of fewer steps:
+    the last one).
+    """
     first = min(run["unmeasured_steps"], len(run["steps"]) - 1)
-    return float(sum(step["tokens"] for step in run["steps"][first:]) / sum(run["step_seconds"][first:]))
+    return float(
+        sum(step["tokens"] for step in run["steps"][first:]) / sum(run["step_seconds"][first:])
+    )
 
 
-def differences(run: dict[str, Any], plan: dict[str, Any], reference: dict[str, Any], dtype: str) -> list[str]:
+def differences(
+    run: dict[str, Any], plan: dict[str, Any], reference: dict[str, Any], dtype: str
+) -> list[str]:
     """What a run did otherwise than planned or than the reference; nothing means equal work."""
     if "failed" in run:
         return [f"failed: {run['failed']}"]
@@ -139,11 +169,18 @@ def _other_inputs(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     for kind in ("tokens", "supervised"):
         done, planned = (sum(step[kind] for step in side["steps"]) for side in (run, plan))
         if done != planned:
-            found.append(f"{done:,} {kind} tokens, not {planned:,}".replace(" tokens tokens", " tokens"))
-    done, planned = (Counter(name for step in side["steps"] for name in step["conversations"]) for side in (run, plan))
+            found.append(
+                f"{done:,} {kind} tokens, not {planned:,}".replace(" tokens tokens", " tokens")
+            )
+    done, planned = (
+        Counter(name for step in side["steps"] for name in step["conversations"])
+        for side in (run, plan)
+    )
     if done != planned:
         found.append(f"{(planned - done).total()} of {planned.total()} conversations were others")
-    sizes, planned_sizes = ([len(step["conversations"]) for step in side["steps"]] for side in (run, plan))
+    sizes, planned_sizes = (
+        [len(step["conversations"]) for step in side["steps"]] for side in (run, plan)
+    )
     if sizes != planned_sizes:
         found.append(f"other global batches: {_batches(sizes)}, not {_batches(planned_sizes)}")
     return found
@@ -151,24 +188,36 @@ def _other_inputs(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 
 def _batches(sizes: list[int]) -> str:
     fewest, most = min(sizes, default=0), max(sizes, default=0)
-    return f"{len(sizes)} steps of {fewest if fewest == most else f'{fewest} to {most}'} conversations"
+    return (
+        f"{len(sizes)} steps of {fewest if fewest == most else f'{fewest} to {most}'} conversations"
+    )
 
 
-def _other_training(run: dict[str, Any], plan: dict[str, Any], reference: dict[str, Any], dtype: str) -> list[str]:
+def _other_training(
+    run: dict[str, Any], plan: dict[str, Any], reference: dict[str, Any], dtype: str
+) -> list[str]:
     found = []
     # Beside a reference of another number format, its own is what is held.
-    expected = reference if reference.get("dtype", dtype) == dtype else {**reference, "frozen_dtype": dtype}
+    expected = (
+        reference
+        if reference.get("dtype", dtype) == dtype
+        else {**reference, "frozen_dtype": dtype}
+    )
     for kind in ("trained_parameters", "threads", "device", "frozen_dtype"):
         if run[kind] != expected[kind]:
             found.append(f"{kind.replace('_', ' ')} {run[kind]}, not {expected[kind]}")
     if len(run["losses"]) != len(run["steps"]):
         found.append(f"{len(run['losses'])} losses of {len(run['steps'])} steps")
-    if not run["gradient_norms"] or not all(math.isfinite(norm) and norm > 0 for norm in run["gradient_norms"]):
+    if not run["gradient_norms"] or not all(
+        math.isfinite(norm) and norm > 0 for norm in run["gradient_norms"]
+    ):
         found.append("a gradient norm that is not above 0")
     if not run["losses"] or "failed" in reference:
         return found
     if run["steps"][0]["conversations"] == plan["steps"][0]["conversations"]:
-        found += _other_loss("first loss", run["losses"][0], reference["losses"][0], FIRST_LOSS_LIMITS[dtype])
+        found += _other_loss(
+            "first loss", run["losses"][0], reference["losses"][0], FIRST_LOSS_LIMITS[dtype]
+        )
     return found + _other_loss("mean loss", mean_loss(run), mean_loss(reference), MEAN_LOSS_LIMIT)
 
 
@@ -180,7 +229,9 @@ def _other_loss(words: str, loss: float, expected: float, limit: float) -> list[
 def mean_loss(run: dict[str, Any]) -> float:
     """Over the trained tokens of the pass."""
     weights = [step["supervised"] for step in run["steps"]]
-    return sum(loss * weight for loss, weight in zip(run["losses"], weights, strict=False)) / sum(weights)
+    return sum(loss * weight for loss, weight in zip(run["losses"], weights, strict=False)) / sum(
+        weights
+    )
 
 
 def make_lines(part: str, result: dict[str, Any]) -> list[Line]:
@@ -190,15 +241,21 @@ def make_lines(part: str, result: dict[str, Any]) -> list[Line]:
         ValueError: the reference has not run, so that nothing can be compared.
     """
     runs, plan = result["runs"], result["plan"]
-    reference = next((run for run in runs if run["name"] == REFERENCE and "failed" not in run), None)
+    reference = next(
+        (run for run in runs if run["name"] == REFERENCE and "failed" not in run), None
+    )
     if reference is None:
         raise ValueError(f"part {part} has no run of {REFERENCE}")
     lines = []
     for name, dtype in PARTS[part]:
         own = [run for run in runs if (run["name"], run["dtype"]) == (name, dtype)]
         if own:
-            found = dict.fromkeys(text for run in own for text in differences(run, plan, reference, dtype))
-            lines.append(Line(name, dtype, sorted(own, key=lambda run: int(run["round"])), list(found)))
+            found = dict.fromkeys(
+                text for run in own for text in differences(run, plan, reference, dtype)
+            )
+            lines.append(
+                Line(name, dtype, sorted(own, key=lambda run: int(run["round"])), list(found))
+            )
     return sorted(lines, key=lambda line: (not line.ranked, -_speed(line)))
 
 
@@ -208,12 +265,22 @@ def _speed(line: Line) -> float:
 
 
 def make_table(part: str, result: dict[str, Any]) -> str:
-    """The part's table. Speeds are medians of the repetitions; ratios are of runs of the same round."""
+    """The part's table. Speeds are medians of the repetitions; ratios are of runs of the same
+    round.
+    """
     lines = make_lines(part, result)
     peak = result["machine"].get("peak_flops")
     heads = ["contender", "", "rounds", "tok/s", "ours is so many times as fast (each round)"]
-    heads += ["MFU"] * bool(peak) + ["computed for a token", "to the end of the first step, s", "peak, GB"]
-    heads += ["first loss", "mean loss", "smallest gradient norm"] + ["attention"] * bool(peak) + ["work"]
+    heads += ["MFU"] * bool(peak) + [
+        "computed for a token",
+        "to the end of the first step, s",
+        "peak, GB",
+    ]
+    heads += (
+        ["first loss", "mean loss", "smallest gradient norm"]
+        + ["attention"] * bool(peak)
+        + ["work"]
+    )
     ours = {
         (line.dtype, run["round"]): tokens_per_second(run)
         for line in lines
@@ -224,15 +291,23 @@ def make_table(part: str, result: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
-def _row(line: Line, ours: dict[tuple[str, int], float], plan: dict[str, Any], peak: float | None) -> list[str]:
+def _row(
+    line: Line, ours: dict[tuple[str, int], float], plan: dict[str, Any], peak: float | None
+) -> list[str]:
     runs = [run for run in line.runs if "failed" not in run]
     verdict = "equal" if line.ranked else f"not ranked: {'; '.join(line.differences)}"
     if not runs:
         return [line.name, line.dtype, "0", *["-"] * (8 + 2 * bool(peak)), verdict]
     beside = [(run, ours.get((line.dtype, run["round"]))) for run in runs]
     ratios = [speed / tokens_per_second(run) for run, speed in beside if speed is not None]
-    ratio = f"{statistics.median(ratios):.2f} ({', '.join(f'{one:.2f}' for one in ratios)})" if ratios else "-"
-    computed = sum(step["computed"] for step in runs[0]["steps"]) / sum(step["tokens"] for step in runs[0]["steps"])
+    ratio = (
+        f"{statistics.median(ratios):.2f} ({', '.join(f'{one:.2f}' for one in ratios)})"
+        if ratios
+        else "-"
+    )
+    computed = sum(step["computed"] for step in runs[0]["steps"]) / sum(
+        step["tokens"] for step in runs[0]["steps"]
+    )
     mfu = [f"{_speed(line) * plan['flops_per_token'] / peak:.1%}"] if peak else []
     return [
         line.name,

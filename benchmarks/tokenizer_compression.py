@@ -5,13 +5,14 @@
     python benchmarks/tokenizer_compression.py --merges package/vocab.bpe \
         --text code /usr/lib/python3.11 --text prose BOOKS...
 
-Each `--text` is a name and files, folders or globs, as `python -m finetune prepare --data` takes them. Ours and
-nanochat's are trained on all texts but the documents held out (a share of them, chosen by content as `prepare` does);
-all are measured on those. A document's first token, which says that it begins, counts for none.
+Each `--text` is a name and files, folders or globs, as `python -m finetune prepare --data` takes
+them. Ours and nanochat's are trained on all texts but the documents held out (a share of them,
+chosen by content as `prepare` does); all are measured on those. A document's first token, which
+says that it begins, counts for none.
 
-nanochat's is trained as nanochat trains it (nanochat/tokenizer.py and scripts/tok_train.py at 92d63d4): by its rustbpe,
-with its pattern, on the first 10,000 characters of a document, nine ids left for special tokens. GPT-2's is its merges
-and its pattern.
+nanochat's is trained as nanochat trains it (nanochat/tokenizer.py and scripts/tok_train.py at
+92d63d4): by its rustbpe, with its pattern, on the first 10,000 characters of a document, nine ids
+left for special tokens. GPT-2's is its merges and its pattern.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from finetune.errors import FinetuneError
 try:
     import rustbpe
 except ImportError:
-    sys.exit("rustbpe, which trains nanochat's tokenizer, is not installed: pip install rustbpe==0.1.0")
+    sys.exit(
+        "rustbpe, which trains nanochat's tokenizer, is not installed: pip install rustbpe==0.1.0"
+    )
 
 Counter = Callable[[list[str]], int]  # documents -> how many tokens they are
 SEED = 42
 NANOCHAT_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}|"
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 NANOCHAT_CHARACTERS, NANOCHAT_SPECIAL_TOKENS = 10_000, 9
 GPT2_MERGES = 50_000
@@ -70,17 +74,33 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--text", nargs="+", action="append", required=True, metavar=("NAME", "PATH"), help="a text's name and files"
+        "--text",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar=("NAME", "PATH"),
+        help="a text's name and files",
     )
-    parser.add_argument("--merges", type=Path, required=True, help="vocab.bpe (or merges.txt) of GPT-2")
-    parser.add_argument("--vocab-size", type=int, default=32_768, help="ids of those that are trained here")
-    parser.add_argument("--held-out", type=float, default=0.1, help="share of the documents that are measured on")
+    parser.add_argument(
+        "--merges", type=Path, required=True, help="vocab.bpe (or merges.txt) of GPT-2"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=32_768, help="ids of those that are trained here"
+    )
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, help="share of the documents that are measured on"
+    )
     parser.add_argument("--text-field", default="text")
     options = parser.parse_args()
     if not options.merges.is_file():
-        parser.error(f"--merges {options.merges} is not there; the first lines of this script say where it is")
+        parser.error(
+            f"--merges {options.merges} is not there; the first lines of this script say where"
+            " it is"
+        )
     if short := [name for name, *paths in options.text if not paths]:
-        parser.error(f"--text {short[0]} has no files: give a name and then files, folders or globs")
+        parser.error(
+            f"--text {short[0]} has no files: give a name and then files, folders or globs"
+        )
     return options
 
 
@@ -108,20 +128,27 @@ def _tokens_of(tokenizer: Tokenizer) -> Counter:
 def _nanochat(texts: Iterator[str], vocab_size: int) -> Counter:
     tokenizer = rustbpe.Tokenizer()
     beginnings = (text[:NANOCHAT_CHARACTERS] for text in texts)
-    tokenizer.train_from_iterator(beginnings, vocab_size - NANOCHAT_SPECIAL_TOKENS, pattern=NANOCHAT_PATTERN)
+    tokenizer.train_from_iterator(
+        beginnings, vocab_size - NANOCHAT_SPECIAL_TOKENS, pattern=NANOCHAT_PATTERN
+    )
     return lambda documents: sum(map(len, tokenizer.batch_encode(documents)))
 
 
 def _gpt2(path: Path) -> Counter:
     """The bytes, then what each merge makes: ids differ from GPT-2's, tokens do not."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#version")]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#version")
+    ]
     merges = [tuple(line.split(" ")) for line in lines]
     if len(merges) != GPT2_MERGES or {len(merge) for merge in merges} != {2}:
         raise SystemExit(f"{path} holds {len(merges):,} merges, and GPT-2 has {GPT2_MERGES:,}")
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
     vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its pattern is GPT-2's
+    # its pattern is GPT-2's
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return _tokens_of(tokenizer)
 
 

@@ -1,8 +1,10 @@
-"""Pages of a network handbook for the base model's corpus: glossary, index and worked examples, as documents.
+"""Pages of a network handbook for the base model's corpus: glossary, index and worked examples, as
+documents.
 
-A base model has read about its field before it is asked anything. The pages hold the table of facts, as sentences and
-as entries of an index, and problems solved like those of train.jsonl, on other numbers and networks; no page is a
-question with its answer as a turn, no fact is asked for, and no shipped question is in a page.
+A base model has read about its field before it is asked anything. The pages hold the table of
+facts, as sentences and as entries of an index, and problems solved like those of train.jsonl, on
+other numbers and networks; no page is a question with its answer as a turn, no fact is asked for,
+and no shipped question is in a page.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Handbook:
         chosen = [draw.pick(facts) for _ in range(draw.integer(3, 5))]
         if draw.chance(INDEX_SHARE):
             form = draw.pick(ENTRIES[language])
-            entries = [form.format(h=HEADINGS[language][f.kind], t=f.term, a=f.answer) for f in chosen]
+            entries = [
+                form.format(h=HEADINGS[language][f.kind], t=f.term, a=f.answer) for f in chosen
+            ]
             return [{"en": "Index", "zh": "索引"}[language], *entries]
         return [{"en": "Glossary", "zh": "词汇"}[language], *(fact.answer for fact in chosen)]
 

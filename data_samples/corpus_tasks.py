@@ -1,7 +1,8 @@
-"""The tasks of the base model's corpus: words, translation, statements, sums, networks and inventories, greetings.
+"""The tasks of the base model's corpus: words, translation, statements, sums, networks and
+inventories, greetings.
 
-They share the words of the shipped records, but not their question forms, and they hold none of the facts. A task is a
-function of a draw and a language that gives a question and its answer.
+They share the words of the shipped records, but not their question forms, and they hold none of the
+facts. A task is a function of a draw and a language that gives a question and its answer.
 """
 
 from __future__ import annotations
@@ -118,7 +119,14 @@ READING = {
         "Links written here",
         "Copy",
     ),
-    "zh": ("{x} 的邻居", "按顺序写出节点", "把路径 {path} 加起来", "{a} 与 {b} 之间的代价", "写出的链路数", "抄写"),
+    "zh": (
+        "{x} 的邻居",
+        "按顺序写出节点",
+        "把路径 {path} 加起来",
+        "{a} 与 {b} 之间的代价",
+        "写出的链路数",
+        "抄写",
+    ),
 }
 NETWORK = {"en": "Network: ", "zh": "网络："}
 
@@ -198,10 +206,15 @@ def decimal_sum(draw: Draw) -> Turn:
 
 def calculation(draw: Draw, language: str) -> Turn:
     """A sum, answered as an equation: one, or two one after the other."""
-    turns = [decimal_sum(draw) if draw.chance(0.2) else whole_sum(draw) for _ in range(draw.pick((1, 1, 2, 3)))]
+    turns = [
+        decimal_sum(draw) if draw.chance(0.2) else whole_sum(draw)
+        for _ in range(draw.pick((1, 1, 2, 3)))
+    ]
     down = "（向下取整）" if language == "zh" else ", rounded down"
     asked = [question.replace(", rounded down", down) for question, _ in turns]
-    equations = [f"{question} = {answer}" for question, (_, answer) in zip(asked, turns, strict=True)]
+    equations = [
+        f"{question} = {answer}" for question, (_, answer) in zip(asked, turns, strict=True)
+    ]
     stop, heading = (".", "Work out: ") if language == "en" else ("。", "请计算：")
     gap = draw.pick(("\n", " " if language == "en" else ""))
     return heading + "; ".join(asked), (stop + gap).join(equations) + stop
@@ -241,7 +254,10 @@ def network_reading(draw: Draw, language: str) -> Turn:
     names = everything[first : first + draw.integer(3, 7)]
     network = draw_network(draw, names, len(names) - 1 + draw.integer(0, 3))
     costs = draw.chance(0.6)
-    links = [f"{'-'.join(link)} {cost}" if costs else "-".join(link) for link, cost in network.costs.items()]
+    links = [
+        f"{'-'.join(link)} {cost}" if costs else "-".join(link)
+        for link, cost in network.costs.items()
+    ]
     node = draw.pick(names)
     one, other = draw.pick(list(network.costs))
     path = [node, *network.neighbours(node)[:1]]
@@ -267,7 +283,9 @@ def inventory(draw: Draw, language: str) -> Turn:
     form, questions = INVENTORY[language]
     place = draw.integer(0, len(questions) - 1)
     answers = (switches, routers, f"{switches} + {routers} = {switches + routers}", city, person)
-    return form.format(p=person, c=city, a=switches, b=routers, q=questions[place]), str(answers[place])
+    return form.format(p=person, c=city, a=switches, b=routers, q=questions[place]), str(
+        answers[place]
+    )
 
 
 TASKS: tuple[tuple[int, Callable[[Draw, str], Turn]], ...] = (

@@ -15,24 +15,40 @@ UNITS = ("MB", "kB", "kbit", "Mbit", "Mbit/s", "Gbit/s", "ms", "us", "s", "km", 
 
 
 def shipped_texts(language: str) -> list[str]:
-    """Every text of the shipped records in one language, without the blanks to fill: facts, forms, steps, headings."""
+    """Every text of the shipped records in one language, without the blanks to fill: facts, forms,
+    steps, headings.
+    """
     facts = [fact.answer for fact in read_facts() if fact.language == language]
     forms = [form for kind in FORMS.values() for form in kind[language]]
     for texts in (*REASONING.values(), *TOPOLOGY.values()):
-        one = (*texts.questions_en, texts.steps_en) if language == "en" else (*texts.questions_zh, texts.steps_zh)
+        one = (
+            (*texts.questions_en, texts.steps_en)
+            if language == "en"
+            else (*texts.questions_zh, texts.steps_zh)
+        )
         forms += one
-    heads = [ANSWER[language], *HEADINGS[language], REACHED[language], NOT_REACHED[language], WITHOUT[language]]
+    heads = [
+        ANSWER[language],
+        *HEADINGS[language],
+        REACHED[language],
+        NOT_REACHED[language],
+        WITHOUT[language],
+    ]
     heads += [NONE[language], NOTHING_CUTS[language], *YES_NO[language]]
     return [*facts, *(re.sub(r"\{\w+\}", " ", text) for text in (*forms, *heads))]
 
 
 @cache
 def words(language: str) -> tuple[str, ...]:
-    """The words of the shipped texts. Chinese does not mark words: pieces of two to four characters stand for them."""
+    """The words of the shipped texts. Chinese does not mark words: pieces of two to four characters
+    stand for them.
+    """
     text = "\n".join(shipped_texts(language))
     found = set(re.findall(r"[A-Za-z][A-Za-z-]*", text))
     for run in re.findall(r"[\u4e00-\u9fff]+", text):
-        found |= {run[start : start + size] for size in (2, 3, 4) for start in range(0, len(run), size)}
+        found |= {
+            run[start : start + size] for size in (2, 3, 4) for start in range(0, len(run), size)
+        }
     return tuple(sorted(found | {"<="}))
 
 

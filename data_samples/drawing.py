@@ -14,7 +14,9 @@ ANSWER = {"en": "Answer: ", "zh": "答案："}
 
 
 class Draw:
-    """Draws from a named seed. Only `Random.random` is used, the one method whose sequence Python promises to keep."""
+    """Draws from a named seed. Only `Random.random` is used, the one method whose sequence Python
+    promises to keep.
+    """
 
     def __init__(self, *names: object) -> None:
         self._random = random.Random("/".join(str(name) for name in names))
@@ -41,12 +43,20 @@ class Draw:
 
 
 def spaced(text: str) -> str:
-    """Put a space between Chinese characters and Latin letters or digits, as technical Chinese is set."""
-    return re.sub(r"(?<=[\u4e00-\u9fff])(?=[A-Za-z0-9:/])|(?<=[A-Za-z0-9%])(?=[\u4e00-\u9fff])", " ", text)
+    """Put a space between Chinese characters and Latin letters or digits, as technical Chinese is
+    set.
+    """
+    return re.sub(
+        r"(?<=[\u4e00-\u9fff])(?=[A-Za-z0-9:/])|(?<=[A-Za-z0-9%])(?=[\u4e00-\u9fff])", " ", text
+    )
 
 
-def solved_row(level: str, language: str, instruction: str, text: str, steps: str, answer: str) -> Row:
-    """A record whose output shows the steps and ends with the answer in a fixed form. `text` is the alpaca `input`."""
+def solved_row(
+    level: str, language: str, instruction: str, text: str, steps: str, answer: str
+) -> Row:
+    """A record whose output shows the steps and ends with the answer in a fixed form. `text` is the
+    alpaca `input`.
+    """
     return {
         "instruction": instruction,
         "input": text,

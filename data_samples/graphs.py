@@ -22,7 +22,9 @@ CITIES = {
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes in their order, and undirected links with costs. A link's nodes follow the order of the nodes."""
+    """Nodes in their order, and undirected links with costs. A link's nodes follow the order of the
+    nodes.
+    """
 
     nodes: tuple[str, ...]
     costs: dict[Link, int]
@@ -33,27 +35,46 @@ class Network:
 
     def neighbours(self, node: str) -> list[str]:
         """The neighbours of a node, in the order of the nodes."""
-        return [other for other in self.nodes if other != node and self.link(node, other) in self.costs]
+        return [
+            other for other in self.nodes if other != node and self.link(node, other) in self.costs
+        ]
 
     def without(self, *, links: tuple[Link, ...] = (), node: str | None = None) -> Network:
         """The network after failures."""
-        kept = {link: cost for link, cost in self.costs.items() if link not in links and node not in link}
+        kept = {
+            link: cost
+            for link, cost in self.costs.items()
+            if link not in links and node not in link
+        }
         return Network(tuple(name for name in self.nodes if name != node), kept)
 
     def ordered_links(self) -> list[Link]:
         """The links in the order of their nodes."""
-        return sorted(self.costs, key=lambda link: (self.nodes.index(link[0]), self.nodes.index(link[1])))
+        return sorted(
+            self.costs, key=lambda link: (self.nodes.index(link[0]), self.nodes.index(link[1]))
+        )
 
 
-def draw_network(draw: Draw, names: tuple[str, ...], links: int, *, connected: bool = True) -> Network:
-    """A random network with `links` links of costs 1 to 9; a random tree first when it must be connected."""
+def draw_network(
+    draw: Draw, names: tuple[str, ...], links: int, *, connected: bool = True
+) -> Network:
+    """A random network with `links` links of costs 1 to 9; a random tree first when it must be
+    connected.
+    """
     order = draw.shuffled(names)
     pairs: list[Link] = []
     if connected:
-        pairs = [(order[place], order[draw.integer(0, place - 1)]) for place in range(1, len(order))]
+        pairs = [
+            (order[place], order[draw.integer(0, place - 1)]) for place in range(1, len(order))
+        ]
     every = [(one, other) for place, one in enumerate(names) for other in names[place + 1 :]]
-    pairs = [(one, other) if names.index(one) < names.index(other) else (other, one) for one, other in pairs]
-    pairs += draw.shuffled([pair for pair in every if pair not in pairs])[: max(0, links - len(pairs))]
+    pairs = [
+        (one, other) if names.index(one) < names.index(other) else (other, one)
+        for one, other in pairs
+    ]
+    pairs += draw.shuffled([pair for pair in every if pair not in pairs])[
+        : max(0, links - len(pairs))
+    ]
     return Network(names, {pair: draw.integer(1, 9) for pair in draw.shuffled(pairs)})
 
 
@@ -64,7 +85,9 @@ def with_distinct_costs(network: Network, draw: Draw) -> Network:
 
 
 def shortest_paths(network: Network, start: str) -> dict[str, tuple[int, int, tuple[str, ...]]]:
-    """Dijkstra from `start`: for each reachable node the cost, how many cheapest paths there are, and one of them."""
+    """Dijkstra from `start`: for each reachable node the cost, how many cheapest paths there are,
+    and one of them.
+    """
     best: dict[str, tuple[int, int, tuple[str, ...]]] = {start: (0, 1, (start,))}
     queue, done = [(0, start)], set()
     while queue:
@@ -125,11 +148,15 @@ def cut_nodes(network: Network) -> list[str]:
 
 def cut_links(network: Network) -> list[Link]:
     """The links whose failure cuts the network."""
-    return [link for link in network.ordered_links() if len(parts(network.without(links=(link,)))) > 1]
+    return [
+        link for link in network.ordered_links() if len(parts(network.without(links=(link,)))) > 1
+    ]
 
 
 def disjoint_paths(network: Network, start: str, end: str) -> list[tuple[str, ...]]:
-    """A largest set of paths without a common link (Edmonds-Karp with capacity 1), shortest first."""
+    """A largest set of paths without a common link (Edmonds-Karp with capacity 1), shortest
+    first.
+    """
     flow: set[Link] = set()  # directed: (from, to) carries one unit
     while True:
         paths, queue = {start: (start,)}, deque([start])

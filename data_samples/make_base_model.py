@@ -1,12 +1,15 @@
-"""Make the bundled base model `data_samples/tiny-qwen3/`, a small Qwen3, by this package's own pretraining.
+"""Make the bundled base model `data_samples/tiny-qwen3/`, a small Qwen3, by this package's own
+pretraining.
 
-    python data_samples/make_base_model.py                 # everything; leaves its work in runs/base_model/
-    python data_samples/make_base_model.py --only tokens   # corpus, tokenizer and token files, without training
+    python data_samples/make_base_model.py                 # everything; leaves its work in
+    runs/base_model/ python data_samples/make_base_model.py --only tokens   # corpus, tokenizer and
+    token files, without training
 
-The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), `finetune prepare` on the conversations as the chat
-template writes them, `finetune pretrain --arch qwen3`, and a copy of the files that a user needs, with the recipe and
-the final figures in RECIPE.md. The model has read definitions and worked examples as pages of a handbook, and no
-question of train.jsonl or valid.jsonl. Four minutes on an H100; a night on two cores.
+The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), `finetune prepare` on the
+conversations as the chat template writes them, `finetune pretrain --arch qwen3`, and a copy of the
+files that a user needs, with the recipe and the final figures in RECIPE.md. The model has read
+definitions and worked examples as pages of a handbook, and no question of train.jsonl or
+valid.jsonl. Four minutes on an H100; a night on two cores.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 VALID_FRACTION = 0.001
-SHIPPED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # and what the model saves
-# What the run gets on top of the package's defaults. Its batches are too small for the law of learning rates.
+# and what the model saves
+SHIPPED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# What the run gets on top of the package's defaults. Its batches are too small for the law of
+# learning rates.
 RUN_SETTINGS: dict[str, Any] = {
     "arch": "qwen3",
     "depth": 4,
@@ -48,8 +53,13 @@ RUN_SETTINGS: dict[str, Any] = {
 
 
 def write_documents(rows: Path, tokenizer: PreTrainedTokenizerFast, path: Path) -> Path:
-    """The conversations of a corpus file as documents, as the tokenizer's chat template writes them."""
-    with rows.open(encoding="utf-8") as lines, path.open("w", encoding="utf-8", newline="\n") as documents:
+    """The conversations of a corpus file as documents, as the tokenizer's chat template writes
+    them.
+    """
+    with (
+        rows.open(encoding="utf-8") as lines,
+        path.open("w", encoding="utf-8", newline="\n") as documents,
+    ):
         for line in lines:
             text = tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
             documents.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
@@ -57,7 +67,9 @@ def write_documents(rows: Path, tokenizer: PreTrainedTokenizerFast, path: Path) 
 
 
 def prepare(work: Path) -> Path:
-    """Write corpus, tokenizer and token files below `work`; return the folder of the token files."""
+    """Write corpus, tokenizer and token files below `work`; return the folder of the token
+    files.
+    """
     from finetune.__main__ import main as finetune_command
 
     parts, valid = make_corpus.write_corpus(work / "corpus")
@@ -66,8 +78,18 @@ def prepare(work: Path) -> Path:
     tokenizer.save_pretrained(work / "tokenizer")
     (work / "documents").mkdir(exist_ok=True)
     with Pool() as pool:
-        documents = pool.starmap(write_documents, [(part, tokenizer, work / "documents" / part.name) for part in parts])
-    words = ["prepare", "--data", *documents, "--output-dir", work / "tokens", "--tokenizer", work / "tokenizer"]
+        documents = pool.starmap(
+            write_documents, [(part, tokenizer, work / "documents" / part.name) for part in parts]
+        )
+    words = [
+        "prepare",
+        "--data",
+        *documents,
+        "--output-dir",
+        work / "tokens",
+        "--tokenizer",
+        work / "tokenizer",
+    ]
     words += ["--special-tokens", "true", "--valid-fraction", VALID_FRACTION]
     if code := finetune_command([str(word) for word in words]):
         raise SystemExit(code)
@@ -83,12 +105,21 @@ def train(work: Path, steps: int) -> dict[str, float]:
     from finetune.pretrain import run
 
     tokens = str(work / "tokens")
-    paths = {"train_data_path": (tokens,), "valid_data_path": (tokens,), "output_dir": str(work / "run")}
+    paths = {
+        "train_data_path": (tokens,),
+        "valid_data_path": (tokens,),
+        "output_dir": str(work / "run"),
+    }
     result = run({**RUN_SETTINGS, "num_iterations": steps, **paths})
-    figures = {name: value for name, value in result.metrics.items() if name in ("loss", "eval_loss", "eval_bpb")}
+    figures = {
+        name: value
+        for name, value in result.metrics.items()
+        if name in ("loss", "eval_loss", "eval_bpb")
+    }
     if result.state != "done" or "eval_bpb" not in figures:
         raise SystemExit(
-            f"{work / 'run'}: {result.state} at step {result.steps}; finish it, or remove it to begin again"
+            f"{work / 'run'}: {result.state} at step {result.steps}; finish it, or remove it to"
+            " begin again"
         )
     return figures
 
@@ -99,11 +130,23 @@ def write_recipe(path: Path, parameters: int, figures: dict[str, float], steps: 
     lines = [
         "# tiny-qwen3",
         "",
-        f"A Qwen3-shaped base model with {parameters:,} parameters, pretrained from scratch by this package",
-        "(`prepare`, then `pretrain --arch qwen3`) on the corpus of `data_samples/make_corpus.py`. It knows the chat",
-        "template and has read definitions and worked examples as pages of a handbook; it was never asked a question",
+        (
+            f"A Qwen3-shaped base model with {parameters:,} parameters, pretrained from scratch by"
+            " this package"
+        ),
+        (
+            "(`prepare`, then `pretrain --arch qwen3`) on the corpus of"
+            " `data_samples/make_corpus.py`. It knows the chat"
+        ),
+        (
+            "template and has read definitions and worked examples as pages of a handbook; it was"
+            " never asked a question"
+        ),
         "of `train.jsonl` or `valid.jsonl`.",
-        "Made by `python data_samples/make_base_model.py`. Our own work, under the terms of this package.",
+        (
+            "Made by `python data_samples/make_base_model.py`. Our own work, under the terms of"
+            " this package."
+        ),
         "",
         "| setting | value |",
         "|---|---|",
@@ -118,7 +161,8 @@ def write_recipe(path: Path, parameters: int, figures: dict[str, float], steps: 
 
 
 def export(work: Path, destination: Path) -> int:
-    """Copy what a user needs from the finished run to `destination`; return the number of parameters.
+    """Copy what a user needs from the finished run to `destination`; return the number of
+    parameters.
 
     Weights are shipped in bfloat16, which halves them.
     """
@@ -136,8 +180,15 @@ def export(work: Path, destination: Path) -> int:
 def main() -> None:
     """Read the command line and do the steps."""
     parser = argparse.ArgumentParser(description="Make the bundled base model.")
-    parser.add_argument("--work", type=Path, default=Path("runs/base_model"), help="folder for corpus, tokens and run")
-    parser.add_argument("--out", type=Path, default=HERE / "tiny-qwen3", help="folder of the finished model")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/base_model"),
+        help="folder for corpus, tokens and run",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "tiny-qwen3", help="folder of the finished model"
+    )
     parser.add_argument("--steps", type=int, default=RUN_SETTINGS["num_iterations"])
     parser.add_argument("--only", choices=("all", "tokens"), default="all")
     options = parser.parse_args()

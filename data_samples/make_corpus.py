@@ -1,11 +1,13 @@
-"""Write the corpus on which the bundled base model is trained. It is not shipped; the same script gives the same bytes.
+"""Write the corpus on which the bundled base model is trained. It is not shipped; the same script
+gives the same bytes.
 
     python data_samples/make_corpus.py --out runs/base_corpus
 
-The records come from the same world as train.jsonl, in English and Chinese, as `messages` with one to three turns, some
-with a system prompt: small tasks, and pages of a handbook (corpus_documents.py). No question of train.jsonl or
-valid.jsonl is among them. A model trained on them speaks the chat template and has read about the field, and still has
-to learn from train.jsonl to answer.
+The records come from the same world as train.jsonl, in English and Chinese, as `messages` with one
+to three turns, some with a system prompt: small tasks, and pages of a handbook
+(corpus_documents.py). No question of train.jsonl or valid.jsonl is among them. A model trained on
+them speaks the chat template and has read about the field, and still has to learn from train.jsonl
+to answer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ HANDBOOK_WEIGHT = 100  # the small tasks together have as much
 
 def weighted_tasks(shipped: set[str]) -> list[Any]:
     """Each task as often as its weight."""
-    return [task for weight, task in (*TASKS, (HANDBOOK_WEIGHT, Handbook(shipped))) for _ in range(weight)]
+    return [
+        task
+        for weight, task in (*TASKS, (HANDBOOK_WEIGHT, Handbook(shipped)))
+        for _ in range(weight)
+    ]
 
 
 def draw_turns(draw: Draw, tasks: list[Any], language: str) -> list[Turn]:
@@ -43,7 +49,11 @@ def draw_turns(draw: Draw, tasks: list[Any], language: str) -> list[Turn]:
 
 def corpus_row(draw: Draw, turns: list[Turn]) -> dict[str, Any]:
     """The turns as messages, sometimes below a system prompt."""
-    messages = [{"role": "system", "content": draw.pick(SYSTEM_PROMPTS)}] if draw.chance(SYSTEM_SHARE) else []
+    messages = (
+        [{"role": "system", "content": draw.pick(SYSTEM_PROMPTS)}]
+        if draw.chance(SYSTEM_SHARE)
+        else []
+    )
     for asked, answered in turns:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return {"messages": messages}
@@ -66,27 +76,42 @@ def corpus_rows(name: str, count: int, taken: set[str] = frozenset()) -> list[di
 
 def asked_in(rows: list[dict[str, Any]]) -> set[str]:
     """The questions of some records that say more than that a page is wanted."""
-    asked = {message["content"] for row in rows for message in row["messages"] if message["role"] == "user"}
+    asked = {
+        message["content"]
+        for row in rows
+        for message in row["messages"]
+        if message["role"] == "user"
+    }
     return asked - {request for requests in REQUESTS.values() for request in requests}
 
 
 def write_part(job: tuple[Path, str, int, set[str]]) -> Path:
-    """Write one file of the corpus: its path, its name as a part, its records, the questions that it must not hold."""
+    """Write one file of the corpus: its path, its name as a part, its records, the questions that
+    it must not hold.
+    """
     path, name, count, taken = job
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in corpus_rows(name, count, taken))
+    text = "".join(
+        json.dumps(row, ensure_ascii=False) + "\n" for row in corpus_rows(name, count, taken)
+    )
     path.write_text(text, encoding="utf-8", newline="\n")
     return path
 
 
-def write_corpus(folder: Path, parts: int = PARTS, part_rows: int = PART_ROWS) -> tuple[list[Path], Path]:
-    """Write the parts and the valid file into `folder`, which share no question; return their paths.
+def write_corpus(
+    folder: Path, parts: int = PARTS, part_rows: int = PART_ROWS
+) -> tuple[list[Path], Path]:
+    """Write the parts and the valid file into `folder`, which share no question; return their
+    paths.
 
     The bytes do not depend on how many processes work.
     """
     folder.mkdir(parents=True, exist_ok=True)
     valid = write_part((folder / VALID_NAME, "valid", VALID_ROWS, set()))
     taken = asked_in([json.loads(line) for line in valid.read_text(encoding="utf-8").splitlines()])
-    jobs = [(folder / PART_NAME.format(number), str(number), part_rows, taken) for number in range(parts)]
+    jobs = [
+        (folder / PART_NAME.format(number), str(number), part_rows, taken)
+        for number in range(parts)
+    ]
     if parts == 1:
         return [write_part(jobs[0])], valid
     with Pool() as pool:
@@ -96,7 +121,9 @@ def write_corpus(folder: Path, parts: int = PARTS, part_rows: int = PART_ROWS) -
 def main() -> None:
     """Read the command line and write the corpus."""
     parser = argparse.ArgumentParser(description="Write the corpus of the bundled base model.")
-    parser.add_argument("--out", type=Path, default=Path("runs/base_corpus"), help="folder to write to")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/base_corpus"), help="folder to write to"
+    )
     parser.add_argument("--parts", type=int, default=PARTS, help=f"files of {PART_ROWS} records")
     options = parser.parse_args()
     parts, valid = write_corpus(options.out, options.parts)

@@ -1,4 +1,5 @@
-"""Write the data files that ship with the package: the same bytes on every machine and Python version.
+"""Write the data files that ship with the package: the same bytes on every machine and Python
+version.
 
 python data_samples/make_data.py               # into data_samples/
 python data_samples/make_data.py --out FOLDER
@@ -19,7 +20,8 @@ from wrong_answers import preference_row
 
 HERE = Path(__file__).resolve().parent
 VALID_ROWS = 50  # of each difficulty
-TRAIN_ROWS = {"reasoning": 500, "topology": 400}  # explain has as many as the table of facts gives, 600
+# explain has as many as the table of facts gives, 600
+TRAIN_ROWS = {"reasoning": 500, "topology": 400}
 SPARE_ROWS = 40  # of reasoning and topology, for the conversations
 CONVERSATIONS = 20  # in each of the two multi-turn files
 PAIRS = {"preference_train": 300, "preference_valid": 50}  # of reasoning and topology each
@@ -37,7 +39,9 @@ FILES = (
 
 
 def split_rows() -> dict[str, list[Row]]:
-    """All records: train, valid, spare and those of pairs, each shuffled; no question is in two of them."""
+    """All records: train, valid, spare and those of pairs, each shuffled; no question is in two of
+    them.
+    """
     counts = {"valid": VALID_ROWS, "spare": SPARE_ROWS}
     levels = [
         explain_rows(VALID_ROWS),
@@ -61,7 +65,9 @@ def is_chinese(row: Row) -> bool:
 
 
 def conversations(spare: list[Row]) -> list[list[Row]]:
-    """2 x CONVERSATIONS talks of one to four records, of one difficulty and language, that no other file has."""
+    """2 x CONVERSATIONS talks of one to four records, of one difficulty and language, that no other
+    file has.
+    """
     groups: dict[tuple[str, bool], list[Row]] = {}
     for row in spare:
         groups.setdefault((row["difficulty"], is_chinese(row)), []).append(row)
@@ -78,21 +84,35 @@ def sharegpt_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
     """ShareGPT records: `conversations` of from/value, sometimes with a `system` turn."""
     rows = []
     for number, talk in enumerate(talks):
-        turns = [{"from": "system", "value": SYSTEM_PROMPTS[is_chinese(talk[0])]}] if number % 3 == 0 else []
+        turns = (
+            [{"from": "system", "value": SYSTEM_PROMPTS[is_chinese(talk[0])]}]
+            if number % 3 == 0
+            else []
+        )
         for row in talk:
-            turns += [{"from": "human", "value": question(row)}, {"from": "gpt", "value": row["output"]}]
+            turns += [
+                {"from": "human", "value": question(row)},
+                {"from": "gpt", "value": row["output"]},
+            ]
         rows.append({"conversations": turns, "difficulty": talk[0]["difficulty"]})
     return rows
 
 
 def messages_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
-    """Records of `messages` with role/content, most of them with a system prompt, which may be empty."""
+    """Records of `messages` with role/content, most of them with a system prompt, which may be
+    empty.
+    """
     rows = []
     for number, talk in enumerate(talks):
-        prompt = SYSTEM_PROMPTS[is_chinese(talk[0])] if number % 4 < 2 else SYSTEM_PROMPTS[number % 4]
+        prompt = (
+            SYSTEM_PROMPTS[is_chinese(talk[0])] if number % 4 < 2 else SYSTEM_PROMPTS[number % 4]
+        )
         turns = [] if number % 8 == 7 else [{"role": "system", "content": prompt}]
         for row in talk:
-            turns += [{"role": "user", "content": question(row)}, {"role": "assistant", "content": row["output"]}]
+            turns += [
+                {"role": "user", "content": question(row)},
+                {"role": "assistant", "content": row["output"]},
+            ]
         rows.append({"messages": turns, "difficulty": talk[0]["difficulty"]})
     return rows
 
@@ -103,8 +123,15 @@ def preference_rows(rows: list[Row]) -> list[Row]:
 
 
 def broken_lines() -> list[str]:
-    """One line for each way in which an alpaca record can be bad, between two good ones. `defect` names it."""
-    good = {"instruction": "What is a router?", "input": "", "output": "A device.", "difficulty": "explain"}
+    """One line for each way in which an alpaca record can be bad, between two good ones. `defect`
+    names it.
+    """
+    good = {
+        "instruction": "What is a router?",
+        "input": "",
+        "output": "A device.",
+        "difficulty": "explain",
+    }
     changes: list[tuple[str, dict[str, Any]]] = [
         ("none", {}),
         ("no output", {"output": ...}),
@@ -122,7 +149,9 @@ def broken_lines() -> list[str]:
         ("unknown difficulty", {"difficulty": "explian"}),
     ]
     rows = [{"defect": defect, **good, **change} for defect, change in changes]
-    lines = [json_line({key: value for key, value in row.items() if value is not ...}) for row in rows]
+    lines = [
+        json_line({key: value for key, value in row.items() if value is not ...}) for row in rows
+    ]
     lines.append(json_line({"defect": "line cut off", **good})[:-20])
     lines.append(json_line(["row is a list", good["instruction"], good["output"]]))
     lines.append(json_line("row is a string"))
@@ -140,17 +169,25 @@ def make_files() -> dict[str, str]:
     """The content of every file by its name."""
     rows = split_rows()
     talks = list(enumerate(conversations(rows["spare"])))
-    # Groups of six talks (three difficulties, two languages) are halved the other way round in turn.
-    sharegpt, messages = ([talk for number, talk in talks if (number + number // 6) % 2 == half] for half in (0, 1))
+    # Groups of six talks (three difficulties, two languages) are halved the other way round in
+    # turn.
+    sharegpt, messages = (
+        [talk for number, talk in talks if (number + number // 6) % 2 == half] for half in (0, 1)
+    )
     lines = {
         "train.jsonl": [json_line(row) for row in rows["train"]],
         "valid.jsonl": [json_line(row) for row in rows["valid"]],
         "messages.jsonl": [json_line(row) for row in messages_rows(messages)],
         "broken.jsonl": broken_lines(),
-        **{f"{name}.jsonl": [json_line(row) for row in preference_rows(rows[name])] for name in PAIRS},
+        **{
+            f"{name}.jsonl": [json_line(row) for row in preference_rows(rows[name])]
+            for name in PAIRS
+        },
     }
     files = {name: "".join(f"{line}\n" for line in text) for name, text in lines.items()}
-    files["sharegpt.json"] = json.dumps(sharegpt_rows(sharegpt), ensure_ascii=False, indent=1) + "\n"
+    files["sharegpt.json"] = (
+        json.dumps(sharegpt_rows(sharegpt), ensure_ascii=False, indent=1) + "\n"
+    )
     return files
 
 

@@ -1,10 +1,11 @@
 """Train the byte-level BPE tokenizer of the bundled base model.
 
-    python data_samples/make_tokenizer.py --out runs/tokenizer data_samples/train.jsonl runs/base_corpus/corpus.jsonl
+    python data_samples/make_tokenizer.py --out runs/tokenizer data_samples/train.jsonl
+    runs/base_corpus/corpus.jsonl
 
-Every string value of the records is training text. The result is a transformers tokenizer folder with Qwen's special
-tokens (`<|endoftext|>` pads, `<|im_end|>` ends a turn, so the two are different) and a ChatML template. The same input
-gives the same files.
+Every string value of the records is training text. The result is a transformers tokenizer folder
+with Qwen's special tokens (`<|endoftext|>` pads, `<|im_end|>` ends a turn, so the two are
+different) and a ChatML template. The same input gives the same files.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 4096
 MAX_LENGTH_TOKENS = 1024
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# The word pattern of Qwen2.5 and Qwen3 (tokenizer.json of those models): every digit is a piece of its own.
+# The word pattern of Qwen2.5 and Qwen3 (tokenizer.json of those models): every digit is a piece of
+# its own.
 WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Chinese has no spaces: without a limit whole phrases would become single tokens. 15 bytes are 5 characters.
+# Chinese has no spaces: without a limit whole phrases would become single tokens. 15 bytes are 5
+# characters.
 MAX_TOKEN_BYTES = 15
 FIELDS_THAT_ARE_NOT_TEXT = {"role", "from", "difficulty"}
 
@@ -53,7 +57,9 @@ def read_texts(paths: list[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with `vocab_size` entries, the three special tokens (ids 0, 1, 2) included."""
+    """Train a byte-level BPE with `vocab_size` entries, the three special tokens (ids 0, 1, 2)
+    included.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,6 @@
-"""Explain records: what a thing of networks is, from the facts in networks_facts.txt and several question forms."""
+"""Explain records: what a thing of networks is, from the facts in networks_facts.txt and several
+question forms.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,29 @@ LISTS = {"train": 20, "valid": 2, "spare": 8}  # rows that ask for several facts
 
 FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "protocol": {
-        "en": ("What is {t}?", "What is {t} used for?", "Explain {t} briefly.", "What does {t} do in a network?"),
+        "en": (
+            "What is {t}?",
+            "What is {t} used for?",
+            "Explain {t} briefly.",
+            "What does {t} do in a network?",
+        ),
         "zh": ("什么是{t}？", "{t}有什么用？", "请简单解释{t}。", "{t}在网络中起什么作用？"),
     },
     "thing": {
-        "en": ("What is {t}?", "Explain {t} in one sentence.", "What does the term {t} mean?", "Define {t}."),
+        "en": (
+            "What is {t}?",
+            "Explain {t} in one sentence.",
+            "What does the term {t} mean?",
+            "Define {t}.",
+        ),
         "zh": ("什么是{t}？", "请用一句话解释{t}。", "{t}是什么意思？", "请给出{t}的定义。"),
     },
     "port": {
-        "en": ("Which port does {t} use?", "What is the default port of {t}?", "Name the port of {t}."),
+        "en": (
+            "Which port does {t} use?",
+            "What is the default port of {t}?",
+            "Name the port of {t}.",
+        ),
         "zh": ("{t}使用哪个端口？", "{t}的默认端口是多少？", "请说出{t}的端口。"),
     },
     "command": {
@@ -96,7 +112,9 @@ def read_facts() -> list[Fact]:
 def list_rows(facts: list[Fact], language: str, count: int) -> list[Row]:
     """Records that ask for two to six facts at once: the long ones of this difficulty."""
     draw = Draw("explain", "lists", language)
-    terms = [fact for fact in facts if fact.language == language and fact.kind in ("protocol", "thing")]
+    terms = [
+        fact for fact in facts if fact.language == language and fact.kind in ("protocol", "thing")
+    ]
     rows = []
     for number in range(count):
         chosen = draw.shuffled(terms)[: 2 + number % 5]
@@ -107,10 +125,12 @@ def list_rows(facts: list[Fact], language: str, count: int) -> list[Row]:
 
 
 def explain_rows(valid_count: int) -> dict[str, list[Row]]:
-    """All records of this difficulty as {"train": ..., "valid": ..., "spare": ...}; half English, half Chinese.
+    """All records of this difficulty as {"train": ..., "valid": ..., "spare": ...}; half English,
+    half Chinese.
 
-    Train asks every fact once and some twice. Valid asks facts of the second kind in a third form: whoever has learned
-    the answer from train can give it. `spare` holds the forms that neither uses, for the multi-turn files.
+    Train asks every fact once and some twice. Valid asks facts of the second kind in a third form:
+    whoever has learned the answer from train can give it. `spare` holds the forms that neither
+    uses, for the multi-turn files.
     """
     facts = read_facts()
     split: dict[str, list[Row]] = {"train": [], "valid": [], "spare": []}

@@ -1,6 +1,7 @@
 """Reasoning records: arithmetic of computer networks, with the steps shown and an exact answer.
 
-Each kind is a function that draws numbers and works the answer out. Its words are in reasoning_texts.py.
+Each kind is a function that draws numbers and works the answer out. Its words are in
+reasoning_texts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Values = dict[str, object]
 
 @dataclass(frozen=True)
 class Texts:
-    """Question forms and the steps, as format strings over the values of a kind. `answer` is one too."""
+    """Question forms and the steps, as format strings over the values of a kind. `answer` is one
+    too.
+    """
 
     questions_en: tuple[str, ...]
     questions_zh: tuple[str, ...]
@@ -50,7 +53,13 @@ def plain(number: Decimal) -> str:
 def usable_hosts(draw: Draw) -> Values:
     prefix = draw.integer(20, 30)
     bits = 32 - prefix
-    return {"net": draw_network(draw, prefix), "p": prefix, "bits": bits, "total": 2**bits, "result": 2**bits - 2}
+    return {
+        "net": draw_network(draw, prefix),
+        "p": prefix,
+        "bits": bits,
+        "total": 2**bits,
+        "result": 2**bits - 2,
+    }
 
 
 def address_in_network(draw: Draw) -> Values:
@@ -78,7 +87,13 @@ def split_network(draw: Draw) -> Values:
     borrowed = draw.integer(1, 8)
     longer = min(prefix + borrowed, 30)
     network = draw_network(draw, prefix)
-    return {"net": network, "p": prefix, "q": longer, "d": longer - prefix, "result": 2 ** (longer - prefix)}
+    return {
+        "net": network,
+        "p": prefix,
+        "q": longer,
+        "d": longer - prefix,
+        "result": 2 ** (longer - prefix),
+    }
 
 
 def prefix_for_hosts(draw: Draw) -> Values:
@@ -103,10 +118,15 @@ def netmask(draw: Draw) -> Values:
 
 
 def vlsm(draw: Draw) -> Values:
-    """Subnets of a network for several offices, the largest first; the answer is the network of the smallest."""
+    """Subnets of a network for several offices, the largest first; the answer is the network of the
+    smallest.
+    """
     while True:
         network = draw_network(draw, draw.pick((22, 23, 24)))
-        hosts = sorted({draw.integer(2, draw.pick((14, 62, 254))) for _ in range(draw.integer(2, 5))}, reverse=True)
+        hosts = sorted(
+            {draw.integer(2, draw.pick((14, 62, 254))) for _ in range(draw.integer(2, 5))},
+            reverse=True,
+        )
         sizes = [2 ** (count + 1).bit_length() for count in hosts]
         if len(hosts) > 1 and sum(sizes) <= network.num_addresses:
             break
@@ -115,7 +135,12 @@ def vlsm(draw: Draw) -> Values:
         subnet = ipaddress.ip_network((start, 33 - size.bit_length()))
         lines.append(f"{count} + 2 <= {size}: {subnet}")
         start += size
-    return {"net": network, "list": ", ".join(map(str, hosts)), "lines": "\n".join(lines), "result": subnet}
+    return {
+        "net": network,
+        "list": ", ".join(map(str, hosts)),
+        "lines": "\n".join(lines),
+        "result": subnet,
+    }
 
 
 def transfer_time(draw: Draw) -> Values:
@@ -126,7 +151,10 @@ def transfer_time(draw: Draw) -> Values:
 
 
 def bandwidth_delay(draw: Draw) -> Values:
-    rate, rtt = draw.pick((8, 10, 16, 20, 40, 50, 80, 100, 200, 400, 800, 1000)), 4 * draw.integer(1, 30)
+    rate, rtt = (
+        draw.pick((8, 10, 16, 20, 40, 50, 80, 100, 200, 400, 800, 1000)),
+        4 * draw.integer(1, 30),
+    )
     return {"rate": rate, "rtt": rtt, "kbit": rate * rtt, "result": plain(Decimal(rate * rtt) / 8)}
 
 
@@ -136,7 +164,11 @@ def window_rate(draw: Draw) -> Values:
 
 
 def utilisation(draw: Draw) -> Values:
-    rate, percent, seconds = draw.pick((20, 40, 100, 200, 400, 1000)), 5 * draw.integer(1, 19), 8 * draw.integer(1, 15)
+    rate, percent, seconds = (
+        draw.pick((20, 40, 100, 200, 400, 1000)),
+        5 * draw.integer(1, 19),
+        8 * draw.integer(1, 15),
+    )
     used = rate * percent // 100
     return {
         "rate": rate,
@@ -170,10 +202,19 @@ def parallel_availability(draw: Draw) -> Values:
 
 
 def downtime(draw: Draw) -> Values:
-    percent, days = Decimal(draw.pick(("99", "99.5", "99.9", "99.95", "98", "99.8"))), draw.integer(2, 90)
+    percent, days = (
+        Decimal(draw.pick(("99", "99.5", "99.9", "99.95", "98", "99.8"))),
+        draw.integer(2, 90),
+    )
     minutes = days * 1440
     share = (100 - percent) / 100
-    return {"a": percent, "d": days, "total": minutes, "share": plain(share), "result": plain(minutes * share)}
+    return {
+        "a": percent,
+        "d": days,
+        "total": minutes,
+        "share": plain(share),
+        "result": plain(minutes * share),
+    }
 
 
 def latency_budget(draw: Draw) -> Values:
@@ -205,16 +246,32 @@ def fragments(draw: Draw) -> Values:
     # Each MTU leaves room for a multiple of 8 bytes, as fragment offsets demand.
     mtu, size = draw.pick((1500, 1492, 1476, 1420)), 100 * draw.integer(16, 120)
     room = mtu - 20
-    return {"n": size, "mtu": mtu, "room": room, "full": size // room, "rest": size % room, "result": -(-size // room)}
+    return {
+        "n": size,
+        "mtu": mtu,
+        "room": room,
+        "full": size // room,
+        "rest": size % room,
+        "result": -(-size // room),
+    }
 
 
 def full_mesh(draw: Draw) -> Values:
     nodes = draw.integer(4, 60)
-    return {"n": nodes, "m": nodes - 1, "double": nodes * (nodes - 1), "result": nodes * (nodes - 1) // 2}
+    return {
+        "n": nodes,
+        "m": nodes - 1,
+        "double": nodes * (nodes - 1),
+        "result": nodes * (nodes - 1) // 2,
+    }
 
 
 def oversubscription(draw: Draw) -> Values:
-    ports, speed, uplinks = draw.pick((12, 16, 24, 32, 36, 40, 48)), draw.pick((1, 10, 25)), draw.pick((2, 3, 4, 6, 8))
+    ports, speed, uplinks = (
+        draw.pick((12, 16, 24, 32, 36, 40, 48)),
+        draw.pick((1, 10, 25)),
+        draw.pick((2, 3, 4, 6, 8)),
+    )
     uplink = 10 * draw.integer(1, 10) if speed > 1 else draw.pick((2, 4, 5, 10))
     down, up = ports * speed, uplinks * uplink
     if down < up or down * 10 % up:
@@ -233,7 +290,11 @@ def oversubscription(draw: Draw) -> Values:
 
 
 def log_volume(draw: Draw) -> Values:
-    rate, size, minutes = 10 * draw.integer(1, 60), 50 * draw.integer(2, 12), draw.pick((5, 10, 20, 30, 60))
+    rate, size, minutes = (
+        10 * draw.integer(1, 60),
+        50 * draw.integer(2, 12),
+        draw.pick((5, 10, 20, 30, 60)),
+    )
     return {
         "r": rate,
         "b": size,

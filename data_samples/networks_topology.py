@@ -1,6 +1,7 @@
 """Topology records: questions about small networks, answered by the algorithms of graphs.py.
 
-Each kind is a function from a random network to the values of its texts, or to None where the network does not suit it.
+Each kind is a function from a random network to the values of its texts, or to None where the
+network does not suit it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from graphs import (
     shortest_paths,
     with_distinct_costs,
 )
-from topology_texts import COMMA, HEADINGS, NONE, NOT_REACHED, NOTHING_CUTS, REACHED, TEXTS, WITHOUT, YES_NO
+from topology_texts import (
+    COMMA,
+    HEADINGS,
+    NONE,
+    NOT_REACHED,
+    NOTHING_CUTS,
+    REACHED,
+    TEXTS,
+    WITHOUT,
+    YES_NO,
+)
 
 LEVEL = "topology"
 LONG_SHARE = 0.15  # of the rows have 8 to 10 nodes instead of 4 to 6
@@ -57,7 +68,9 @@ def cheapest(case: Case) -> Values | None:
     cost, ways, path = shortest_paths(case.network, start)[end]
     if ways > 1 or len(path) < 3:
         return None
-    costs = [case.network.costs[case.network.link(*step)] for step in zip(path, path[1:], strict=False)]
+    costs = [
+        case.network.costs[case.network.link(*step)] for step in zip(path, path[1:], strict=False)
+    ]
     return {
         "s": start,
         "t": end,
@@ -86,7 +99,13 @@ def reach(case: Case, network: Network, start: str, end: str, failed: str) -> Va
     else:
         part = [node for node in network.nodes if path_with_fewest_hops(network, start, node)]
         steps = NOT_REACHED[case.language].format(s=start, part=" ".join(part))
-    return {"f": failed, "s": start, "t": end, "steps": steps, "result": YES_NO[case.language][path is None]}
+    return {
+        "f": failed,
+        "s": start,
+        "t": end,
+        "steps": steps,
+        "result": YES_NO[case.language][path is None],
+    }
 
 
 def reach_without_link(case: Case) -> Values | None:
@@ -134,13 +153,21 @@ def single_nodes(case: Case) -> Values:
 def single_links(case: Case) -> Values:
     found = cut_links(case.network)
     failures = [("-".join(link), case.network.without(links=(link,))) for link in found]
-    return {"steps": parts_without(case, failures), "result": case.listed(["-".join(link) for link in found])}
+    return {
+        "steps": parts_without(case, failures),
+        "result": case.listed(["-".join(link) for link in found]),
+    }
 
 
 def separate_ways(case: Case) -> Values:
     start, end = case.ends()
     paths = disjoint_paths(case.network, start, end)
-    return {"s": start, "t": end, "paths": case.listed(["-".join(path) for path in paths]), "result": len(paths)}
+    return {
+        "s": start,
+        "t": end,
+        "paths": case.listed(["-".join(path) for path in paths]),
+        "result": len(paths),
+    }
 
 
 def links_of(network: Network, node: str) -> list[Link]:
@@ -151,7 +178,11 @@ def links_of(network: Network, node: str) -> list[Link]:
 def degree(case: Case) -> Values:
     node = case.draw.pick(case.network.nodes)
     links = links_of(case.network, node)
-    return {"x": node, "links": case.listed(["-".join(link) for link in links]), "result": len(links)}
+    return {
+        "x": node,
+        "links": case.listed(["-".join(link) for link in links]),
+        "result": len(links),
+    }
 
 
 def most_links(case: Case) -> Values | None:
@@ -159,7 +190,10 @@ def most_links(case: Case) -> Values | None:
     highest = [node for node, count in counts.items() if count == max(counts.values())]
     if len(highest) > 1:
         return None
-    return {"counts": case.listed([f"{node} {count}" for node, count in counts.items()]), "result": highest[0]}
+    return {
+        "counts": case.listed([f"{node} {count}" for node, count in counts.items()]),
+        "result": highest[0],
+    }
 
 
 def separate_parts(case: Case) -> Values | None:
@@ -212,10 +246,15 @@ def topology_row(kind: str, language: str, draw: Draw) -> Row:
         if values is not None:
             break
     costs = kind in WITH_COSTS
-    links = [f"{'-'.join(link)} {cost}" if costs else "-".join(link) for link, cost in case.network.costs.items()]
+    links = [
+        f"{'-'.join(link)} {cost}" if costs else "-".join(link)
+        for link, cost in case.network.costs.items()
+    ]
     texts = TEXTS[kind]
     questions, steps = (
-        (texts.questions_en, texts.steps_en) if language == "en" else (texts.questions_zh, texts.steps_zh)
+        (texts.questions_en, texts.steps_en)
+        if language == "en"
+        else (texts.questions_zh, texts.steps_zh)
     )
     return solved_row(
         LEVEL,
@@ -228,8 +267,12 @@ def topology_row(kind: str, language: str, draw: Draw) -> Row:
 
 
 def topology_rows(counts: dict[str, int]) -> dict[str, list[Row]]:
-    """Rows for each split in `counts` (name -> rows), kinds and languages in turn, no question on a network twice."""
-    draws = {(kind, language): Draw(LEVEL, kind, language) for kind in KINDS for language in LANGUAGES}
+    """Rows for each split in `counts` (name -> rows), kinds and languages in turn, no question on a
+    network twice.
+    """
+    draws = {
+        (kind, language): Draw(LEVEL, kind, language) for kind in KINDS for language in LANGUAGES
+    }
     seen: set[tuple[str, str]] = set()
     split: dict[str, list[Row]] = {}
     turn = 0

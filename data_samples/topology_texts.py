@@ -11,7 +11,10 @@ YES_NO = {"en": ("yes", "no"), "zh": ("能", "不能")}
 REACHED = {"en": "A way is left: {path}.", "zh": "还有路径：{path}。"}
 NOT_REACHED = {"en": "From {s} only these are left: {part}.", "zh": "从 {s} 只能到：{part}。"}
 WITHOUT = {"en": "Without {f}: {parts}", "zh": "去掉 {f}：{parts}"}
-NOTHING_CUTS = {"en": "After any one failure the rest stays connected.", "zh": "任意一处故障后其余部分仍然连通。"}
+NOTHING_CUTS = {
+    "en": "After any one failure the rest stays connected.",
+    "zh": "任意一处故障后其余部分仍然连通。",
+}
 
 TEXTS: dict[str, Texts] = {
     "cheapest_cost": Texts(
@@ -25,7 +28,10 @@ TEXTS: dict[str, Texts] = {
         "{cost}",
     ),
     "cheapest_path": Texts(
-        ("Which path from {s} to {t} is the cheapest?", "Name the nodes on the shortest path from {s} to {t}."),
+        (
+            "Which path from {s} to {t} is the cheapest?",
+            "Name the nodes on the shortest path from {s} to {t}.",
+        ),
         ("从 {s} 到 {t} 代价最小的路径是哪一条？", "写出从 {s} 到 {t} 的最短路径。"),
         "The lowest cost is {sum} = {cost}.",
         "最小代价是 {sum} = {cost}。",
@@ -36,7 +42,10 @@ TEXTS: dict[str, Texts] = {
             "{s} sends packets for {t} the cheapest way. What is the next hop?",
             "Which neighbour is the next hop of {s} on the shortest path to {t}?",
         ),
-        ("{s} 按最短路径把数据包发往 {t}，下一跳是谁？", "在到 {t} 的最短路径上，{s} 的下一跳是哪个节点？"),
+        (
+            "{s} 按最短路径把数据包发往 {t}，下一跳是谁？",
+            "在到 {t} 的最短路径上，{s} 的下一跳是哪个节点？",
+        ),
         "Shortest path: {path}, cost {cost}.",
         "最短路径：{path}，代价 {cost}。",
         "{hop}",
@@ -52,13 +61,19 @@ TEXTS: dict[str, Texts] = {
         "{hops}",
     ),
     "reach_without_link": Texts(
-        ("Link {f} fails. Can {s} still reach {t}?", "Is {t} reachable from {s} when the link {f} is down?"),
+        (
+            "Link {f} fails. Can {s} still reach {t}?",
+            "Is {t} reachable from {s} when the link {f} is down?",
+        ),
         ("链路 {f} 故障后，{s} 还能到达 {t} 吗？", "链路 {f} 中断时，从 {s} 能到 {t} 吗？"),
         "{steps}",
         "{steps}",
     ),
     "reach_without_node": Texts(
-        ("Node {f} fails. Can {s} still reach {t}?", "Is {t} reachable from {s} when the node {f} is down?"),
+        (
+            "Node {f} fails. Can {s} still reach {t}?",
+            "Is {t} reachable from {s} when the node {f} is down?",
+        ),
         ("节点 {f} 故障后，{s} 还能到达 {t} 吗？", "节点 {f} 停机时，从 {s} 能到 {t} 吗？"),
         "{steps}",
         "{steps}",
@@ -74,7 +89,10 @@ TEXTS: dict[str, Texts] = {
         "{cost}",
     ),
     "tree_links": Texts(
-        ("Which links form the minimum spanning tree?", "List the links of the cheapest tree that joins all nodes."),
+        (
+            "Which links form the minimum spanning tree?",
+            "List the links of the cheapest tree that joins all nodes.",
+        ),
         ("最小生成树由哪些链路组成？", "列出连接所有节点且代价最小的树的链路。"),
         "From cheap to dear without a loop: {taken}.",
         "按代价从小到大、不成环：{taken}。",
@@ -90,13 +108,19 @@ TEXTS: dict[str, Texts] = {
         "{n} 个节点需要 {tree} 条链路。{m} - {tree} = {result}。",
     ),
     "single_nodes": Texts(
-        ("Which nodes are single points of failure?", "The loss of which single node cuts the others apart?"),
+        (
+            "Which nodes are single points of failure?",
+            "The loss of which single node cuts the others apart?",
+        ),
         ("哪些节点是单点故障？", "哪些节点一旦失效，其余节点就不再连通？"),
         "{steps}",
         "{steps}",
     ),
     "single_links": Texts(
-        ("Which links are single points of failure?", "The loss of which single link cuts the network?"),
+        (
+            "Which links are single points of failure?",
+            "The loss of which single link cuts the network?",
+        ),
         ("哪些链路是单点故障？", "哪些链路一旦中断，网络就不再连通？"),
         "{steps}",
         "{steps}",
@@ -123,7 +147,10 @@ TEXTS: dict[str, Texts] = {
         "各节点链路数：{counts}。",
     ),
     "separate_parts": Texts(
-        ("Into how many separate parts does this network fall?", "How many connected components are there?"),
+        (
+            "Into how many separate parts does this network fall?",
+            "How many connected components are there?",
+        ),
         ("这个网络分成几个互不连通的部分？", "有多少个连通分量？"),
         "Parts: {parts}.",
         "各部分：{parts}。",

@@ -1,7 +1,8 @@
 """Preference records: a checkable record's right output, and a wrong one of the same form.
 
-The wrong output makes one slip at the end: another number, address, path, node or link, worked into the last step where
-that shows the answer. Nothing of it is right by chance: every question has one answer, and the tests check both sides.
+The wrong output makes one slip at the end: another number, address, path, node or link, worked into
+the last step where that shows the answer. Nothing of it is right by chance: every question has one
+answer, and the tests check both sides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _MASKS = [str(ipaddress.ip_network(f"0.0.0.0/{prefix}").netmask) for prefix in r
 
 
 def preference_row(row: Row, language: str) -> Row:
-    """The record as an alpaca row of a pair. No `difficulty`: a curriculum asks for records of every one."""
+    """The record as an alpaca row of a pair. No `difficulty`: a curriculum asks for records of
+    every one.
+    """
     draw = Draw("wrong", row["instruction"], row["input"])
     steps = row["output"].rpartition("\n")[0]
     if row["answer"] in YES_NO[language]:
@@ -40,7 +43,9 @@ def _wrong_answers(row: Row, language: str) -> list[str]:
     answer = row["answer"]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(:1| ?\D*)", answer)
     if number:
-        return [other + number[2] for other in _numbers(number[1], 100 if number[2] == "%" else None)]
+        return [
+            other + number[2] for other in _numbers(number[1], 100 if number[2] == "%" else None)
+        ]
     if re.fullmatch(r"/\d+", answer):
         return [f"/{int(answer[1:]) + change}" for change in (-2, -1, 1)]
     if re.fullmatch(r"\d+\.\d+\.\d+\.\d+(/\d+)?", answer):
@@ -61,13 +66,19 @@ def _numbers(right: str, most: int | None) -> list[str]:
             digits = list(whole + fraction)
             digits[place] = str((int(digit) + change) % 10)
             text = "".join(digits[: len(whole)]) + "." + "".join(digits[len(whole) :])
-            if text[-1] != "0" and (text[0] != "0" or whole == "0") and float(text) <= (most or float(text)):
+            if (
+                text[-1] != "0"
+                and (text[0] != "0" or whole == "0")
+                and float(text) <= (most or float(text))
+            ):
                 found.append(text)
     return found
 
 
 def _addresses(right: str) -> list[str]:
-    """A network one block further, or of half the size; a mask one bit longer or shorter; another last octet."""
+    """A network one block further, or of half the size; a mask one bit longer or shorter; another
+    last octet.
+    """
     if right in _MASKS:
         place = _MASKS.index(right)
         return _MASKS[max(place - 1, 0) : place] + _MASKS[place + 1 : place + 2]
@@ -94,18 +105,24 @@ def _names(row: Row, language: str) -> list[str]:
     of_links = "-" in right[0] if right else re.search("link|链路", row["instruction"]) is not None
     # Links stand with their nodes in order in an answer; in a question they stand in any.
     known = {frozenset(link.split("-")) for link in right}
-    others = [name for name in (links if of_links else nodes) if frozenset(name.split("-")) not in known]
+    others = [
+        name for name in (links if of_links else nodes) if frozenset(name.split("-")) not in known
+    ]
     if re.search("next hop|下一跳|most links|highest degree|链路最多|度最大", row["instruction"]):
         return others
     halves = [(right[:place], right[place + 1 :]) for place in range(len(right))]
-    replaced = [comma.join([*before, other, *after]) for before, after in halves for other in others]
+    replaced = [
+        comma.join([*before, other, *after]) for before, after in halves for other in others
+    ]
     shorter = [comma.join(before + after) for before, after in halves if len(right) > 1]
     return replaced or shorter or others or [NONE[language]]
 
 
 def _links(row: Row, language: str) -> list[str]:
     """The links of a question on a network, without costs."""
-    return [link.split(" ")[0] for link in re.split("：|: ", row["input"])[1].split(COMMA[language])]
+    return [
+        link.split(" ")[0] for link in re.split("：|: ", row["input"])[1].split(COMMA[language])
+    ]
 
 
 def _nodes(links: list[str]) -> list[str]:
@@ -118,12 +135,20 @@ def _paths(right: list[str], links: list[str], nodes: list[str]) -> list[str]:
     for one, other in (link.split("-") for link in links):
         neighbours[one].append(other)
         neighbours[other].append(one)
-    found = ["-".join(path) for path in _ways(neighbours, (right[0],), right[-1]) if list(path) != right]
+    found = [
+        "-".join(path) for path in _ways(neighbours, (right[0],), right[-1]) if list(path) != right
+    ]
     strange = [node for node in nodes if node not in right]
-    return found or ["-".join([right[0], node, right[-1]]) for node in strange] or ["-".join([right[0], right[-1]])]
+    return (
+        found
+        or ["-".join([right[0], node, right[-1]]) for node in strange]
+        or ["-".join([right[0], right[-1]])]
+    )
 
 
-def _ways(neighbours: dict[str, list[str]], before: tuple[str, ...], end: str) -> Iterator[tuple[str, ...]]:
+def _ways(
+    neighbours: dict[str, list[str]], before: tuple[str, ...], end: str
+) -> Iterator[tuple[str, ...]]:
     if before[-1] == end:
         yield before
         return
@@ -147,7 +172,9 @@ def _flipped(row: Row, steps: str, draw: Draw, language: str) -> tuple[str, str]
 
 
 def _worked_in(steps: str, right: str, wrong: str) -> str:
-    """The steps with the wrong answer, or its number or last octet, where the right one is what they end with."""
+    """The steps with the wrong answer, or its number or last octet, where the right one is what
+    they end with.
+    """
     number = r"\d+(?:\.\d+)?"
     octet = r"(?<=\.)\d+(?=/|$)"
     for pattern in (r".*", number, octet):

@@ -1,7 +1,8 @@
-"""docs/images/architecture.svg, from the imports: `python docs/architecture_picture.py`. A test says when it is old.
+"""docs/images/architecture.svg, from the imports: `python docs/architecture_picture.py`. A test
+says when it is old.
 
-A line for each folder, from what people call down to what everything stands on; a dot where it imports the folder of
-that column. Dots only to the right of the diagonal: imports point down.
+A line for each folder, from what people call down to what everything stands on; a dot where it
+imports the folder of that column. Dots only to the right of the diagonal: imports point down.
 """
 
 from __future__ import annotations
@@ -52,25 +53,37 @@ def picture() -> str:
     names, found = list(FOLDERS), imports()
     width, height = GRID + CELL * len(names) + LEFT, 130 + ROW * len(names)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="14">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" font-family="system-ui, sans-serif"'
+            ' font-size="14">'
+        ),
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for column, name in enumerate(names):
         x = GRID + CELL * column + CELL / 2
-        lines.append(f'<text transform="translate({x + 5:.0f} 104) rotate(-60)" fill="#57606a">{name}</text>')
+        lines.append(
+            f'<text transform="translate({x + 5:.0f} 104) rotate(-60)" fill="#57606a">{name}</text>'
+        )
     for number, name in enumerate(names):
         y = 115 + ROW * number
         if number % 2 == 0:
-            lines.append(f'<rect x="8" y="{y}" width="{width - 16}" height="{ROW}" rx="4" fill="#f6f8fa"/>')
+            lines.append(
+                f'<rect x="8" y="{y}" width="{width - 16}" height="{ROW}" rx="4" fill="#f6f8fa"/>'
+            )
         middle = y + ROW / 2 + 5
-        lines.append(f'<text x="{LEFT}" y="{middle:.0f}" font-weight="600" fill="#1f2328">{name}/</text>')
-        lines.append(f'<text x="{TEXT}" y="{middle:.0f}" fill="#1f2328">{escape(FOLDERS[name])}</text>')
+        lines.append(
+            f'<text x="{LEFT}" y="{middle:.0f}" font-weight="600" fill="#1f2328">{name}/</text>'
+        )
+        lines.append(
+            f'<text x="{TEXT}" y="{middle:.0f}" fill="#1f2328">{escape(FOLDERS[name])}</text>'
+        )
         for column, other in enumerate(names):
             x, centre = GRID + CELL * column + CELL / 2, y + ROW / 2
             if other == name:
                 lines.append(
-                    f'<rect x="{x - 7:.0f}" y="{centre - 7:.0f}" width="14" height="14" rx="3" fill="#d0d7de"/>'
+                    f'<rect x="{x - 7:.0f}" y="{centre - 7:.0f}" width="14" height="14" rx="3"'
+                    ' fill="#d0d7de"/>'
                 )
             elif other in found[name]:
                 colour = "#0969da" if column > number else "#cf222e"

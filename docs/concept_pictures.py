@@ -1,5 +1,5 @@
-"""Pictures of docs/concepts.md, drawn of what the package computes: `python docs/concept_pictures.py`. A test says when
-they are old.
+"""Pictures of docs/concepts.md, drawn of what the package computes: `python
+docs/concept_pictures.py`. A test says when they are old.
 """
 
 from __future__ import annotations
@@ -26,19 +26,27 @@ class Drawing:
 
     def __init__(self, height: int) -> None:
         self.lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}" font-family="system-ui, sans-serif" font-size="14">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+                f' width="{WIDTH}" height="{height}" font-family="system-ui, sans-serif"'
+                ' font-size="14">'
+            ),
             f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         ]
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none"
+    ) -> None:
         self.lines.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" fill="{fill}" '
-            f'stroke="{edge}"/>'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3"'
+            f' fill="{fill}" stroke="{edge}"/>'
         )
 
     def text(self, x: float, y: float, words: str, fill: str = DARK, anchor: str = "start") -> None:
-        self.lines.append(f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" text-anchor="{anchor}">{escape(words)}</text>')
+        self.lines.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}"'
+            f' text-anchor="{anchor}">{escape(words)}</text>'
+        )
 
     def svg(self) -> str:
         return "\n".join([*self.lines, "</svg>", ""])
@@ -47,7 +55,9 @@ class Drawing:
 def global_batch() -> str:
     """One step of eight samples on one, two and four devices: the same samples."""
     names = ["explain"] * 40 + ["reasoning"] * 40 + ["topology"] * 20
-    samples = CurriculumSampler(names, global_batch_size=8, total_steps=30).batches.indices(12).tolist()
+    samples = (
+        CurriculumSampler(names, global_batch_size=8, total_steps=30).batches.indices(12).tolist()
+    )
     drawing = Drawing(236)
     drawing.text(20, 28, f"step 13 of 30: samples {', '.join(map(str, samples))}")
     for row, devices in enumerate((1, 2, 4)):
@@ -69,7 +79,9 @@ def microbatch_schedule() -> str:
     schedule = schedule_microbatches(lengths, 2, token_budget=1024, samples_per_microbatch=None)
     left = LEFT + 50
     scale, drawing = (WIDTH - left - 30) / 1024, Drawing(70 + 2 * schedule.micro_steps * 44)
-    drawing.text(20, 28, f"{len(lengths)} samples, {lengths.sum():,} tokens, room for 1,024 in a microbatch")
+    drawing.text(
+        20, 28, f"{len(lengths)} samples, {lengths.sum():,} tokens, room for 1,024 in a microbatch"
+    )
     for step in range(schedule.micro_steps):
         for rank in range(2):
             y = 46 + (2 * step + rank) * 44 + 4 * step

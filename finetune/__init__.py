@@ -1,4 +1,5 @@
-"""Fine-tune and pretrain language models: a run is a list of global batches; the machine is only how it is executed.
+"""Fine-tune and pretrain language models: a run is a list of global batches; the machine is only
+how it is executed.
 
 import finetune
 result = finetune.run({"model": "...", "data": "...", "output_dir": "..."})
@@ -71,7 +72,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `import finetune` and the commands' help stay quick and need no torch.
+    # Imported on first use, so that `import finetune` and the commands' help stay quick and need no
+    # torch.
     if name in _HOMES:
         from importlib import import_module
 

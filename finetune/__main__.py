@@ -1,4 +1,6 @@
-"""`python -m finetune COMMAND`: the table of commands. A command's module is imported when it is called."""
+"""`python -m finetune COMMAND`: the table of commands. A command's module is imported when it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,68 @@ from finetune.runtime.terminal import plain_streams
 # name: (module with `main(arguments) -> exit code`, what it does)
 COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model on questions and answers"),
-    "prepare": ("finetune.commands.prepare.command", "turn text into token shards and a tokenizer, for pretraining"),
-    "pretrain": ("finetune.pretrain", "train a model from scratch, or go on with one, on plain text"),
+    "prepare": (
+        "finetune.commands.prepare.command",
+        "turn text into token shards and a tokenizer, for pretraining",
+    ),
+    "pretrain": (
+        "finetune.pretrain",
+        "train a model from scratch, or go on with one, on plain text",
+    ),
     "dpo": ("finetune.dpo", "train on pairs of answers, or on answers with labels"),
-    "doctor": ("finetune.commands.doctor.command", "find what would keep a run from starting on this machine"),
-    "launch": ("finetune.commands.launch.command", "start a run on all devices of the nodes, and look after it"),
-    "plan": ("finetune.commands.plan.command", "say whether a run fits, how long it takes, how to shard it"),
+    "doctor": (
+        "finetune.commands.doctor.command",
+        "find what would keep a run from starting on this machine",
+    ),
+    "launch": (
+        "finetune.commands.launch.command",
+        "start a run on all devices of the nodes, and look after it",
+    ),
+    "plan": (
+        "finetune.commands.plan.command",
+        "say whether a run fits, how long it takes, how to shard it",
+    ),
     "chat": ("finetune.commands.chat.command", "talk to a model in the terminal"),
     "serve": ("finetune.commands.serve.command", "serve a model: OpenAI protocol and chat page"),
-    "eval": ("finetune.commands.evaluate.command", "loss and exact answers per difficulty, base against adapter"),
-    "merge": ("finetune.commands.merge.command", "merge an adapter into its base model, tested, with a model card"),
-    "verify": ("finetune.commands.verify.command", "compare a deployed model with the one that was trained"),
+    "eval": (
+        "finetune.commands.evaluate.command",
+        "loss and exact answers per difficulty, base against adapter",
+    ),
+    "merge": (
+        "finetune.commands.merge.command",
+        "merge an adapter into its base model, tested, with a model card",
+    ),
+    "verify": (
+        "finetune.commands.verify.command",
+        "compare a deployed model with the one that was trained",
+    ),
     "convert": (
         "finetune.commands.convert.command",
         "make a run file of another tool's run: LLaMA-Factory, TRL ...",
     ),
     "inspect": ("finetune.commands.inspect.command", "show records with the trained tokens marked"),
-    "curriculum": ("finetune.commands.curriculum.command", "show the curriculum's plan before training"),
+    "curriculum": (
+        "finetune.commands.curriculum.command",
+        "show the curriculum's plan before training",
+    ),
     "diagnose": ("finetune.commands.diagnose.command", "say why a run failed, from its logs"),
-    "monitor": ("finetune.commands.monitor.command", "watch a run: progress, curves, devices, warnings"),
+    "monitor": (
+        "finetune.commands.monitor.command",
+        "watch a run: progress, curves, devices, warnings",
+    ),
     "report": ("finetune.commands.report.command", "write one HTML file about a run"),
-    "clean": ("finetune.commands.clean.command", "list, and with --yes end, what runs left behind on this machine"),
+    "clean": (
+        "finetune.commands.clean.command",
+        "list, and with --yes end, what runs left behind on this machine",
+    ),
     "completion": (
         "finetune.commands.completion.command",
         "print what completes flags in bash, zsh and fish",
     ),
-    "checkpoints": ("finetune.commands.checkpoints.command", "list a run's checkpoints and whether they are valid"),
+    "checkpoints": (
+        "finetune.commands.checkpoints.command",
+        "list a run's checkpoints and whether they are valid",
+    ),
 }
 # What other tools call them.
 _ELSEWHERE = {"train": "sft", "export": "merge", "infer": "chat", "api": "serve", "rlhf": "dpo"}
@@ -59,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         known = _ELSEWHERE.get(name) or nearest(name, COMMANDS)
         hint = f"; did you mean {known}?" if known else ";"
-        print(f"[ERROR] unknown command {name!r}{hint} `python -m finetune --help` lists the commands", file=sys.stderr)
+        print(
+            f"[ERROR] unknown command {name!r}{hint} `python -m finetune --help` lists the"
+            " commands",
+            file=sys.stderr,
+        )
         return int(ExitCode.REFUSED)
     with plain_streams():
         try:

@@ -1,6 +1,8 @@
-"""Training on preferences: `python -m finetune.dpo --model ... --data pairs.jsonl --output-dir ...`.
+"""Training on preferences: `python -m finetune.dpo --model ... --data pairs.jsonl --output-dir
+...`.
 
-The order in which things happen is in training/run.py; what such a run prepares and builds is in training/preferences/.
+The order in which things happen is in training/run.py; what such a run prepares and builds is in
+training/preferences/.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: PreferenceConfig | Mapping[str, Any] | str | Path) -> RunResult:
-    """Train on preferences from a PreferenceConfig, a dict of its settings, or the path of a configuration file.
+    """Train on preferences from a PreferenceConfig, a dict of its settings, or the path of a
+    configuration file.
 
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
@@ -36,7 +39,9 @@ def _describe(settings: Mapping[str, Any]) -> str:
     if not settings.get("model"):
         return ""
     text = _("{model}, {how}, by {loss}")
-    return text.format(model=settings["model"], how=settings.get("finetuning"), loss=settings.get("loss"))
+    return text.format(
+        model=settings["model"], how=settings.get("finetuning"), loss=settings.get("loss")
+    )
 
 
 KIND = RunKind(
@@ -45,7 +50,15 @@ KIND = RunKind(
     title=N_("training on preferences"),
     config_class=PreferenceConfig,
     telling_settings=frozenset(
-        {"loss", "beta", "label_smoothing", "simpo_gamma", "sft_weight", "desirable_weight", "undesirable_weight"}
+        {
+            "loss",
+            "beta",
+            "label_smoothing",
+            "simpo_gamma",
+            "sft_weight",
+            "desirable_weight",
+            "undesirable_weight",
+        }
     ),
     check=check_paths,
     describe=_describe,

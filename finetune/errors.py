@@ -1,6 +1,7 @@
 """Errors that tell the reader what happened, where, and how to fix it.
 
-Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what is right is silent.
+Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what
+is right is silent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class ExitCode(IntEnum):
     FAILED = 1  # failed while running
     REFUSED = 2  # refused before running; nothing was written
     STOPPED = 3  # stopped by a signal, with a checkpoint saved
-    OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; start again: it resumes with smaller microbatches
+    # a sharded run ran out of device memory; start again: it resumes with smaller microbatches
+    OUT_OF_MEMORY = 4
 
 
 INTERRUPTED = 130  # by Ctrl-C, before or beside a run: what shells say of it
@@ -36,8 +38,11 @@ class FinetuneError(Exception):
     exit_code = ExitCode.FAILED
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
-        # Libraries' messages name addresses whole, and a file or a log may hold what a terminal would obey.
-        self.what, self.where, self.fix = (mask_passwords(plain_lines(str(text))) for text in (what, where, fix))
+        # Libraries' messages name addresses whole, and a file or a log may hold what a terminal
+        # would obey.
+        self.what, self.where, self.fix = (
+            mask_passwords(plain_lines(str(text))) for text in (what, where, fix)
+        )
         super().__init__(self.what, self.where, self.fix)
 
     def __str__(self) -> str:
@@ -62,13 +67,17 @@ class DataError(FinetuneError):
 
 
 class StateError(FinetuneError):
-    """The run folder holds something that this run must not touch: refused before anything is written."""
+    """The run folder holds something that this run must not touch: refused before anything is
+    written.
+    """
 
     exit_code = ExitCode.REFUSED
 
 
 class Problems(FinetuneError):
-    """Several problems, reported together. Use `raise_problems`, which raises a single one as itself."""
+    """Several problems, reported together. Use `raise_problems`, which raises a single one as
+    itself.
+    """
 
     exit_code = ExitCode.REFUSED
 

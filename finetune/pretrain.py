@@ -1,7 +1,9 @@
-"""Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path ...`.
+"""Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain
+--train-data-path ...`.
 
-The order in which things happen is in training/run.py, what pretraining prepares in training/pretraining/prepare.py;
-here is how it starts its own processes for `--distributed --world_size N`.
+The order in which things happen is in training/run.py, what pretraining prepares in
+training/pretraining/prepare.py; here is how it starts its own processes for `--distributed
+--world_size N`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: PretrainConfig | Mapping[str, Any] | str | Path) -> RunResult:
-    """Pretrain from a PretrainConfig, a dict of its settings, or the path of a configuration file, in this process.
+    """Pretrain from a PretrainConfig, a dict of its settings, or the path of a configuration file,
+    in this process.
 
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
@@ -42,10 +45,12 @@ def run(config: PretrainConfig | Mapping[str, Any] | str | Path) -> RunResult:
 
 
 def start_processes(arguments: Sequence[str]) -> None:
-    """With --distributed, replace this process by torchrun with the same arguments; else do nothing.
+    """With --distributed, replace this process by torchrun with the same arguments; else do
+    nothing.
 
     Raises:
-        ConfigError: what is wrong with the configuration for that many processes; reported once, here.
+        ConfigError: what is wrong with the configuration for that many processes; reported once,
+            here.
     """
     parsed = KIND.parse(arguments)
     wanted: dict[str, Any] = {}
@@ -60,10 +65,21 @@ def start_processes(arguments: Sequence[str]) -> None:
         return  # not a number: refused when the settings are resolved
     if resolve(arguments, world_size=count, model_class=PretrainConfig).print_config:
         return
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m", "finetune.pretrain"]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={count}",
+        "-m",
+        "finetune.pretrain",
+    ]
     logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
-    # Port and store are torchrun's to choose; what an old script exported must not tell it otherwise.
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
+    # Port and store are torchrun's to choose; what an old script exported must not tell it
+    # otherwise.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("WORLD_SIZE", "MASTER_PORT")
+    }
     os.execve(sys.executable, [sys.executable, "-m", *torchrun, *arguments], environment)
 
 
@@ -98,7 +114,14 @@ KIND = RunKind(
     config_class=PretrainConfig,
     # Other names of pretraining may be DeepSpeed's too.
     telling_settings=frozenset(
-        {"train_data_path", "train_data", "depth", "total_batch_size", "device_batch_size", "num_iterations"}
+        {
+            "train_data_path",
+            "train_data",
+            "depth",
+            "total_batch_size",
+            "device_batch_size",
+            "num_iterations",
+        }
     ),
     check=check_pretraining_paths,
     describe=_describe,

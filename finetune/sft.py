@@ -1,6 +1,8 @@
-"""Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(cfg)`.
+"""Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or
+`finetune.run(cfg)`.
 
-The order in which things happen is in training/run.py; what fine-tuning prepares is in training/prepare_sft.py.
+The order in which things happen is in training/run.py; what fine-tuning prepares is in
+training/prepare_sft.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`make demo`: the main job on this machine, for real, then what it gave.
 
-LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the
-staged curriculum on, bundled data and model. Then `finetune eval` asks base and adapter all held-out questions: an
-answer of each difficulty in both languages, loss and right answers by difficulty, beside what guessing would give.
+LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two
+processes, the staged curriculum on, bundled data and model. Then `finetune eval` asks base and
+adapter all held-out questions: an answer of each difficulty in both languages, loss and right
+answers by difficulty, beside what guessing would give.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG, TRAIN, VALID = "ds_configs/zero3.json", "data_samples/train.jsonl", "data_samples/valid.jsonl"
+CONFIG, TRAIN, VALID = (
+    "ds_configs/zero3.json",
+    "data_samples/train.jsonl",
+    "data_samples/valid.jsonl",
+)
 TRAINING = ("--max-steps", "100", "--eval-steps", "0")
 ANSWERS = ("--generate", "all", "--max-new-tokens", "120", "--batch-size", "75")
 LEVELS = ("explain", "reasoning", "topology")
 RECALLED_SHARE = 0.75  # of the reference's key terms
 # Words that say nothing about a thing.
 COMMON_WORDS = (
-    "a an the is are of to in and or it its that this for from on with by as at be one so not no do does what which "
-    "how has have each other all up than into over only uses used use"
+    "a an the is are of to in and or it its that this for from on with by as at be one so not no do"
+    " does what which how has have each other all up than into over only uses used use"
 )
 Row = dict[str, Any]
 
@@ -37,11 +42,20 @@ Row = dict[str, Any]
 def run(command: list[str]) -> None:
     """Run one of this package's commands; ends this process with its exit code if it fails."""
     print(
-        "$", " ".join(["accelerate launch" if word == "accelerate.commands.launch" else word for word in command[2:]])
+        "$",
+        " ".join(
+            [
+                "accelerate launch" if word == "accelerate.commands.launch" else word
+                for word in command[2:]
+            ]
+        ),
     )
     sys.stdout.flush()
-    # The two processes of the training share the machine's cores; the first start also builds DeepSpeed's extensions.
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False).returncode
+    # The two processes of the training share the machine's cores; the first start also builds
+    # DeepSpeed's extensions.
+    code = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False
+    ).returncode
     if code != 0:
         sys.exit(code)
 
@@ -59,16 +73,40 @@ def train(output_dir: Path) -> None:
 
 
 def evaluate(output_dir: Path) -> None:
-    asked = ["--model", str(output_dir), "--base", "--data", VALID, "--device-type", "cpu", *ANSWERS]
-    run([sys.executable, "-m", "finetune", "eval", *asked, "--output", str(output_dir / "evaluation")])
+    asked = [
+        "--model",
+        str(output_dir),
+        "--base",
+        "--data",
+        VALID,
+        "--device-type",
+        "cpu",
+        *ANSWERS,
+    ]
+    run(
+        [
+            sys.executable,
+            "-m",
+            "finetune",
+            "eval",
+            *asked,
+            "--output",
+            str(output_dir / "evaluation"),
+        ]
+    )
 
 
 def read_evaluation(output_dir: Path) -> tuple[list[dict[str, Any]], list[list[Row]]]:
-    """Figures of base and adapter, and what each of them answered to every held-out record, in the records' order."""
+    """Figures of base and adapter, and what each of them answered to every held-out record, in the
+    records' order.
+    """
     folder = output_dir / "evaluation"
     models = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["models"]
     given = read_rows(folder / "generations.jsonl")
-    by_row = [sorted((g for g in given if g["model"] == model["name"]), key=lambda g: g["row"]) for model in models]
+    by_row = [
+        sorted((g for g in given if g["model"] == model["name"]), key=lambda g: g["row"])
+        for model in models
+    ]
     return models, by_row
 
 
@@ -80,7 +118,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def key_terms(text: str) -> set[str]:
-    """What a text is about: its words and numbers but the common ones; of Chinese each two characters that follow."""
+    """What a text is about: its words and numbers but the common ones; of Chinese each two
+    characters that follow.
+    """
     words = re.findall(r"[a-z0-9](?:[a-z0-9./:-]*[a-z0-9])?", text.lower())
     chinese = re.findall(r"[\u4e00-\u9fff]{2,}", text)
     return set(words) - set(COMMON_WORDS.split()) | {
@@ -108,13 +148,18 @@ def question_form(record: Row) -> str:
 
 
 def guessed_right(records: list[Row], training: list[Row]) -> int:
-    """How many are right if each gets the most frequent answer that training has to questions of its form."""
+    """How many are right if each gets the most frequent answer that training has to questions of
+    its form.
+    """
     answers: dict[str, Counter[str]] = {}
     for row in training:
         if "answer" in row:
             answers.setdefault(question_form(row), Counter())[row["answer"]] += 1
     guesses = (answers.get(question_form(record)) for record in records)
-    return sum(g is not None and g.most_common(1)[0][0] == r["answer"] for g, r in zip(guesses, records, strict=True))
+    return sum(
+        g is not None and g.most_common(1)[0][0] == r["answer"]
+        for g, r in zip(guesses, records, strict=True)
+    )
 
 
 # ---------------------------------------------------------------------- what is shown
@@ -122,13 +167,17 @@ def guessed_right(records: list[Row], training: list[Row]) -> int:
 
 def right_answers(level: str, records: list[Row], given: list[Row]) -> int:
     pairs = [(g, r) for g, r in zip(given, records, strict=True) if r["difficulty"] == level]
-    return sum(recalls(g["text"], r) if level == "explain" else bool(g["correct"]) for g, r in pairs)
+    return sum(
+        recalls(g["text"], r) if level == "explain" else bool(g["correct"]) for g, r in pairs
+    )
 
 
 def figures_table(
     models: list[dict[str, Any]], given: list[list[Row]], records: list[Row], training: list[Row]
 ) -> Table:
-    title = "held-out records: loss, and right answers (explain: the facts recalled in a new wording)"
+    title = (
+        "held-out records: loss, and right answers (explain: the facts recalled in a new wording)"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("difficulty")
     for name in ("loss: base", "with adapter", "right: base", "with adapter", "by guessing"):
@@ -137,7 +186,11 @@ def figures_table(
         of_level = [record for record in records if record["difficulty"] == level]
         losses = [f"{model['levels'][level]['loss']:.3f}" for model in models]
         right = [right_answers(level, records, one) for one in given]
-        guess = f"{guessed_right(of_level, training) / len(of_level):.0%}" if "answer" in of_level[0] else "-"
+        guess = (
+            f"{guessed_right(of_level, training) / len(of_level):.0%}"
+            if "answer" in of_level[0]
+            else "-"
+        )
         table.add_row(level, *losses, *(f"{count / len(of_level):.0%}" for count in right), guess)
     return table
 
@@ -149,10 +202,18 @@ def answers_table(given: list[list[Row]], records: list[Row]) -> Table:
         table.add_column(name, overflow="fold")
     for level in LEVELS:
         for chinese in (False, True):
-            number = next(n for n, r in enumerate(records) if r["difficulty"] == level and is_chinese(r) == chinese)
+            number = next(
+                n
+                for n, r in enumerate(records)
+                if r["difficulty"] == level and is_chinese(r) == chinese
+            )
             record, (base, tuned) = records[number], (one[number]["text"] for one in given)
             table.add_row(
-                level, "\n".join(filter(None, (record["instruction"], record["input"]))), base, tuned, record["output"]
+                level,
+                "\n".join(filter(None, (record["instruction"], record["input"]))),
+                base,
+                tuned,
+                record["output"],
             )
     return table
 
@@ -168,7 +229,10 @@ def main() -> None:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(answers_table(given, records))
     console.print(figures_table(models, given, records, training))
-    print("by guessing: always the most frequent answer of the training records to that form of question")
+    print(
+        "by guessing: always the most frequent answer of the training records to that form of"
+        " question"
+    )
     print(f"talk to it: python -m finetune chat --model {output_dir}")
     print(f"took {time.monotonic() - began:.0f} s")
 

@@ -77,12 +77,18 @@ class Page:
         elif method == "Page.javascriptDialogOpening":
             self.dialogs.append(params["message"])
             self._number += 1
-            handle = {"id": self._number, "method": "Page.handleJavaScriptDialog", "params": {"accept": False}}
+            handle = {
+                "id": self._number,
+                "method": "Page.handleJavaScriptDialog",
+                "params": {"accept": False},
+            }
             self._socket.send(json.dumps(handle))
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -96,14 +102,22 @@ class Page:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && typeof state === 'object' && state.model !== null")
+        self.wait(
+            "document.readyState === 'complete' && typeof state === 'object' && state.model !=="
+            " null"
+        )
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, modifiers: int = 0) -> None:
         codes = {"Enter": 13, "Escape": 27, "Tab": 9}
-        event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": modifiers}
+        event = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": codes[key],
+            "modifiers": modifiers,
+        }
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
@@ -116,18 +130,36 @@ class Page:
             " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=place[0],
+                y=place[1],
+                button="left",
+                clickCount=1,
+            )
 
-    def size(self, width: int, height: int, *, phone: bool = False, dark: bool = False, scale: float = 1) -> None:
+    def size(
+        self, width: int, height: int, *, phone: bool = False, dark: bool = False, scale: float = 1
+    ) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=phone,
         )
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = "dark" if dark else "light"
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Tokenizers made here, and chat templates of real model families written out after their published prompt formats."""
+"""Tokenizers made here, and chat templates of real model families written out after their published
+prompt formats.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.formats import Conversation, Message
 
 _TEXTS = (
-    "What is a router? A router forwards packets between networks. Which port does BGP use? BGP uses TCP port 179.",
+    (
+        "What is a router? A router forwards packets between networks. Which port does BGP use? BGP"
+        " uses TCP port 179."
+    ),
     "什么是路由器？路由器在网络之间转发数据包。交换机在链路层转发帧。",
     "the answer is 42.\n\nuser assistant system\nbecause\n\n### Response:\n ### Instruction:\n",
 )
@@ -26,7 +31,8 @@ CHATML = """
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 
-# Qwen3: reasoning stays in turns after the last question only; the last turn gets an empty think block if it has none.
+# Qwen3: reasoning stays in turns after the last question only; the last turn gets an empty think
+# block if it has none.
 QWEN3 = """
 {%- set ns = namespace(last=-1) -%}
 {%- for message in messages -%}
@@ -144,7 +150,9 @@ TEMPLATES = {
 
 
 def train_backend(*, trim_offsets: bool = False) -> Tokenizer:
-    """A byte-level BPE like those of GPT-2, Llama 3 and Qwen; Llama 3's trims spaces off its offsets."""
+    """A byte-level BPE like those of GPT-2, Llama 3 and Qwen; Llama 3's trims spaces off its
+    offsets.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -156,13 +164,21 @@ def train_backend(*, trim_offsets: bool = False) -> Tokenizer:
 
 
 def make_tokenizer(
-    template: str | None, specials: tuple[str, ...] = (), *, trim_offsets: bool = False, rstrip: bool = False
+    template: str | None,
+    specials: tuple[str, ...] = (),
+    *,
+    trim_offsets: bool = False,
+    rstrip: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with these special tokens; `rstrip`: they swallow the white space after them, as Phi-3's do."""
+    """A tokenizer with these special tokens; `rstrip`: they swallow the white space after them, as
+    Phi-3's do.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_backend(trim_offsets=trim_offsets), bos_token="<s>", eos_token="</s>"
     )
-    tokens = [AddedToken(token, special=True, normalized=False, rstrip=rstrip) for token in specials]
+    tokens = [
+        AddedToken(token, special=True, normalized=False, rstrip=rstrip) for token in specials
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
@@ -171,8 +187,12 @@ def make_tokenizer(
 
 @cache
 def family(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model family; Llama 3's offsets are trimmed, Phi-3's special tokens swallow newlines."""
-    return make_tokenizer(TEMPLATES[name], SPECIALS[name], trim_offsets=name == "llama3", rstrip=name == "phi3")
+    """The tokenizer of a model family; Llama 3's offsets are trimmed, Phi-3's special tokens
+    swallow newlines.
+    """
+    return make_tokenizer(
+        TEMPLATES[name], SPECIALS[name], trim_offsets=name == "llama3", rstrip=name == "phi3"
+    )
 
 
 def talk(*contents: str, system: str | None = None) -> Conversation:
@@ -182,7 +202,9 @@ def talk(*contents: str, system: str | None = None) -> Conversation:
     return Conversation(tuple(([] if system is None else [Message("system", system)]) + turns))
 
 
-def marked(tokenizer: PreTrainedTokenizerFast, input_ids: np.ndarray, supervised: np.ndarray) -> str:
+def marked(
+    tokenizer: PreTrainedTokenizerFast, input_ids: np.ndarray, supervised: np.ndarray
+) -> str:
     """The text of tokens, with « and » around what is trained."""
     text, bounds = "", np.flatnonzero(np.diff(supervised.astype(int), prepend=0, append=0))
     edges = [0, *bounds.tolist(), len(input_ids)]

@@ -1,4 +1,5 @@
-"""A worker without a model: it speaks like finetune.commands.serve.worker_process and answers as the last message asks.
+"""A worker without a model: it speaks like finetune.commands.serve.worker_process and answers as
+the last message asks.
 
 say TEXT        writes TEXT, a few characters at a time
 slow N          writes N words, 20 a second
@@ -40,7 +41,13 @@ def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
     calls = []
     if kind == "call" and tools:
         name, _, arguments = rest.partition(" ")
-        calls = [{"id": "c00000001", "type": "function", "function": {"name": name, "arguments": arguments}}]
+        calls = [
+            {
+                "id": "c00000001",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        ]
         words = ""
     if kind == "history":
         words = json.dumps({"prompt": prompt, "tools": tools})
@@ -58,7 +65,10 @@ def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
         pieces, pause = [f"word{number} " for number in range(int(rest))], 0.05
     else:
         text = rest if kind == "say" else words
-        pieces, pause = [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)], 0.0
+        pieces, pause = (
+            [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)],
+            0.0,
+        )
     pieces = pieces[: sampling["max_new_tokens"]]
     text = ""
     for piece in pieces:

@@ -13,20 +13,38 @@ from pathlib import Path
 
 import pytest
 
-WORDS = ("router", "switch", "packet", "frame", "port", "link", "route", "mask", "路由器", "数据包", "42", "->", ";")
+WORDS = (
+    "router",
+    "switch",
+    "packet",
+    "frame",
+    "port",
+    "link",
+    "route",
+    "mask",
+    "路由器",
+    "数据包",
+    "42",
+    "->",
+    ";",
+)
 LEVELS = ("explain", "reasoning", "topology")
 
-# Before any test imports a Hugging Face library: nothing is fetched, and warnings about forks are not wanted.
+# Before any test imports a Hugging Face library: nothing is fetched, and warnings about forks are
+# not wanted.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tensors here are tiny: threads of one operation would wait for one another, and for the other processes of a test.
+# Tensors here are tiny: threads of one operation would wait for one another, and for the other
+# processes of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Runs sync what they write, and many tests at once would wait for one disk: in memory, where there is room.
+# Runs sync what they write, and many tests at once would wait for one disk: in memory, where there
+# is room.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 gc.disable()  # until everything is collected
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the commands that they start.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the commands
+# that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -70,8 +88,8 @@ LONGEST_FIRST = [
 ]
 
 
-# Real launchers, several nodes, whole demos, the pages' commands: what `make test-slow` runs. What they start is
-# tested without them too. File -> beginnings of the names of its tests.
+# Real launchers, several nodes, whole demos, the pages' commands: what `make test-slow` runs. What
+# they start is tested without them too. File -> beginnings of the names of its tests.
 SLOW = {
     "test_configs.py": ("test_two_nodes_of_eight",),
     "test_doctor_launched.py": ("test_a_dry_run_for_real",),
@@ -96,9 +114,15 @@ SLOW = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ordinary tests see no CUDA device, so that they are the same on every machine; those marked gpu are asked for."""
-    asked = "gpu" in config.option.markexpr.replace("not gpu", "") or os.environ.get("FINETUNE_TEST_DEVICE") == "cuda"
-    # Only where there is a driver: elsewhere nothing need be hidden, and tests look at this variable.
+    """Ordinary tests see no CUDA device, so that they are the same on every machine; those marked
+    gpu are asked for.
+    """
+    asked = (
+        "gpu" in config.option.markexpr.replace("not gpu", "")
+        or os.environ.get("FINETUNE_TEST_DEVICE") == "cuda"
+    )
+    # Only where there is a driver: elsewhere nothing need be hidden, and tests look at this
+    # variable.
     if not asked and Path("/dev/nvidiactl").exists():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -112,14 +136,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All test modules and libraries are loaded now: collections in tests need not look through them again."""
+    """All test modules and libraries are loaded now: collections in tests need not look through
+    them again.
+    """
     gc.enable()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Tokenized data and library caches of this test run, apart from the user's; started commands inherit it."""
+    """Tokenized data and library caches of this test run, apart from the user's; started commands
+    inherit it.
+    """
     before = os.environ.get("HF_DATASETS_CACHE")
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets_cache"))
     yield
@@ -131,7 +159,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a 2-layer Qwen3 (random weights), a byte-level BPE tokenizer and a ChatML template. Read only."""
+    """A folder with a 2-layer Qwen3 (random weights), a byte-level BPE tokenizer and a ChatML
+    template. Read only.
+    """
     import torch
     from chat_models import CHATML, SPECIALS, make_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -160,7 +190,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_records(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Alpaca rows, the three levels in turn; answers of 3 to 60 words, questions of 3 to 25, some with a system."""
+    """Alpaca rows, the three levels in turn; answers of 3 to 60 words, questions of 3 to 25, some
+    with a system.
+    """
     choose = random.Random(seed)
 
     def text(low: int, high: int) -> str:
@@ -168,7 +200,12 @@ def make_records(count: int, seed: int = 0) -> list[dict[str, str]]:
 
     rows = []
     for number in range(count):
-        row = {"instruction": text(3, 25), "input": "", "output": text(3, 60), "difficulty": LEVELS[number % 3]}
+        row = {
+            "instruction": text(3, 25),
+            "input": "",
+            "output": text(3, 60),
+            "difficulty": LEVELS[number % 3],
+        }
         if number % 7 == 0:
             row["system"] = text(2, 8)
         rows.append(row)
@@ -180,7 +217,9 @@ def write_rows() -> Callable[[Path, list[dict[str, str]]], Path]:
     """Write rows as JSON Lines; returns the path."""
 
     def write(path: Path, rows: list[dict[str, str]]) -> Path:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        )
         return path
 
     return write
@@ -195,13 +234,19 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
 @pytest.fixture(scope="session")
 def tiny_valid(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
     """valid.jsonl: 9 rows, 3 of each level. Read only."""
-    return write_rows(tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_records(9, seed=1))
+    return write_rows(
+        tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_records(9, seed=1)
+    )
 
 
 @pytest.fixture
 def fresh_environment():
     """An environment as on a fresh machine; whatever a test does to it is undone."""
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "HOME", "TMPDIR", "LANG")
+    }
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(kept)

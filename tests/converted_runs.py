@@ -45,7 +45,12 @@ EXAMPLE: dict[str, Any] = {
     "resume_from_checkpoint": None,
 }
 ZERO3 = {"deepspeed": "examples/deepspeed/ds_z3_config.json", "gradient_accumulation_steps": 2}
-FULL = {"finetuning_type": "full", "learning_rate": 1.0e-5, "output_dir": "saves/qwen3-4b/full/sft", **ZERO3}
+FULL = {
+    "finetuning_type": "full",
+    "learning_rate": 1.0e-5,
+    "output_dir": "saves/qwen3-4b/full/sft",
+    **ZERO3,
+}
 PRETRAIN = {"stage": "pt", "dataset": "c4_demo", "output_dir": "saves/qwen3-4b/lora/pretrain"}
 INFO = {
     "identity": {"file_name": "identity.json"},
@@ -60,13 +65,23 @@ INFO = {
     "own_pairs": {
         "file_name": "own_pairs.json",
         "ranking": True,
-        "columns": {"prompt": "instruction", "query": "input", "chosen": "better", "rejected": "worse"},
+        "columns": {
+            "prompt": "instruction",
+            "query": "input",
+            "chosen": "better",
+            "rejected": "worse",
+        },
     },
     "kto_en_demo": {
         "file_name": "kto_en_demo.json",
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "kto_tag": "label"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        },
     },
 }
 DEEPSPEED = {
@@ -75,7 +90,12 @@ DEEPSPEED = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+    },
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
         "stage": 3,
@@ -94,7 +114,12 @@ AXOLOTL = {
     "load_in_8bit": True,
     "datasets": [
         {"path": "owner/alpaca", "type": "alpaca"},
-        {"path": "chat.jsonl", "type": "chat_template", "field_messages": "conversations", "roles_to_train": ["user"]},
+        {
+            "path": "chat.jsonl",
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "roles_to_train": ["user"],
+        },
         {"path": "text.jsonl", "type": "completion", "field": "body"},
     ],
     "val_set_size": 0.05,
@@ -117,11 +142,11 @@ AXOLOTL = {
     "wandb_project": None,
 }
 SWIFT = (
-    "CUDA_VISIBLE_DEVICES=0 swift sft --model Qwen/Qwen2.5-7B-Instruct --tuner_type lora --dataset "
-    "'AI-ModelScope/alpaca-gpt4-data-zh#500' own.jsonl --torch_dtype bfloat16 --num_train_epochs 1 "
-    "--learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --target_modules all-linear --eval_steps 50 --save_steps 50 "
-    "--save_total_limit 2 --max_length 2048 --output_dir output --system 'You are a helpful assistant.' "
-    "--warmup_ratio 0.05 --deepspeed zero2 --split_dataset_ratio 0.01"
+    "CUDA_VISIBLE_DEVICES=0 swift sft --model Qwen/Qwen2.5-7B-Instruct --tuner_type lora --dataset"
+    " 'AI-ModelScope/alpaca-gpt4-data-zh#500' own.jsonl --torch_dtype bfloat16 --num_train_epochs 1"
+    " --learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --target_modules all-linear --eval_steps"
+    " 50 --save_steps 50 --save_total_limit 2 --max_length 2048 --output_dir output --system 'You"
+    " are a helpful assistant.' --warmup_ratio 0.05 --deepspeed zero2 --split_dataset_ratio 0.01"
 )
 SWIFT_KEYS = {"model": "m", "dataset": ["d.jsonl"], "output_dir": "o"}
 TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
@@ -140,7 +165,9 @@ def converted(run: dict[str, Any] | str, capsys: Any, *arguments: str) -> tuple[
     Path("ours.yaml").unlink()
     Path("check.yaml").write_text(text)
     for line in said.splitlines():  # everything that is said stands in the file too
-        assert line.strip().lstrip("#").rstrip(":").lower() in text.lower() or line.startswith("[SUCCESS]"), line
+        assert line.strip().lstrip("#").rstrip(":").lower() in text.lower() or line.startswith(
+            "[SUCCESS]"
+        ), line
     words = ["--config", "check.yaml"]
     config = resolve(words, world_size=1, model_class=kind_of_arguments(words).config_class).config
     assert isinstance(config, RunConfig)
@@ -150,7 +177,10 @@ def converted(run: dict[str, Any] | str, capsys: Any, *arguments: str) -> tuple[
 def section(text: str, words: str) -> str:
     """The lines under a heading of the comments."""
     return (
-        text.partition(words)[2].partition("#\n")[0].partition("\nkind:")[0].partition("\nmodel:")[0]
+        text.partition(words)[2]
+        .partition("#\n")[0]
+        .partition("\nkind:")[0]
+        .partition("\nmodel:")[0]
         if words in text
         else ""
     )

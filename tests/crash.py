@@ -3,12 +3,12 @@
     python tests/crash.py             # all kills, the table into docs/crash_table.md (`make crash`)
     python tests/crash.py 1           # one kill per kind of run, printed only
 
-All ranks are killed at once, at a random moment: one kill in five while the run starts, the others up to half a second
-after a random step, so while it trains, evaluates, saves or writes its result. Others hit runs whose saves are slowed
-down, while a checkpoint is written and later steps are trained. The same command is then given again. It
-must end well, every step's samples must be there once and be those of the uninterrupted run, and the trained weights
-must be bit-identical to its weights. (Kills at every file-system call of a save are in
-tests/storage/test_checkpoint_files.py.)
+All ranks are killed at once, at a random moment: one kill in five while the run starts, the others
+up to half a second after a random step, so while it trains, evaluates, saves or writes its result.
+Others hit runs whose saves are slowed down, while a checkpoint is written and later steps are
+trained. The same command is then given again. It must end well, every step's samples must be there
+once and be those of the uninterrupted run, and the trained weights must be bit-identical to its
+weights. (Kills at every file-system call of a save are in tests/storage/test_checkpoint_files.py.)
 """
 
 from __future__ import annotations
@@ -78,12 +78,17 @@ class Crashes:
             **runs.LAYOUTS[layout],
         )
 
-    def reference(self, finetuning: str, layout: str, processes: int = PROCESSES) -> tuple[Path, float]:
+    def reference(
+        self, finetuning: str, layout: str, processes: int = PROCESSES
+    ) -> tuple[Path, float]:
         """The uninterrupted run, and the seconds that it took."""
         kind = (finetuning, layout, processes)
         if kind not in self._references:
-            for name in ("first", "reference"):  # the first of all also starts the server that ranks are forked from
-                settings = self.settings(f"{name}-{finetuning}-{layout}-{processes}", finetuning, layout)
+            # the first of all also starts the server that ranks are forked from
+            for name in ("first", "reference"):
+                settings = self.settings(
+                    f"{name}-{finetuning}-{layout}-{processes}", finetuning, layout
+                )
                 began = time.monotonic()
                 runs.train(settings, processes)
             self._references[kind] = Path(settings["output_dir"]), time.monotonic() - began
@@ -103,12 +108,16 @@ class Crashes:
             runs.wait_for(lambda: steps_done(run) >= step, 240.0, what=f"step {step}")
             time.sleep(self.moments.uniform(0.0, 1.0) * seconds / (2 * STEPS))
         ranks.kill()
-        return self._resumed(settings, reference, (finetuning, layout, PROCESSES), time.monotonic() - began)
+        return self._resumed(
+            settings, reference, (finetuning, layout, PROCESSES), time.monotonic() - began
+        )
 
     def kill_behind(self, number: int, finetuning: str, layout: str, processes: int) -> Kill:
         """Kill a run that trains while it writes a checkpoint, resume, compare."""
         reference, _ = self.reference(finetuning, layout, processes)
-        settings = self.settings(f"behind-{finetuning}-{layout}-{processes}-{number}", finetuning, layout)
+        settings = self.settings(
+            f"behind-{finetuning}-{layout}-{processes}-{number}", finetuning, layout
+        )
         run = Path(settings["output_dir"])
         first = self.moments.choice((SAVE_STEPS, 2 * SAVE_STEPS))
 
@@ -117,21 +126,31 @@ class Crashes:
             return step is not None and first <= step < steps_done(run)
 
         began = time.monotonic()
-        ranks = runs.start(settings, processes, patch=run_patches.slow_saves, patch_arguments=(SLOW_SYNC_SECONDS,))
+        ranks = runs.start(
+            settings, processes, patch=run_patches.slow_saves, patch_arguments=(SLOW_SYNC_SECONDS,)
+        )
         runs.wait_for(trains_and_saves, 240.0, what="a step after the one that is being saved")
         time.sleep(self.moments.uniform(0.0, 6 * SLOW_SYNC_SECONDS))
         ranks.kill()
-        return self._resumed(settings, reference, (finetuning, layout, processes), time.monotonic() - began)
+        return self._resumed(
+            settings, reference, (finetuning, layout, processes), time.monotonic() - began
+        )
 
     def _resumed(
-        self, settings: dict[str, Any], reference: Path, kind: tuple[str, str, int], after_seconds: float
+        self,
+        settings: dict[str, Any],
+        reference: Path,
+        kind: tuple[str, str, int],
+        after_seconds: float,
     ) -> Kill:
         run = Path(settings["output_dir"])
         done, saving = steps_done(run), step_being_saved(run) if run.exists() else None
         runs.train(settings, kind[2])
         resumed = runs.events(run, "resume")
         resumed_from = resumed[-1]["step"] if resumed else 0
-        return Kill(*kind, after_seconds, done, saving, resumed_from, self._differences(run, reference))
+        return Kill(
+            *kind, after_seconds, done, saving, resumed_from, self._differences(run, reference)
+        )
 
     @staticmethod
     def _differences(run: Path, reference: Path) -> str:
@@ -143,7 +162,9 @@ class Crashes:
         if runs.losses(run) != runs.losses(reference):
             wrong.append("other losses")
         found, expected = runs.result_weights(run), runs.result_weights(reference)
-        if found.keys() != expected.keys() or not all(torch.equal(found[name], expected[name]) for name in expected):
+        if found.keys() != expected.keys() or not all(
+            torch.equal(found[name], expected[name]) for name in expected
+        ):
             wrong.append("other weights")
         return "; ".join(wrong)
 
@@ -163,24 +184,40 @@ def table(kills: list[Kill]) -> str:
     lines = [
         "# Kill -9 at random moments",
         "",
-        f"Runs of {STEPS} steps on a CPU, LoRA's with dropout 0.3, a checkpoint every {SAVE_STEPS} steps, all",
-        "processes killed at a random moment, then the same command again. Required: the same samples in every step,",
+        (
+            f"Runs of {STEPS} steps on a CPU, LoRA's with dropout 0.3, a checkpoint every"
+            f" {SAVE_STEPS} steps, all"
+        ),
+        (
+            "processes killed at a random moment, then the same command again. Required: the same"
+            " samples in every step,"
+        ),
         "the same losses, and final weights bit-identical to the run that was left alone.",
         "`make crash` makes this page.",
         "",
-        f"The last {len(KINDS_BEHIND) * KILLS_BEHIND} were killed while a checkpoint was written and later steps were",
-        "trained; writing was slowed down for that. Where no step was being saved, a save had just ended.",
+        (
+            f"The last {len(KINDS_BEHIND) * KILLS_BEHIND} were killed while a checkpoint was"
+            " written and later steps were"
+        ),
+        (
+            "trained; writing was slowed down for that. Where no step was being saved, a save had"
+            " just ended."
+        ),
         "",
         f"**{held} of {len(kills)} hold.**",
         "",
-        "| trained | sharding | processes | killed after | steps logged by then | being saved | resumed from step | |",
+        (
+            "| trained | sharding | processes | killed after | steps logged by then | being saved |"
+            " resumed from step | |"
+        ),
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     for kill in kills:
         sharding = "DDP" if kill.layout == "plain" else kill.layout.replace("_", " + ")
         lines.append(
-            f"| {kill.finetuning} | {sharding} | {kill.processes} | {kill.after_seconds:.2f} s | {kill.steps_done} "
-            f"| {'' if kill.saving is None else kill.saving} | {kill.resumed_from} | {kill.why or 'holds'} |"
+            f"| {kill.finetuning} | {sharding} | {kill.processes} | {kill.after_seconds:.2f} s |"
+            f" {kill.steps_done} | {'' if kill.saving is None else kill.saving} |"
+            f" {kill.resumed_from} | {kill.why or 'holds'} |"
         )
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,6 @@
-"""Deployments of a model with one deliberate fault each: copies of a merged folder in which one thing is wrong."""
+"""Deployments of a model with one deliberate fault each: copies of a merged folder in which one
+thing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CHATML = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content +"
+    " '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n'"
+    " }}{%- endif %}"
 )
 
 
 def changed(folder: Path, name: str, **values: Any) -> None:
     """Change settings of a JSON file of the folder."""
     path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8"
+    )
 
 
 def template(source: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "chat_template.jinja").write_text(source, encoding="utf-8") and None
+    return lambda folder: (
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8") and None
+    )
 
 
 def edited_template(old: str, new: str) -> Callable[[Path], None]:
@@ -37,7 +44,9 @@ def edited_template(old: str, new: str) -> Callable[[Path], None]:
     return fault
 
 
-def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+def weights(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[Path], None]:
     def fault(folder: Path) -> None:
         path = folder / "model.safetensors"
         save_file(change(load_file(path)), path, metadata={"format": "pt"})
@@ -47,7 +56,9 @@ def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 def weights_of(other: Path) -> Callable[[Path], None]:
     """Of another folder with the same names."""
-    return lambda folder: shutil.copyfile(other / "model.safetensors", folder / "model.safetensors") and None
+    return lambda folder: (
+        shutil.copyfile(other / "model.safetensors", folder / "model.safetensors") and None
+    )
 
 
 def strengthened(base: Path, factor: float) -> Callable[[Path], None]:
@@ -55,7 +66,10 @@ def strengthened(base: Path, factor: float) -> Callable[[Path], None]:
     before = load_file(base / "model.safetensors")
 
     def change(after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {n: before[n] + (t.float() - before[n].float()).mul(factor).to(t.dtype) for n, t in after.items()}
+        return {
+            n: before[n] + (t.float() - before[n].float()).mul(factor).to(t.dtype)
+            for n, t in after.items()
+        }
 
     return weights(change)
 
@@ -70,14 +84,18 @@ def rope(**parameters: Any) -> Callable[[Path], None]:
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
     def fault(folder: Path) -> None:
-        weights(lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})(folder)
+        weights(lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})(
+            folder
+        )
         changed(folder, "config.json", dtype=str(dtype).removeprefix("torch."))
 
     return fault
 
 
 def in_four_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each matrix of the layers rounded in blocks of 32, as llama.cpp's `quantize_row_q4_0_ref` does."""
+    """Each matrix of the layers rounded in blocks of 32, as llama.cpp's `quantize_row_q4_0_ref`
+    does.
+    """
     found = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.ndim != 2 or "embed" in name:
@@ -97,7 +115,9 @@ def control_tokens_as_text(folder: Path) -> None:
     """The tokenizer without its added tokens, as of a conversion that leaves them out."""
     path = folder / "tokenizer.json"
     known = json.loads(path.read_text(encoding="utf-8"))
-    known["added_tokens"] = [token for token in known["added_tokens"] if token["content"] == "<|endoftext|>"]
+    known["added_tokens"] = [
+        token for token in known["added_tokens"] if token["content"] == "<|endoftext|>"
+    ]
     path.write_text(json.dumps(known), encoding="utf-8")
     changed(folder, "tokenizer_config.json", extra_special_tokens=[], eos_token="<|endoftext|>")
 

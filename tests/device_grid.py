@@ -1,9 +1,9 @@
 """The equivalence grid on one device: `python tests/grid.py --device cuda [--jobs 10] [--every N]`.
 
-The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the CPU's run of its
-model, and some in bfloat16 against the device's own: flash attention over document bounds runs only there. Every cell
-is a run in a process of its own, `--jobs` of them at a time. When every cell was run the table goes into
-docs/equivalence_grid_<device>.md.
+The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the
+CPU's run of its model, and some in bfloat16 against the device's own: flash attention over document
+bounds runs only there. Every cell is a run in a process of its own, `--jobs` of them at a time.
+When every cell was run the table goes into docs/equivalence_grid_<device>.md.
 """
 
 from __future__ import annotations
@@ -32,13 +32,24 @@ LOG_CHARACTERS = 3000  # of a cell that failed
 
 def cells(device: str) -> list[Cell]:
     """Those in float32, then those in bfloat16."""
-    # Two devices may round a scale of a quantised base otherwise (tests/training/test_cuda_runs.py compares them).
-    of_processes = [cell for cell in grid.cells() if cell.processes == 1 and cell.quantization == "none"]
-    packed = [Cell(kind, "plain", 1, True, 4, model) for model in MODELS for kind in ("lora", "full")]
+    # Two devices may round a scale of a quantised base otherwise (tests/training/test_cuda_runs.py
+    # compares them).
+    of_processes = [
+        cell for cell in grid.cells() if cell.processes == 1 and cell.quantization == "none"
+    ]
+    packed = [
+        Cell(kind, "plain", 1, True, 4, model) for model in MODELS for kind in ("lora", "full")
+    ]
     # The compiler and Triton take half a minute for a device, and have nothing to do on a CPU.
-    providers = [] if device == "cpu" else ["compile", *(["liger"] if importlib.util.find_spec("liger_kernel") else [])]
+    providers = (
+        []
+        if device == "cpu"
+        else ["compile", *(["liger"] if importlib.util.find_spec("liger_kernel") else [])]
+    )
     layers = [
-        Cell(kind, "plain", 1, True, 4, fused_layers=provider) for kind in ("lora", "full") for provider in providers
+        Cell(kind, "plain", 1, True, 4, fused_layers=provider)
+        for kind in ("lora", "full")
+        for provider in providers
     ]
     exact = [*of_processes, *packed, *layers]
     ways = (("plain", 1, True, 4), ("plain", 1, False, 1), ("plain", 1, False, 4))
@@ -63,15 +74,24 @@ def execute(cell: Cell, materials: runs.Materials, folder: Path) -> str:
 def execute_all(
     chosen: Iterable[Cell], device: str, jobs: int, materials: runs.Materials, folder: Path
 ) -> dict[Cell, str]:
-    """Run cells side by side, each of `jobs` processes with a server of its own that forks them; cell -> error."""
+    """Run cells side by side, each of `jobs` processes with a server of its own that forks them;
+    cell -> error.
+    """
     began, errors = time.monotonic(), {}
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=prepare, initargs=(device,)) as pool:
-        tasks: dict[Future[str], Cell] = {pool.submit(execute, cell, materials, folder): cell for cell in chosen}
+    with ProcessPoolExecutor(
+        jobs, get_context("spawn"), initializer=prepare, initargs=(device,)
+    ) as pool:
+        tasks: dict[Future[str], Cell] = {
+            pool.submit(execute, cell, materials, folder): cell for cell in chosen
+        }
         for number, task in enumerate(as_completed(tasks), 1):
             cell = tasks[task]
             errors[cell] = str(task.exception()) if task.exception() else task.result()
             said = f"FAILED\n{errors[cell]}" if errors[cell] else "ran"
-            print(f"{number}/{len(tasks)} {time.monotonic() - began:.0f} s {cell.name}: {said}", flush=True)
+            print(
+                f"{number}/{len(tasks)} {time.monotonic() - began:.0f} s {cell.name}: {said}",
+                flush=True,
+            )
     return errors
 
 
@@ -95,7 +115,9 @@ def outcomes_of(whole: grid.Grid, chosen: list[Cell], errors: dict[Cell, str]) -
         try:
             found.append(whole.outcome(cell))
         except Exception as error:  # a line of the table: the other cells are compared all the same
-            found.append(Outcome(cell, float("nan"), float("nan"), f"{type(error).__name__}: {error}"))
+            found.append(
+                Outcome(cell, float("nan"), float("nan"), f"{type(error).__name__}: {error}")
+            )
     return found
 
 
@@ -109,16 +131,34 @@ def page(outcomes: list[Outcome], seconds: float, device: str, jobs: int) -> str
     lines = [
         f"# The equivalence grid on {device}",
         "",
-        f"Runs of {STEPS} steps on one {name} (torch {torch.__version__}, {datetime.date.today()}), executed in",
-        f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device} --jobs {jobs}` makes this",
+        (
+            f"Runs of {STEPS} steps on one {name} (torch {torch.__version__},"
+            f" {datetime.date.today()}), executed in"
+        ),
+        (
+            f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device}"
+            f" --jobs {jobs}` makes this"
+        ),
         "page. Where no model is named it is a Qwen3 with tied embeddings.",
         "",
-        "In float32 (without TF32) the reference is a run on the CPU: one process without DeepSpeed, packed,",
-        f"micro-batch 1. Samples of every step the same, losses within {loss:g} relative, each trained tensor within",
-        f"{weight:g} by norm(difference) / norm(update). In bfloat16 the reference is the device's own run in",
+        (
+            "In float32 (without TF32) the reference is a run on the CPU: one process without"
+            " DeepSpeed, packed,"
+        ),
+        (
+            f"micro-batch 1. Samples of every step the same, losses within {loss:g} relative, each"
+            " trained tensor within"
+        ),
+        (
+            f"{weight:g} by norm(difference) / norm(update). In bfloat16 the reference is the"
+            " device's own run in"
+        ),
         f"bfloat16; losses within {half_loss:g}, tensors within {half_weight:g}.",
         "",
-        f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s). With dropout, each way of execution draws its own:",
+        (
+            f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s). With dropout, each way of"
+            " execution draws its own:"
+        ),
         "samples and rates are the same.",
         "",
     ]
@@ -127,10 +167,16 @@ def page(outcomes: list[Outcome], seconds: float, device: str, jobs: int) -> str
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="grid.py", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="the reference of float32 is always of the CPU")
+    parser.add_argument(
+        "--device", default="cuda", help="the reference of float32 is always of the CPU"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--every", type=int, default=1, help="take every so-manieth cell; nothing is written then")
-    parser.add_argument("number", type=int, nargs="?", help="about so many cells instead, printed only")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take every so-manieth cell; nothing is written then"
+    )
+    parser.add_argument(
+        "number", type=int, nargs="?", help="about so many cells instead, printed only"
+    )
     asked = parser.parse_args(arguments)
     chosen = cells(asked.device)
     every = max(1, len(chosen) // asked.number) if asked.number else asked.every
@@ -141,9 +187,15 @@ def main(arguments: list[str]) -> int:
         whole = grid.Grid(Path(name))
         for model in {cell.model for cell in chosen}:
             whole.make_model(model)
-        references = [cell for cell in dict.fromkeys(cell.run for cell in chosen) if cell.device == "cpu"]
+        references = [
+            cell for cell in dict.fromkeys(cell.run for cell in chosen) if cell.device == "cpu"
+        ]
         errors = execute_all(references, "cpu", asked.jobs, whole.materials, whole.folder)
-        rest = [cell for cell in dict.fromkeys([*(cell.run for cell in chosen), *chosen]) if cell not in errors]
+        rest = [
+            cell
+            for cell in dict.fromkeys([*(cell.run for cell in chosen), *chosen])
+            if cell not in errors
+        ]
         errors |= execute_all(rest, asked.device, asked.jobs, whole.materials, whole.folder)
         outcomes = outcomes_of(whole, chosen, errors)
     for outcome in outcomes:
@@ -151,7 +203,9 @@ def main(arguments: list[str]) -> int:
     text = page(outcomes, time.monotonic() - began, asked.device, asked.jobs)
     print(text)
     if every == 1 and asked.device != "cpu":
-        (runs.ROOT / "docs" / f"equivalence_grid_{asked.device}.md").write_text(text, encoding="utf-8")
+        (runs.ROOT / "docs" / f"equivalence_grid_{asked.device}.md").write_text(
+            text, encoding="utf-8"
+        )
     return int(any(outcome.why for outcome in outcomes))
 
 

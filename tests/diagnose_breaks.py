@@ -24,10 +24,12 @@ CODE = {
     "missing_package": "import a_package_that_nobody_has",
     "tokenizer_vocab_mismatch": "import torch; torch.nn.Embedding(10, 4)(torch.tensor([11]))",
     "zero3_empty_or_size_mismatch": (
-        "import torch; torch.nn.Linear(4, 4).load_state_dict({'weight': torch.empty(0), 'bias': torch.empty(0)})"
+        "import torch; torch.nn.Linear(4, 4).load_state_dict({'weight': torch.empty(0), 'bias':"
+        " torch.empty(0)})"
     ),
     "hub_offline": (
-        "import transformers; transformers.AutoModelForCausalLM.from_pretrained('an-owner/a-model-that-is-not-cached')"
+        "import transformers;"
+        " transformers.AutoModelForCausalLM.from_pretrained('an-owner/a-model-that-is-not-cached')"
     ),
     "native_crash": "import ctypes, faulthandler; faulthandler.enable(); ctypes.string_at(0)",
     "unknown": "{'loss': 1.0}['accuracy']",
@@ -35,7 +37,8 @@ CODE = {
 
 
 def run_code(rank: int, code: str) -> None:
-    if ".cuda()" in code:  # a torch with CUDA has looked for GPUs before the fork, and would only tell of the fork
+    # a torch with CUDA has looked for GPUs before the fork, and would only tell of the fork
+    if ".cuda()" in code:
         os.execv(sys.executable, [sys.executable, "-c", code])
     exec(code, {})
 
@@ -44,7 +47,9 @@ def _join(rank: int, port: int, world_size: int = 2) -> Any:
     import torch.distributed as dist
 
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
     return dist
 
 
@@ -208,13 +213,21 @@ def batch_sizes(rank: int, folder: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    DeepSpeedConfig({"train_batch_size": 128, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8})
+    DeepSpeedConfig(
+        {
+            "train_batch_size": 128,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 8,
+        }
+    )
 
 
 def cpu_adam(rank: int, folder: str) -> None:
     """A compiler that fails at every file."""
     compiler = Path(folder) / "c++"
-    compiler.write_text('#!/bin/sh\ncase "$1" in -v|--version|-dumpfullversion) exec c++ "$@";; esac\nexit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\ncase "$1" in -v|--version|-dumpfullversion) exec c++ "$@";; esac\nexit 1\n'
+    )
     compiler.chmod(0o755)
     no_compiler(rank, folder, compiler)
 
@@ -240,7 +253,9 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def drop_capabilities() -> None:
-    """From here on permissions hold for root too (capset(2), version 3 of its structures, nothing effective)."""
+    """From here on permissions hold for root too (capset(2), version 3 of its structures, nothing
+    effective).
+    """
     header = _CapabilityHeader(0x20080522, 0)
     if ctypes.CDLL(None, use_errno=True).capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()) != 0:
         raise OSError(ctypes.get_errno(), "capset")

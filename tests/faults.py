@@ -1,9 +1,10 @@
 """Faults put into the core on purpose: each must be caught by a test.
 
-    python tests/faults.py            # all of them, the table into docs/fault_table.md (`make faults`)
-    python tests/faults.py packed     # those with this word in their name, printed only
+    python tests/faults.py            # all of them, the table into docs/fault_table.md (`make
+    faults`) python tests/faults.py packed     # those with this word in their name, printed only
 
-Each is put into a copy of the tree, whose tests of that part are then run until the first that fails.
+Each is put into a copy of the tree, whose tests of that part are then run until the first that
+fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "fault_table.md"
-COPIED = ("finetune", "tests", "ds_configs", "accelerate_configs", "data_samples", "launchers", "setup.cfg", "docs")
+COPIED = (
+    "finetune",
+    "tests",
+    "ds_configs",
+    "accelerate_configs",
+    "data_samples",
+    "launchers",
+    "setup.cfg",
+    "docs",
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,8 @@ FAULTS = (
     Fault(
         "every pass in the same order",
         "batching/sampler.py",
-        "Permutation(found.size, self.seed, *found.key, number, exact",
-        "Permutation(found.size, self.seed, *found.key, 0, exact",
+        "found.size, self.seed, *found.key, number, exact",
+        "found.size, self.seed, *found.key, 0, exact",
         "batching/test_sampler.py",
     ),
     Fault(
@@ -100,8 +110,8 @@ FAULTS = (
     Fault(
         "draws of a difficulty overlap between steps",
         "batching/sampler.py",
-        "self._cell_counts[mark * _MARKED : step].sum(axis=0, dtype=np.int64)",
-        "self._cell_counts[mark * _MARKED : step].sum(axis=0, dtype=np.int64) // 2",
+        "self._cell_counts[mark * _MARKED : step].sum(\n            axis=0, dtype=np.int64\n        )",
+        "self._cell_counts[mark * _MARKED : step].sum(\n            axis=0, dtype=np.int64\n        ) // 2",
         "batching/test_sampler.py",
     ),
     Fault(
@@ -411,7 +421,8 @@ FAULTS = (
     Fault(
         "the run folder not synced after the rename",
         "storage/checkpoint_files.py",
-        "        durable_files.move(self.folder, target)\n        durable_files.sync_folder(self.run_folder)",
+        "        durable_files.move(self.folder, target)\n       "
+        " durable_files.sync_folder(self.run_folder)",
         "        durable_files.move(self.folder, target)",
         "storage/test_checkpoint_files.py",
         only="not killed_at and not error_of_the_disk",
@@ -419,8 +430,8 @@ FAULTS = (
     Fault(
         "broken checkpoints count as kept",
         "storage/checkpoint_files.py",
-        "        if not validity.valid:\n            if not enough",
-        "        if not validity.valid and False:\n            if not enough",
+        "        if not validity.valid:\n            # else it was reported when it was new\n            if not enough",
+        "        if not validity.valid and False:\n            # else it was reported when it was new\n            if not enough",
         "storage/test_checkpoint_files.py",
         only="not killed_at and not error_of_the_disk",
     ),
@@ -530,13 +541,26 @@ FAULTS = (
 
 
 def caught_by(fault: Fault, folder: Path) -> str:
-    """The first test that fails with the fault in the copy of the tree in `folder`; "" where none does."""
+    """The first test that fails with the fault in the copy of the tree in `folder`; "" where none
+    does.
+    """
     path = folder / "finetune" / fault.file
     source = path.read_text(encoding="utf-8")
     assert fault.right in source, f"{fault.name}: {fault.file} has changed"
     path.write_text(source.replace(fault.right, fault.wrong, 1), encoding="utf-8")
     tests = [f"tests/{name}" for name in fault.tests.split()]
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     words += ["-k", fault.only] if fault.only else []
     try:
         done = subprocess.run(
@@ -559,7 +583,9 @@ def copy_tree(folder: Path) -> None:
     for name in COPIED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
         else:
             shutil.copy(source, target)
 
@@ -572,10 +598,14 @@ def main() -> int:
         for fault in chosen:
             test = caught_by(fault, Path(temporary))
             missed += not test
-            lines.append(f"| {fault.name} | `{fault.file}` | {f'`{test}`' if test else '**not caught**'} |")
+            lines.append(
+                f"| {fault.name} | `{fault.file}` | {f'`{test}`' if test else '**not caught**'} |"
+            )
             print(lines[-1], flush=True)
     if len(chosen) == len(FAULTS):
-        head = "# Deliberate faults\n\nEach was put into the core, and a test of `make test` failed: "
+        head = (
+            "# Deliberate faults\n\nEach was put into the core, and a test of `make test` failed: "
+        )
         head += f"**{len(chosen) - missed} of {len(chosen)} "
         head += "caught**. `make faults` makes this page.\n\n"
         head += "| fault | in | first test that failed |\n|---|---|---|\n"

@@ -1,4 +1,6 @@
-"""For tests: watch, count, kill at, or break any file-system call that a piece of Python makes through `os`."""
+"""For tests: watch, count, kill at, or break any file-system call that a piece of Python makes
+through `os`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Hook = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 @contextmanager
 def watched(hook: Hook) -> Iterator[None]:
-    """Send every call through `hook(name, original, args, kwargs)`, which makes it (or not) and returns its result."""
+    """Send every call through `hook(name, original, args, kwargs)`, which makes it (or not) and
+    returns its result.
+    """
     originals = {name: getattr(os, name) for name in WATCHED}
 
     def through(name: str) -> Callable[..., Any]:
@@ -36,7 +40,8 @@ def watched(hook: Hook) -> Iterator[None]:
 
 
 def killed_at(number: int, action: Callable[[], None], *, torn: bool = False) -> bool:
-    """Run `action` in a child that is killed with SIGKILL at its call `number` (from 0); False where it ends before.
+    """Run `action` in a child that is killed with SIGKILL at its call `number` (from 0); False
+    where it ends before.
 
     torn: only writes count, and the last one still does half of its work.
     """
@@ -44,7 +49,9 @@ def killed_at(number: int, action: Callable[[], None], *, torn: bool = False) ->
     if child == 0:
         count = 0
 
-        def hook(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(
+            name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             nonlocal count
             if torn and name != "write":
                 return original(*args, **kwargs)
@@ -68,10 +75,14 @@ def killed_at(number: int, action: Callable[[], None], *, torn: bool = False) ->
 
 @contextmanager
 def breaking(number: int, error_number: int) -> Iterator[list[str]]:
-    """Let call `number` (from 0) raise an OSError; the list names the calls made. Closing still closes."""
+    """Let call `number` (from 0) raise an OSError; the list names the calls made. Closing still
+    closes.
+    """
     names: list[str] = []
 
-    def hook(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(
+        name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         names.append(name)
         if len(names) == number + 1:
             if name == "close":
@@ -95,9 +106,11 @@ class _Folder:
 
 
 class PowerLoss:
-    """A disk that keeps only what fsync(2) promises: a file's content once it is synced, a name once its folder is.
+    """A disk that keeps only what fsync(2) promises: a file's content once it is synced, a name
+    once its folder is.
 
-    Mirrors every call made below `root`; after each that changes something, `after_call(self)` may look at `restore`.
+    Mirrors every call made below `root`; after each that changes something, `after_call(self)` may
+    look at `restore`.
     """
 
     def __init__(self, root: Path, after_call: Callable[[PowerLoss], None]) -> None:
@@ -110,12 +123,16 @@ class PowerLoss:
     def _load(self, folder: Path) -> _Folder:
         node = _Folder()
         for path in folder.iterdir():
-            node.entries[path.name] = self._load(path) if path.is_dir() else _File(path.read_bytes())
+            node.entries[path.name] = (
+                self._load(path) if path.is_dir() else _File(path.read_bytes())
+            )
         node.durable = dict(node.entries)
         return node
 
     def _find(self, path: str) -> tuple[_Folder, str] | None:
-        """The folder node and the name in it, or None for a path outside the root (or the root itself)."""
+        """The folder node and the name in it, or None for a path outside the root (or the root
+        itself).
+        """
         parts = os.path.relpath(path, self.root).split(os.sep)
         if parts[0] in ("..", "."):
             return None
@@ -126,9 +143,15 @@ class PowerLoss:
 
     def _path(self, path: Any, dir_fd: int | None = None) -> str:
         text = os.fsdecode(path)
-        return os.path.join(self.opened[dir_fd][0], text) if dir_fd is not None else os.path.abspath(text)
+        return (
+            os.path.join(self.opened[dir_fd][0], text)
+            if dir_fd is not None
+            else os.path.abspath(text)
+        )
 
-    def hook(self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(
+        self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         result = original(*args, **kwargs)
         if not self.looking and self._mirror(name, args, kwargs, result):
             self.looking = True
@@ -136,7 +159,9 @@ class PowerLoss:
             self.looking = False
         return result
 
-    def _mirror(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def _mirror(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> bool:
         if name == "open":
             return self._open(self._path(args[0], kwargs.get("dir_fd")), args[1], result)
         if name == "close":
@@ -156,7 +181,9 @@ class PowerLoss:
             assert target is not None
             target[0].entries[target[1]] = found[0].entries.pop(found[1])
             return True
-        elif name in ("unlink", "remove", "rmdir") and (found := self._find(self._path(args[0], kwargs.get("dir_fd")))):
+        elif name in ("unlink", "remove", "rmdir") and (
+            found := self._find(self._path(args[0], kwargs.get("dir_fd")))
+        ):
             del found[0].entries[found[1]]
             return True
         return False
@@ -175,9 +202,11 @@ class PowerLoss:
         return created or bool(flags & os.O_TRUNC)
 
     def restore(self, target: Path, *, names_kept: str) -> None:
-        """Write out what is there after the power is back: contents as last synced, names as last synced or later.
+        """Write out what is there after the power is back: contents as last synced, names as last
+        synced or later.
 
-        names_kept: where names that were not synced are kept nevertheless: "all", "none" or "below" the top folder.
+        names_kept: where names that were not synced are kept nevertheless: "all", "none" or "below"
+        the top folder.
         """
 
         def write(node: _Folder, folder: Path, kept: bool) -> None:

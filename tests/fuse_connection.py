@@ -1,4 +1,6 @@
-"""For tests: a FUSE mount that Python serves, straight over /dev/fuse (linux/fuse.h, protocol 7.31). Needs root."""
+"""For tests: a FUSE mount that Python serves, straight over /dev/fuse (linux/fuse.h, protocol
+7.31). Needs root.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ NO_REPLY = {"forget", "batch_forget", "interrupt"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# (operation, unique number of the request, node, its arguments) -> the reply, or None for one that comes later.
+# (operation, unique number of the request, node, its arguments) -> the reply, or None for one that
+# comes later.
 Handle = Callable[[str, int, int, bytes], bytes | None]
 
 
@@ -82,14 +85,21 @@ class FuseConnection:
     """A mount and the threads that answer for it, until it is unmounted.
 
     Args:
-        flock: whether the server is asked for flock; else the kernel grants it by itself, on this mount alone.
+        flock: whether the server is asked for flock; else the kernel grants it by itself, on this
+            mount alone.
     """
 
     def __init__(self, target: Path, handle: Handle, *, flock: bool) -> None:
         self.target, self.handle, self.flock = target, handle, flock
         self.descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         options = f"fd={self.descriptor},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
-        arguments = (b"nfslike", os.fsencode(target), b"fuse.nfslike", _NOSUID_NODEV, options.encode())
+        arguments = (
+            b"nfslike",
+            os.fsencode(target),
+            b"fuse.nfslike",
+            _NOSUID_NODEV,
+            options.encode(),
+        )
         _check(_libc.mount(*arguments), str(target))
         for _ in range(THREADS):
             threading.Thread(target=self._serve, daemon=True).start()
@@ -105,7 +115,9 @@ class FuseConnection:
         """Have the kernel ask for a file's attributes anew."""
         body = struct.pack("<Qqq", node, -1, 0)
         with contextlib.suppress(OSError):
-            os.write(self.descriptor, _REPLY.pack(_REPLY.size + len(body), _INVALID_INODE, 0) + body)
+            os.write(
+                self.descriptor, _REPLY.pack(_REPLY.size + len(body), _INVALID_INODE, 0) + body
+            )
 
     def _serve(self) -> None:
         while True:
@@ -139,4 +151,6 @@ class FuseConnection:
         _, _, readahead, offered = struct.unpack_from("<4I", body)
         flags = offered & (_FLAGS | (_FLOCK_LOCKS if self.flock else 0))
         pages = MAX_WRITE_BYTES // 4096
-        self.reply(unique, _INIT.pack(7, MINOR, readahead, flags, 16, 12, MAX_WRITE_BYTES, 1, pages, 0, 0))
+        self.reply(
+            unique, _INIT.pack(7, MINOR, readahead, flags, 16, 12, MAX_WRITE_BYTES, 1, pages, 0, 0)
+        )

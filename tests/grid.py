@@ -1,14 +1,14 @@
-"""The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in eight each; runs on
-preferences; and pretraining.
+"""The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in
+eight each; runs on preferences; and pretraining.
 
-    python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make grid`)
-    python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
+    python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make
+    grid`) python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
     python tests/grid.py --device cuda --jobs 10    # on one device: tests/device_grid.py
 
-Each cell trains the same 20 steps in float32 and is compared with the first of its model, one process without DeepSpeed
-on packed rows: the samples of every step must be the same, losses within 1e-5 relative, and each trained tensor within
-1e-3 by norm(difference) / norm(update). With dropout, ways to execute draw differently: samples and rates must be the
-same.
+Each cell trains the same 20 steps in float32 and is compared with the first of its model, one
+process without DeepSpeed on packed rows: the samples of every step must be the same, losses within
+1e-5 relative, and each trained tensor within 1e-3 by norm(difference) / norm(update). With dropout,
+ways to execute draw differently: samples and rates must be the same.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 # dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.
 LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
-# What makes all directions of a gradient equally long follows rounding in those that have next to nothing, which no
-# loss sees; Muon's iterations are in bfloat16 besides. About five times what was seen.
+# What makes all directions of a gradient equally long follows rounding in those that have next to
+# nothing, which no loss sees; Muon's iterations are in bfloat16 besides. About five times what was
+# seen.
 ORTHOGONAL_LIMITS = {"normuon": (LOSS_LIMIT, 0.02), "muon": (LOSS_LIMIT, 0.05)}
 
 
@@ -46,7 +47,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+}
 SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 # What is special about a model -> its model type, what its configuration has beside SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,11 +79,16 @@ def make_model(folder: Path, kind: str, tokenizer_of: Path) -> Path:
 
     lfm2_value.register()
     model_type, changes = MODELS[kind]
-    shutil.copytree(tokenizer_of, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shutil.copytree(
+        tokenizer_of, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {**SIZES, "vocab_size": runs.vocabulary(tokenizer_of), **ends, **changes}
     if kind == "vision part":
-        towers = {"text_config": sizes | {"head_dim": 8}, "vision_config": SIZES | {"image_size": 28, "patch_size": 14}}
+        towers = {
+            "text_config": sizes | {"head_dim": 8},
+            "vision_config": SIZES | {"image_size": 28, "patch_size": 14},
+        }
         sizes = {**towers, **ends}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes)).save_pretrained(folder)
@@ -122,8 +134,17 @@ class Cell:
     @property
     def run(self) -> Cell:
         """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
-        same = {"model": self.model, "dropout": self.dropout, "dtype": self.dtype, "mixed": self.mixed}
-        same |= {"quantization": self.quantization, "loss": self.loss, "pretraining": self.pretraining}
+        same = {
+            "model": self.model,
+            "dropout": self.dropout,
+            "dtype": self.dtype,
+            "mixed": self.mixed,
+        }
+        same |= {
+            "quantization": self.quantization,
+            "loss": self.loss,
+            "pretraining": self.pretraining,
+        }
         reference = Cell(self.finetuning, "plain", 1, True, 1, **same)
         return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
@@ -135,14 +156,20 @@ class Cell:
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
         if self.pretraining:
             own = {"windows": self.micro_batch_size, "steps": STEPS}
-            return pretraining_settings(self.pretraining, folder / self.name, materials.folder, **own)
+            return pretraining_settings(
+                self.pretraining, folder / self.name, materials.folder, **own
+            )
         model = materials.folder / self.model if self.model else materials.model
         sources: dict[str, Any] = {}
         if self.mixed:
             sources = {"data": [str(materials.data), str(materials.valid)], "data_weights": [3, 1]}
         if self.loss:
-            # A cache of its own: else the first that trains all weights would ask the model before the run for all.
-            pairs, own = preference_data(materials, self.loss), {"cache_dir": str(folder / f"{self.name}.cache")}
+            # A cache of its own: else the first that trains all weights would ask the model before
+            # the run for all.
+            pairs, own = (
+                preference_data(materials, self.loss),
+                {"cache_dir": str(folder / f"{self.name}.cache")},
+            )
             sources = {"data": str(pairs), "loss": self.loss, **own}
             # Else the reference point, which is never below 0, would be 0 in every step.
             sources |= {"undesirable_weight": 0.1} if self.loss == "kto" else {}
@@ -183,8 +210,15 @@ class Outcome:
 def cells() -> list[Cell]:
     """All, the references first within their kind."""
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
-    others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
-    of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
+    others = (
+        ("plain", 1, False, 4),
+        ("plain", 2, True, 4),
+        ("zero2", 2, True, 1),
+        ("zero3", 2, False, 4),
+    )
+    of_models = [
+        Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others
+    ]
     special = (
         {"dropout": 0.3},
         {"fused_lora": False},
@@ -195,11 +229,15 @@ def cells() -> list[Cell]:
     of_adapters = [Cell("lora", *way, **own) for own in special for way in others]
     of_pairs = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (4,))
     preferences = [Cell(*way, loss="dpo") for way in of_pairs]
-    preferences += [Cell("lora", *way, loss=loss) for loss in ("ipo", "orpo", "simpo", "kto") for way in others]
+    preferences += [
+        Cell("lora", *way, loss=loss) for loss in ("ipo", "orpo", "simpo", "kto") for way in others
+    ]
     # One process holding all windows of a step, and two holding one, two and all of theirs.
     pretraining_ways = ((1, 8), (2, 1), (2, 2), (2, 4))
     pretraining = [
-        Cell("full", "plain", n, True, m, pretraining=kind) for kind in PRETRAINING for n, m in pretraining_ways
+        Cell("full", "plain", n, True, m, pretraining=kind)
+        for kind in PRETRAINING
+        for n, m in pretraining_ways
     ]
     return [Cell(*way) for way in ways] + of_models + of_adapters + preferences + pretraining
 
@@ -247,7 +285,10 @@ class Grid:
             return self._with_dropout(cell, ids == found_ids, losses == found_losses)
         loss = runs.largest_relative_difference(losses, found_losses)
         weight = max(
-            float((found_weights[name] - weights[name]).norm() / (weights[name] - start[name]).norm().clamp(min=1e-12))
+            float(
+                (found_weights[name] - weights[name]).norm()
+                / (weights[name] - start[name]).norm().clamp(min=1e-12)
+            )
             for name in start
         )
         loss_limit, weight_limit = cell.limits
@@ -282,11 +323,19 @@ class Grid:
         if kind and not (self.materials.folder / kind).exists():
             make_model(self.materials.folder / kind, kind, self.materials.model)
 
-    def _execute(self, cell: Cell, names: list[str]) -> tuple[list[list[int]], list[float], dict[str, Any]]:
+    def _execute(
+        self, cell: Cell, names: list[str]
+    ) -> tuple[list[list[int]], list[float], dict[str, Any]]:
         settings = cell.settings(self.materials, self.folder)
         run = Path(settings["output_dir"])
         if not run.exists():
-            module = "finetune.dpo" if cell.loss else "finetune.pretrain" if cell.pretraining else "finetune.sft"
+            module = (
+                "finetune.dpo"
+                if cell.loss
+                else "finetune.pretrain"
+                if cell.pretraining
+                else "finetune.sft"
+            )
             runs.train(settings, cell.processes, patch=run_patches.true_float32, module=module)
         return runs.sample_ids(run), runs.losses(run), trained_weights(run, names)
 
@@ -297,18 +346,34 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
     lines = [
         "# The equivalence grid",
         "",
-        f"Runs of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways. Reference: one process",
-        "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page. Where no model is named it is a Qwen3",
+        (
+            f"Runs of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways."
+            " Reference: one process"
+        ),
+        (
+            "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page. Where no model"
+            " is named it is a Qwen3"
+        ),
         "with tied embeddings.",
         "",
-        f"Samples of every step the same, losses within {LOSS_LIMIT:g} relative, each trained tensor within "
-        f"{WEIGHT_LIMIT:g} by",
-        f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
+        (
+            f"Samples of every step the same, losses within {LOSS_LIMIT:g} relative, each trained"
+            f" tensor within {WEIGHT_LIMIT:g} by"
+        ),
+        (
+            f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s"
+            " on 2 cores)."
+        ),
         "",
-        "With dropout, each way of execution draws its own: samples and rates are the same. Of pretraining, rates are",
-        "those of `--lr-batch-exponent 0.5`, and weights may differ by "
-        f"{ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon: "
-        "they follow rounding where",
+        (
+            "With dropout, each way of execution draws its own: samples and rates are the same. Of"
+            " pretraining, rates are"
+        ),
+        (
+            "those of `--lr-batch-exponent 0.5`, and weights may differ by"
+            f" {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g}"
+            " with Muon: they follow rounding where"
+        ),
         "a gradient has next to nothing.",
         "",
     ]
@@ -318,13 +383,20 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
 def rows(outcomes: list[Outcome]) -> list[str]:
     """The table: a line per cell."""
     lines = [
-        "| model | trained | sharding | processes | microbatches | micro-batch | losses differ by | weights | |",
+        (
+            "| model | trained | sharding | processes | microbatches | micro-batch | losses differ"
+            " by | weights | |"
+        ),
         "|---|---|---|--:|---|--:|--:|--:|---|",
     ]
     for outcome in outcomes:
         cell = outcome.cell
-        sharding = {"plain": "none" if cell.processes == 1 else "DDP"}.get(cell.layout, cell.layout.replace("_", " + "))
-        differences = [f"{found:.1e}" for found in (outcome.loss_difference, outcome.weight_difference)]
+        sharding = {"plain": "none" if cell.processes == 1 else "DDP"}.get(
+            cell.layout, cell.layout.replace("_", " + ")
+        )
+        differences = [
+            f"{found:.1e}" for found in (outcome.loss_difference, outcome.weight_difference)
+        ]
         special = (
             cell.model,
             f"dropout {cell.dropout}" if cell.dropout else "",

@@ -1,4 +1,6 @@
-"""The real command in a process of its own, under each launcher: for tests that must see what a user sees."""
+"""The real command in a process of its own, under each launcher: for tests that must see what a
+user sees.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,35 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-# Longest wait for a process that works: a guard against one that hangs, on a machine that may have other work to do.
+# Longest wait for a process that works: a guard against one that hangs, on a machine that may have
+# other work to do.
 PATIENCE_SECONDS = 900.0
 
 # What a launcher or a test before may have left behind; a started command must not inherit it.
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """This environment without launchers' variables, one thread a process, no network; None takes a variable out."""
+    """This environment without launchers' variables, one thread a process, no network; None takes a
+    variable out.
+    """
     made = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    made = {name: value for name, value in made.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    made = {
+        name: value
+        for name, value in made.items()
+        if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
     made |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    made["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    made["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
     for name, value in (env or {}).items():
         made.pop(name, None)
         if value is not None:
@@ -43,7 +61,8 @@ def command(
 
     Args:
         nproc: processes; None or 1 is one process without a launcher, unless a launcher is named.
-        launcher: "python", "torchrun" or "accelerate"; None: torchrun for several processes, python for one.
+        launcher: "python", "torchrun" or "accelerate"; None: torchrun for several processes, python
+            for one.
         launcher_args: words for the launcher, before the module.
     """
     launcher = launcher or ("torchrun" if (nproc or 1) > 1 else "python")
@@ -51,7 +70,14 @@ def command(
         start: list[object] = [sys.executable, *launcher_args, "-m", module]
     elif launcher == "torchrun":
         # A port of the system's choice: tests run beside one another.
-        start = [BIN / "torchrun", "--standalone", f"--nproc_per_node={nproc or 1}", *launcher_args, "-m", module]
+        start = [
+            BIN / "torchrun",
+            "--standalone",
+            f"--nproc_per_node={nproc or 1}",
+            *launcher_args,
+            "-m",
+            module,
+        ]
     elif launcher == "accelerate":
         start = [BIN / "accelerate", "launch", *launcher_args, "-m", module]
     else:
@@ -66,7 +92,9 @@ def run_command(
     cwd: Path | str | None = None,
     timeout: float = PATIENCE_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; past the timeout the whole process group is ended and TimeoutExpired raised, with the output."""
+    """Run to the end; past the timeout the whole process group is ended and TimeoutExpired raised,
+    with the output.
+    """
     process = subprocess.Popen(
         list(words),
         env=environment(env),
@@ -112,10 +140,14 @@ def run_cli(
         launcher: "python", "torchrun" or "accelerate".
         check: fail the test, with the output, unless the exit code is 0.
     """
-    words = command(args, nproc=nproc, launcher=launcher, launcher_args=launcher_args, module=module)
+    words = command(
+        args, nproc=nproc, launcher=launcher, launcher_args=launcher_args, module=module
+    )
     result = run_command(words, env=env, cwd=cwd, timeout=timeout)
     if check:
-        assert result.returncode == 0, f"{' '.join(words)}\nexit code {result.returncode}\n{said(result)}"
+        assert result.returncode == 0, (
+            f"{' '.join(words)}\nexit code {result.returncode}\n{said(result)}"
+        )
     return result
 
 

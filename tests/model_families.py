@@ -1,7 +1,9 @@
-"""Families of models that people bring: a tiny one of each, and a tokenizer of the shape of its real one.
+"""Families of models that people bring: a tiny one of each, and a tokenizer of the shape of its
+real one.
 
-Shapes are facts of the published configurations and tokenizers: the kind of vocabulary (bytes as letters, or pieces
-with the bytes behind them), the class that tokenizer_config.json names, special tokens, the chat template's form.
+Shapes are facts of the published configurations and tokenizers: the kind of vocabulary (bytes as
+letters, or pieces with the bytes behind them), the class that tokenizer_config.json names, special
+tokens, the chat template's form.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import Any
 import chat_models
 import torch
 from tiny_models import TINY, tiny_config
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tool_templates import TOOL_FAMILIES
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,38 +34,35 @@ _BYTES = tuple(f"<0x{number:02X}>" for number in range(256))
 
 # Llama 2: the system text stands inside the first question, and every exchange begins anew.
 _LLAMA2 = (
-    "{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}"
-    "{%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' -%}"
-    "{%- else -%}{%- set turns = messages -%}{%- set system = '' -%}{%- endif -%}"
-    "{%- for message in turns -%}"
-    "{%- if message.role == 'user' -%}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + message.content | trim + ' [/INST]' }}"
-    "{%- else -%}{{ ' ' + message.content | trim + ' ' + eos_token }}{%- endif -%}{%- endfor -%}"
+    "{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}{%- set system ="
+    " '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' -%}{%- else -%}{%- set turns ="
+    " messages -%}{%- set system = '' -%}{%- endif -%}{%- for message in turns -%}{%- if"
+    " message.role == 'user' -%}{{ bos_token + '[INST] ' + (system if loop.first else '') +"
+    " message.content | trim + ' [/INST]' }}{%- else -%}{{ ' ' + message.content | trim + ' ' +"
+    " eos_token }}{%- endif -%}{%- endfor -%}"
 )
 _PHI4 = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant<|im_sep|>' }}{%- endif -%}"
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '<|im_sep|>' +"
+    " message.content + '<|im_end|>' }}{%- endfor -%}{%- if add_generation_prompt -%}{{"
+    " '<|im_start|>assistant<|im_sep|>' }}{%- endif -%}"
 )
 _GRANITE = (
-    "{%- for message in messages -%}"
-    "{{ '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif -%}"
+    "{%- for message in messages -%}{{ '<|start_of_role|>' + message.role + '<|end_of_role|>' +"
+    " message.content + '<|end_of_text|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{"
+    " '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif -%}"
 )
 # OLMo 2: the tokenizer's end is what it begins with, too.
 _OLMO = (
-    "{{ bos_token }}{%- for message in messages -%}"
-    "{%- if message.role == 'assistant' -%}{{ '<|assistant|>\\n' + message.content + eos_token }}"
-    "{{ '' if loop.last else '\\n' }}"
-    "{%- else -%}{{ '<|' + message.role + '|>\\n' + message.content + '\\n' }}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+    "{{ bos_token }}{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{"
+    " '<|assistant|>\\n' + message.content + eos_token }}{{ '' if loop.last else '\\n' }}{%- else"
+    " -%}{{ '<|' + message.role + '|>\\n' + message.content + '\\n' }}{%- endif -%}{%- endfor"
+    " -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
 )
 _NANOCHAT = (
-    "{{ bos_token }}{%- for message in messages -%}"
-    "{%- if message.role == 'assistant' -%}{{ '<|assistant_start|>' + message.content + '<|assistant_end|>' }}"
-    "{%- else -%}{{ '<|user_start|>' + message.content + '<|user_end|>' }}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant_start|>' }}{%- endif -%}"
+    "{{ bos_token }}{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{"
+    " '<|assistant_start|>' + message.content + '<|assistant_end|>' }}{%- else -%}{{"
+    " '<|user_start|>' + message.content + '<|user_end|>' }}{%- endif -%}{%- endfor -%}{%- if"
+    " add_generation_prompt -%}{{ '<|assistant_start|>' }}{%- endif -%}"
 )
 _JAMBA = (
     "{{ bos_token }}{%- for message in messages -%}"
@@ -65,13 +73,19 @@ _IM = ("<|im_start|>", "<|im_end|>")
 _BOS_CHATML = "{{ bos_token }}" + chat_models.TEMPLATES["chatml"].lstrip()
 # name: (template, special tokens)
 _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{name: (chat_models.TEMPLATES[name], chat_models.SPECIALS[name]) for name in chat_models.TEMPLATES},
+    **{
+        name: (chat_models.TEMPLATES[name], chat_models.SPECIALS[name])
+        for name in chat_models.TEMPLATES
+    },
     **{f"tools {name}": form for name, form in TOOL_FAMILIES.items()},
     "llama2": (_LLAMA2, ()),
     "phi4": (_PHI4, ("<|im_start|>", "<|im_sep|>", "<|im_end|>")),
     "granite": (_GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")),
     "olmo": (_OLMO, ()),
-    "nanochat": (_NANOCHAT, ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")),
+    "nanochat": (
+        _NANOCHAT,
+        ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
+    ),
     "jamba": (_JAMBA, ("<|bom|>", "<|eom|>", "<|system|>", "<|user|>", "<|assistant|>")),
     "chatml after bos": (_BOS_CHATML, _IM),
 }
@@ -85,12 +99,15 @@ class Family:
         name: of the family, as people call it.
         model_type: of its config.json.
         form: its chat template and special tokens, a key of `_FORMS`.
-        pieces: how its vocabulary is made: "byte-level" (GPT-2's letters for bytes), or "byte-fallback" (pieces with ▁
-            for a space, and bytes for what they lack) as "llama" (a space before the text) or "gemma" (none) has it.
-        tokenizer_class: as tokenizer_config.json names it; transformers builds what it knows anew from the vocabulary.
+        pieces: how its vocabulary is made: "byte-level" (GPT-2's letters for bytes), or
+            "byte-fallback" (pieces with ▁ for a space, and bytes for what they lack) as "llama" (a
+            space before the text) or "gemma" (none) has it.
+        tokenizer_class: as tokenizer_config.json names it; transformers builds what it knows anew
+            from the vocabulary.
         ends: bos, eos and padding token.
         changes: of the tiny configuration.
-        whole: changes of the text settings inside a configuration with a vision part; None for a text model.
+        whole: changes of the text settings inside a configuration with a vision part; None for a
+            text model.
         hybrid: not all of its layers are attention over all earlier tokens.
     """
 
@@ -104,9 +121,16 @@ class Family:
     hybrid: bool = False
 
 
-_QWEN: dict[str, Any] = {"tokenizer_class": "Qwen2Tokenizer", "ends": (None, "<|im_end|>", "<|endoftext|>")}
+_QWEN: dict[str, Any] = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "ends": (None, "<|im_end|>", "<|endoftext|>"),
+}
 _LLAMA: dict[str, Any] = {"pieces": "llama", "tokenizer_class": "LlamaTokenizerFast"}
-_GEMMA: dict[str, Any] = {"pieces": "gemma", "tokenizer_class": "GemmaTokenizer", "ends": ("<bos>", "<eos>", "<pad>")}
+_GEMMA: dict[str, Any] = {
+    "pieces": "gemma",
+    "tokenizer_class": "GemmaTokenizer",
+    "ends": ("<bos>", "<eos>", "<pad>"),
+}
 _DEEPSEEK: dict[str, Any] = {
     "form": "tools deepseek",
     "tokenizer_class": "LlamaTokenizerFast",
@@ -120,7 +144,12 @@ _LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
 
 FAMILIES = (
     Family("Qwen2, Qwen2.5", "qwen2", "tools qwen", **_QWEN),
@@ -193,7 +222,11 @@ FAMILIES = (
         ends=("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
     ),  # fmt: skip
     Family(
-        "OLMo 2", "olmo2", "olmo", tokenizer_class="GPT2Tokenizer", ends=("<|endoftext|>", "<|endoftext|>", "<|pad|>")
+        "OLMo 2",
+        "olmo2",
+        "olmo",
+        tokenizer_class="GPT2Tokenizer",
+        ends=("<|endoftext|>", "<|endoftext|>", "<|pad|>"),
     ),  # fmt: skip
     Family("SmolLM 3", "smollm3", "tools hermes", ends=(None, "<|im_end|>", "<|im_end|>")),
     Family("NanoChat", "nanochat", "nanochat", ends=("<|bos|>", "<|assistant_end|>", None)),
@@ -243,34 +276,51 @@ REMOTE_CODE = (
 
 
 def _sentences() -> list[str]:
-    return [*chat_models._TEXTS, "router switch port frame packet BGP VLAN 路由 交换 端口 42 link node"] * 3
+    return [
+        *chat_models._TEXTS,
+        "router switch port frame packet BGP VLAN 路由 交换 端口 42 link node",
+    ] * 3
 
 
 def _pieces_backend(kind: str, first: list[str]) -> Tokenizer:
-    """BPE over pieces with ▁ for a space, and all bytes for what has no piece: SentencePiece's form, as converted."""
+    """BPE over pieces with ▁ for a space, and all bytes for what has no piece: SentencePiece's
+    form, as converted.
+    """
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if kind == "llama" else "never")
-    trained.train_from_iterator(_sentences(), trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="always" if kind == "llama" else "never"
+    )
+    trained.train_from_iterator(
+        _sentences(), trainers.BpeTrainer(vocab_size=200, show_progress=False)
+    )
     found = json.loads(trained.to_str())["model"]
     vocabulary = {token: number for number, token in enumerate([*first, *_BYTES])}
     for token in sorted(found["vocab"], key=found["vocab"].get):
         vocabulary.setdefault(token, len(vocabulary))
     merges = [tuple(merge) for merge in found["merges"]]
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     ends = [decoders.Strip(" ", 1, 0)] if kind == "llama" else []
     if kind == "llama":
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         backend.normalizer = normalizers.Replace(" ", "▁")
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
     return backend
 
 
 def _bytes_backend() -> Tokenizer:
     """Byte-level BPE with a pattern of its own in front, as all of them since GPT-4's."""
     backend = chat_models.train_backend()
-    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = (
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -291,16 +341,22 @@ def make_tokenizer(family: Family, folder: Path) -> PreTrainedTokenizerFast:
         backend = _pieces_backend(family.pieces, ["<unk>", *dict.fromkeys(named)])
         ends["unk_token"] = "<unk>"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, **{name: token for name, token in ends.items() if token is not None}
+        tokenizer_object=backend,
+        **{name: token for name, token in ends.items() if token is not None},
     )
     rstrip = family.form == "phi3"
-    tokens = [AddedToken(token, special=True, normalized=False, rstrip=rstrip) for token in dict.fromkeys(specials)]
+    tokens = [
+        AddedToken(token, special=True, normalized=False, rstrip=rstrip)
+        for token in dict.fromkeys(specials)
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(settings | {"tokenizer_class": family.tokenizer_class}), encoding="utf-8")
+    path.write_text(
+        json.dumps(settings | {"tokenizer_class": family.tokenizer_class}), encoding="utf-8"
+    )
     return tokenizer
 
 
@@ -318,25 +374,49 @@ def make_config(family: Family, tokenizer: PreTrainedTokenizerFast) -> Pretraine
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    config_class = CONFIG_MAPPING[family.model_type] if family.model_type not in ("gemma3", "qwen3_5") else None
+    config_class = (
+        CONFIG_MAPPING[family.model_type]
+        if family.model_type not in ("gemma3", "qwen3_5")
+        else None
+    )
     if config_class is not None:
         default = config_class()
-        known = {name: value for name, value in sizes.items() if hasattr(default, name) or "token_id" in name}
+        known = {
+            name: value
+            for name, value in sizes.items()
+            if hasattr(default, name) or "token_id" in name
+        }
         return tiny_config(family.model_type, **known | family.changes)
     return _with_images(family, sizes)
 
 
 def _with_images(family: Family, sizes: dict[str, Any]) -> PretrainedConfig:
-    text = {name: TINY[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
+    text = {
+        name: TINY[name]
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    }
     text |= {"num_key_value_heads": 2, **sizes, **family.changes}
     if family.model_type == "gemma3":
         from transformers import Gemma3Config
 
-        vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-        return Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        }
+        return Gemma3Config(
+            text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+        )
     from transformers import Qwen3_5Config
 
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+    }
     return Qwen3_5Config(text_config=text, vision_config=vision)
 
 
@@ -347,8 +427,13 @@ def make_family(family: Family, folder: Path) -> PretrainedConfig:
     tokenizer = make_tokenizer(family, folder)
     config = make_config(family, tokenizer)
     torch.manual_seed(0)
-    whole = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
+    whole = {
+        "gemma3": "Gemma3ForConditionalGeneration",
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    }
     made = whole.get(family.model_type)
-    model = getattr(transformers, made)(config) if made else AutoModelForCausalLM.from_config(config)
+    model = (
+        getattr(transformers, made)(config) if made else AutoModelForCausalLM.from_config(config)
+    )
     model.save_pretrained(folder)
     return config

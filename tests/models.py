@@ -1,11 +1,12 @@
 """Families of models through the whole chain: trained, resumed, merged, asked.
 
-    python tests/models.py              # all families, the table into docs/models.md (`make models`)
-    python tests/models.py "Qwen3"      # those whose names begin so, printed only
+    python tests/models.py              # all families, the table into docs/models.md (`make
+    models`) python tests/models.py "Qwen3"      # those whose names begin so, printed only
 
-Each is a tiny model of its family with random weights (model_families.py). With LoRA and in full it must learn, go on
-from a checkpoint bit-identically, and leave files of its base's names; packed and padded it must be the same training;
-merged and as an adapter it must answer as transformers alone does.
+Each is a tiny model of its family with random weights (model_families.py). With LoRA and in full it
+must learn, go on from a checkpoint bit-identically, and leave files of its base's names; packed and
+padded it must be the same training; merged and as an adapter it must answer as transformers alone
+does.
 """
 
 from __future__ import annotations
@@ -85,7 +86,13 @@ class Chain:
 
     def train(self, name: str, how: str, **changes: Any) -> runs.Ranks:
         rate = 1e-2 if how == "lora" else 5e-3
-        settings = {"finetuning": how, "learning_rate": rate, "max_steps": STEPS, "lora_r": 8, **changes}
+        settings = {
+            "finetuning": how,
+            "learning_rate": rate,
+            "max_steps": STEPS,
+            "lora_r": 8,
+            **changes,
+        }
         return runs.train(self.materials.settings(self.folder / name, **settings))
 
     def learns(self, how: str) -> None:
@@ -94,9 +101,14 @@ class Chain:
         assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), f"losses {losses}"
         if how == "lora":
             tensors = load_file(self.folder / how / "adapter_model.safetensors")
-            modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in tensors}
+            modules = {
+                name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2]
+                for name in tensors
+            }
             self.row.targets = tuple(sorted(modules))
-            idle = [name for name, tensor in tensors.items() if "lora_B" in name and not tensor.any()]
+            idle = [
+                name for name, tensor in tensors.items() if "lora_B" in name and not tensor.any()
+            ]
             assert not idle, f"nothing was learned by {idle}"
 
     def resumes(self, how: str) -> None:
@@ -119,21 +131,32 @@ class Chain:
         self.same_names("full")
 
     def same_names(self, name: str) -> None:
-        """A result has its base's tensors; where the text model alone is loaded, those of it, and it is said."""
-        base, ours = (load_file(folder / "model.safetensors") for folder in (self.model, self.folder / name))
+        """A result has its base's tensors; where the text model alone is loaded, those of it, and
+        it is said.
+        """
+        base, ours = (
+            load_file(folder / "model.safetensors") for folder in (self.model, self.folder / name)
+        )
         said = "only its text model" in self.log
         wanted = {key for key in base if not (said and ".visual." in key)}
         assert wanted == ours.keys(), sorted(wanted ^ ours.keys())
 
     def merges(self) -> None:
-        words = ["--adapter", str(self.folder / "lora"), "--output-dir", str(self.folder / "merged")]
+        words = [
+            "--adapter",
+            str(self.folder / "lora"),
+            "--output-dir",
+            str(self.folder / "merged"),
+        ]
         code, output = runs.run_module("finetune", ["merge", *words], self.folder / "merge.log", {})
         assert code == 0, output
         assert ("only its text model" in output) == ("only its text model" in self.log), output
         self.same_names("merged")
 
     def answers(self, name: str) -> None:
-        """Ours, to a question as the template writes it, against transformers' own with nothing of this package."""
+        """Ours, to a question as the template writes it, against transformers' own with nothing of
+        this package.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from finetune.inference.generation import load_for_generation
@@ -141,11 +164,15 @@ class Chain:
 
         folder = self.folder / name
         with load_for_generation(str(folder), dtype="float32", device_type="cpu") as generator:
-            answer = generator.generate([QUESTION], Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS))[0]
+            answer = generator.generate(
+                [QUESTION], Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
+            )[0]
             form, stops = generator.call_form, sorted(generator.stop_ids)
         self.row.calls = form.name if form is not None else ""
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(self.model if name == "lora" else folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.model if name == "lora" else folder, dtype=torch.float32
+        )
         if name == "lora":
             from peft import PeftModel
 
@@ -153,13 +180,20 @@ class Chain:
         inputs = tokenizer.apply_chat_template(
             QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": stops, "pad_token_id": 0}
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": NEW_TOKENS,
+            "eos_token_id": stops,
+            "pad_token_id": 0,
+        }
         with torch.inference_mode():
             ids = model.eval().generate(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings
             )
         wanted = ids[0, inputs["input_ids"].shape[1] :].tolist()
-        assert list(answer.token_ids) == wanted, f"{list(answer.token_ids)} where transformers says {wanted}"
+        assert list(answer.token_ids) == wanted, (
+            f"{list(answer.token_ids)} where transformers says {wanted}"
+        )
 
 
 # ---------------------------------------------------------------- the table
@@ -170,13 +204,17 @@ def line(row: Row) -> str:
     held = "all" if not row.failures else f"**fails: {', '.join(row.failures)}**"
     kind = "packed" if row.packed else "padded"
     return (
-        f"| {row.family.name} | `{row.family.model_type}` | {kind}{' (hybrid)' if row.family.hybrid else ''} "
-        f"| {' '.join(row.targets)} | {row.calls or '-'} | {held} |"
+        f"| {row.family.name} | `{row.family.model_type}` |"
+        f" {kind}{' (hybrid)' if row.family.hybrid else ''} | {' '.join(row.targets)} |"
+        f" {row.calls or '-'} | {held} |"
     )
 
 
 def table(rows: list[Row]) -> str:
-    head = "| family | model type | rows are | LoRA's targets by `all-linear` | calls of tools | holds |"
+    head = (
+        "| family | model type | rows are | LoRA's targets by `all-linear` | calls of tools |"
+        " holds |"
+    )
     remote = f"Not tested, because their code comes with the model: {'; '.join(REMOTE_CODE)}."
     return "\n".join([head, "|---|---|---|---|---|---|", *map(line, rows), "", remote])
 
@@ -190,7 +228,9 @@ def listed(page: str) -> list[tuple[str, str]]:
 def main(arguments: list[str]) -> int:
     chosen = [family for family in FAMILIES if family.name.startswith(tuple(arguments) or "")]
     rows = []
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         for family in chosen:
             rows.append(Chain(family, Path(folder) / re.sub(r"\W+", "_", family.name)).run())
             print(line(rows[-1]), flush=True)

@@ -1,9 +1,11 @@
-"""For tests: one folder as several nodes see it over a network, by real mounts, with the caches of the kernel.
+"""For tests: one folder as several nodes see it over a network, by real mounts, with the caches of
+the kernel.
 
-Every node is a FUSE mount of its own of the same folder, so each has its own dentries, attributes and pages, as clients
-of NFS have. Files are known by their inodes (as by NFS's handles): what another node replaced or removed is stale
-(ESTALE). A file that is removed while this node has it open is renamed to `.nfs...` until it is closed. What else the
-storage does wrong is said while it is mounted (shared_folder.py).
+Every node is a FUSE mount of its own of the same folder, so each has its own dentries, attributes
+and pages, as clients of NFS have. Files are known by their inodes (as by NFS's handles): what
+another node replaced or removed is stale (ESTALE). A file that is removed while this node has it
+open is renamed to `.nfs...` until it is closed. What else the storage does wrong is said while it
+is mounted (shared_folder.py).
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ class Fault:
     done: bool = False
 
     def strikes(self, operation: str, path: str, node: int) -> bool:
-        fits = self.node in (None, node) and re.fullmatch(self.operation, operation) and re.search(self.name, path)
+        fits = (
+            self.node in (None, node)
+            and re.fullmatch(self.operation, operation)
+            and re.search(self.name, path)
+        )
         if not fits or self.times == 0:
             return False
         self.times -= 1
@@ -58,14 +64,15 @@ class Fault:
 class Settings:
     """How the storage behaves; seconds and bytes.
 
-    Attributes:
-        entry_seconds, attribute_seconds: how long a node believes what it knows of a name, or of a size and a time.
+    Attributes: entry_seconds, attribute_seconds: how long a node believes what it knows of a name,
+        or of a size and a time.
         absent_seconds: how long a node believes that there is no such name.
         listing_seconds: how long it believes what a folder held.
         lag_seconds: how long what another node made is not there at all.
         flock: "shared", or the number of the error that answers it.
         bytes_per_second: of reading and writing, all nodes together; 0 without limit.
-        quota_bytes: that can still be written; what is more is taken, lost, and refused when the file is closed.
+        quota_bytes: that can still be written; what is more is taken, lost, and refused when the
+            file is closed.
         close_to_open: opening a file asks for its attributes anew, as NFS does.
     """
 
@@ -82,7 +89,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Somebody who waits for a lock: inode, owner and kind; how to answer; node and number of the request."""
+    """Somebody who waits for a lock: inode, owner and kind; how to answer; node and number of the
+    request.
+    """
 
     wanted: tuple[int, tuple[int, int], int]
     reply: Callable[[int], None]
@@ -107,7 +116,10 @@ class Server:
         """Take as long as the disk does."""
         if self.settings.bytes_per_second:
             with self.mutex:
-                self.free_at = max(self.free_at, time.monotonic()) + size_bytes / self.settings.bytes_per_second
+                self.free_at = (
+                    max(self.free_at, time.monotonic())
+                    + size_bytes / self.settings.bytes_per_second
+                )
                 wait = self.free_at - time.monotonic()
             time.sleep(max(0.0, wait))
 
@@ -153,7 +165,9 @@ class Server:
 
 @dataclass
 class Node:
-    """A file or folder that a client knows; `descriptor` is O_PATH: it stays the same file under any name."""
+    """A file or folder that a client knows; `descriptor` is O_PATH: it stays the same file under
+    any name.
+    """
 
     descriptor: int
     inode: int
@@ -182,7 +196,9 @@ class Opened:
 class Client:
     """One node's mount: `operation` -> method `_operation(node, body)`."""
 
-    def __init__(self, server: Server, folder: Path, target: Path, number: int, *, flock: bool) -> None:
+    def __init__(
+        self, server: Server, folder: Path, target: Path, number: int, *, flock: bool
+    ) -> None:
         self.server, self.number = server, number
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         self.nodes = {1: Node(descriptor, os.fstat(descriptor).st_ino, "", 1)}
@@ -205,7 +221,9 @@ class Client:
         if operation in ("setlk", "setlkw"):
             return self._lock(operation == "setlkw", unique, node, body)
         path = node.path + ("/" + self._name(operation, body) if operation in _NAMED else "")
-        struck = next((f for f in self.server.faults if f.strikes(operation, path, self.number)), None)
+        struck = next(
+            (f for f in self.server.faults if f.strikes(operation, path, self.number)), None
+        )
         if struck is not None and not struck.done:
             raise OSError(struck.number, "fault")
         reply = getattr(self, f"_{operation}")(node, body)
@@ -349,7 +367,9 @@ class Client:
 
     def _attributes(self, node: Node) -> bytes:
         seconds = self.server.settings.attribute_seconds
-        return struct.pack("<QII", int(seconds), int(seconds % 1 * 1e9), 0) + attributes(node.state())
+        return struct.pack("<QII", int(seconds), int(seconds % 1 * 1e9), 0) + attributes(
+            node.state()
+        )
 
     def _setattr(self, node: Node, body: bytes) -> bytes:
         valid, _, _, size, _, atime, mtime, _, an, mn, _, mode = struct.unpack_from("<II6Q4I", body)
@@ -361,13 +381,24 @@ class Client:
         if valid & 0x1B0:
             now = time.time_ns()
             seen = (now if valid & 128 else atime * 10**9 + an) if valid & 16 else state.st_atime_ns
-            written = (now if valid & 256 else mtime * 10**9 + mn) if valid & 32 else state.st_mtime_ns
+            written = (
+                (now if valid & 256 else mtime * 10**9 + mn) if valid & 32 else state.st_mtime_ns
+            )
             os.utime(node.link, ns=(seen, written))
         return self._attributes(node)
 
     def _statfs(self, node: Node, body: bytes) -> bytes:
         s = os.statvfs(self.nodes[1].link)
-        numbers = (s.f_blocks, s.f_bfree, s.f_bavail, s.f_files, s.f_ffree, s.f_bsize, s.f_namemax, s.f_frsize)
+        numbers = (
+            s.f_blocks,
+            s.f_bfree,
+            s.f_bavail,
+            s.f_files,
+            s.f_ffree,
+            s.f_bsize,
+            s.f_namemax,
+            s.f_frsize,
+        )
         return struct.pack("<5Q3I28x", *numbers)
 
     # ------------------------------------------------------------ content
@@ -390,10 +421,15 @@ class Client:
         node.state()
         keep = os.O_ACCMODE | os.O_EXCL | os.O_TRUNC
         descriptor = os.open(
-            name, flags & keep | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=node.descriptor
+            name,
+            flags & keep | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            mode,
+            dir_fd=node.descriptor,
         )
         entry = self._made(node, name)
-        return entry + self._handle(descriptor, self.nodes[struct.unpack_from("<Q", entry)[0]], flags)
+        return entry + self._handle(
+            descriptor, self.nodes[struct.unpack_from("<Q", entry)[0]], flags
+        )
 
     def _read(self, node: Node, body: bytes) -> bytes:
         node.state()
@@ -432,7 +468,9 @@ class Client:
         self.server.lock(node.inode, (self.number, owner), fcntl.F_UNLCK)
         del self.opened[handle]
         os.close(handle)
-        if node.inode in self.silly and not any(o.node.inode == node.inode for o in list(self.opened.values())):
+        if node.inode in self.silly and not any(
+            o.node.inode == node.inode for o in list(self.opened.values())
+        ):
             folder, hidden = self.silly.pop(node.inode)
             with contextlib.suppress(FileNotFoundError):  # another node took it away
                 os.unlink(hidden, dir_fd=folder)
@@ -448,13 +486,19 @@ class Client:
         if known is None or time.monotonic() - known[0] >= self.server.settings.listing_seconds:
             with os.scandir(node.link) as scan:
                 names = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in scan)
-            seen = [(state.st_ino, state.st_mode >> 12, name) for name, state in names if self._is_seen(node, name)]
+            seen = [
+                (state.st_ino, state.st_mode >> 12, name)
+                for name, state in names
+                if self._is_seen(node, name)
+            ]
             known = self.listings[node.inode] = (time.monotonic(), seen)
         return struct.pack("<QII", 0, 0, 0)
 
     def _is_seen(self, folder: Node, name: str) -> bool:
         made_by, made_at = self.server.made.get((folder.inode, name), (self.number, 0.0))
-        return made_by == self.number or time.monotonic() - made_at >= self.server.settings.lag_seconds
+        return (
+            made_by == self.number or time.monotonic() - made_at >= self.server.settings.lag_seconds
+        )
 
     def _readdir(self, node: Node, body: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", body)
@@ -500,7 +544,16 @@ class Client:
 
 
 # Where the name begins in an operation's arguments.
-_NAMED = {"lookup": 0, "mkdir": 8, "mknod": 16, "unlink": 0, "rmdir": 0, "rename": 8, "link": 8, "create": 16}
+_NAMED = {
+    "lookup": 0,
+    "mkdir": 8,
+    "mknod": 16,
+    "unlink": 0,
+    "rmdir": 0,
+    "rename": 8,
+    "link": 8,
+    "create": 16,
+}
 _NAMED |= {"rename2": 16, "symlink": 0}
 
 

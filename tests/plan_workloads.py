@@ -28,7 +28,9 @@ def known_shape(name: str) -> ModelShape:
     return shape_of_config(known_config(name), name)
 
 
-def workload(shape: ModelShape, *, lora: bool, sharding: Sharding, devices: int, **changes) -> Workload:
+def workload(
+    shape: ModelShape, *, lora: bool, sharding: Sharding, devices: int, **changes
+) -> Workload:
     size = 2
     adapted = shape.adapted("all-linear") if lora else frozenset()
     adapter = sum(shape.lora_tensors(16, adapted))
@@ -53,4 +55,6 @@ def workload(shape: ModelShape, *, lora: bool, sharding: Sharding, devices: int,
 
 
 def of_kind(work: Workload, *kinds: str, location: str | None = None) -> int:
-    return sum(t.bytes for t in memory_of(work).terms if t.kind in kinds and location in (None, t.location))
+    return sum(
+        t.bytes for t in memory_of(work).terms if t.kind in kinds and location in (None, t.location)
+    )

@@ -1,4 +1,6 @@
-"""The pretraining runs of the equivalence grid: architectures and optimizers on a few thousand tokens."""
+"""The pretraining runs of the equivalence grid: architectures and optimizers on a few thousand
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-# As many tokens a step as make a gradient of full rank: where there is none, Muon makes steps of rounding.
-# Two layers: of one alone, LFM2 has no convolution.
+# As many tokens a step as make a gradient of full rank: where there is none, Muon makes steps of
+# rounding. Two layers: of one alone, LFM2 has no convolution.
 DEPTH, VOCABULARY, WINDOW_TOKENS, WINDOWS_PER_STEP = 2, 512, 64, 8
 # What is trained and by which optimizer -> the settings that say so.
 PRETRAINING = {
@@ -30,7 +32,9 @@ def tokens_file(folder: Path) -> Path:
     return path
 
 
-def pretraining_settings(kind: str, output_dir: Path, folder: Path, *, windows: int, steps: int) -> dict[str, Any]:
+def pretraining_settings(
+    kind: str, output_dir: Path, folder: Path, *, windows: int, steps: int
+) -> dict[str, Any]:
     """Settings of a small float32 run that holds `windows` windows at a time."""
     return {
         **PRETRAINING[kind],
@@ -43,7 +47,8 @@ def pretraining_settings(kind: str, output_dir: Path, folder: Path, *, windows: 
         "total_batch_size": WINDOWS_PER_STEP * WINDOW_TOKENS,
         "num_iterations": steps,
         "warmup_steps": 2,
-        # Lower rates than by default: torch's Muon rounds to bfloat16, and the further goes what follows from that.
+        # Lower rates than by default: torch's Muon rounds to bfloat16, and the further goes what
+        # follows from that.
         "lr_batch_exponent": 0.5,
         "dtype": "float32",
         "device_type": "cpu",
@@ -60,5 +65,10 @@ def pretraining_start(kind: str) -> dict[str, Any]:
     from finetune.modeling.scratch import make_model, scratch_config
 
     seed = PretrainConfig.model_fields["seed"].default
-    shape = scratch_config(PRETRAINING[kind]["arch"], DEPTH, vocab_size=VOCABULARY, max_seq_len=WINDOW_TOKENS)
-    return {name: weight.detach().clone() for name, weight in make_model(shape, seed=seed).named_parameters()}
+    shape = scratch_config(
+        PRETRAINING[kind]["arch"], DEPTH, vocab_size=VOCABULARY, max_seq_len=WINDOW_TOKENS
+    )
+    return {
+        name: weight.detach().clone()
+        for name, weight in make_model(shape, seed=seed).named_parameters()
+    }

@@ -1,4 +1,6 @@
-"""A server of the OpenAI protocol with a real model behind it, which does with right answers what servers do."""
+"""A server of the OpenAI protocol with a real model behind it, which does with right answers what
+servers do.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ STALLED = ("content-length", "1000")
 
 
 class Server:
-    """A real model behind the protocol; `way` is what is done to its answers, `asked` what came in."""
+    """A real model behind the protocol; `way` is what is done to its answers, `asked` what came
+    in.
+    """
 
     def __init__(self, folder: Path, way: str = "") -> None:
-        self.model, self.way, self.asked = MergedFolder(folder, torch.device("cpu"), trust_remote_code=False), way, []
+        self.model, self.way, self.asked = (
+            MergedFolder(folder, torch.device("cpu"), trust_remote_code=False),
+            way,
+            [],
+        )
         self.given: Any = None  # the answer of way "gives", and the ids of way "vllm ids"
         self.released, self.refused = threading.Event(), None
         self.draw, self.lock = random.Random(0), threading.Lock()
@@ -49,7 +57,9 @@ class Server:
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 if outer.way in ("chunked", "stalled") and self.path.endswith("completions"):
-                    self.send_header(*(("transfer-encoding", "chunked") if outer.way == "chunked" else STALLED))
+                    self.send_header(
+                        *(("transfer-encoding", "chunked") if outer.way == "chunked" else STALLED)
+                    )
                     self.end_headers()
                     self.wfile.write(b"5\r\nabc")
                     outer.released.wait(20 if outer.way == "stalled" else 0)
@@ -107,11 +117,15 @@ class Server:
             text = self.model.tokenizer.apply_chat_template(
                 body["messages"], tokenize=False, add_generation_prompt=True
             )
-            return 200, {"tokens": self.model.tokenizer(text, add_special_tokens=False)["input_ids"]}
+            return 200, {
+                "tokens": self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+            }
         if path != "/v1/chat/completions":
             return 404, {"error": {"message": "no such path"}}
         assert body["temperature"] == 0
-        seen = self.model.chat(body["messages"], min(body["max_tokens"], 6 if self.way == "cuts" else 1 << 20))
+        seen = self.model.chat(
+            body["messages"], min(body["max_tokens"], 6 if self.way == "cuts" else 1 << 20)
+        )
         text, finish, tokens = seen.answer, seen.finish, seen.answer_tokens
         if self.way == "echoes":
             text, finish = f"{key} \ud800 {text}", f"stop {key}" * 100
@@ -122,8 +136,14 @@ class Server:
             self.draw.shuffle(words)
             text = " ".join(words)
         usage = {"prompt_tokens": seen.prompt_tokens, "completion_tokens": tokens}
-        message = {"content": text} if self.way != "reasons" else {"content": None, "reasoning_content": text}
+        message = (
+            {"content": text}
+            if self.way != "reasons"
+            else {"content": None, "reasoning_content": text}
+        )
         choice = {"message": message, "finish_reason": finish}
         if self.way == "vllm" and body.get("logprobs"):
-            choice["logprobs"] = {"content": [{"token": "", "logprob": number} for number in seen.logprobs]}
+            choice["logprobs"] = {
+                "content": [{"token": "", "logprob": number} for number in seen.logprobs]
+            }
         return 200, {"choices": [choice], "usage": usage}

@@ -1,8 +1,9 @@
 """For tests of whole runs: a tiny model and data, processes that train, and what they left behind.
 
-Ranks are forked from a server that has imported everything once, so that a run costs seconds: each is a process of its
-own with the environment that a launcher gives, and meets its peers in a store that the test holds (as torchrun's does).
-Where the launcher itself is what is tested, `launch_torchrun` starts a real one.
+Ranks are forked from a server that has imported everything once, so that a run costs seconds: each
+is a process of its own with the environment that a launcher gives, and meets its peers in a store
+that the test holds (as torchrun's does). Where the launcher itself is what is tested,
+`launch_torchrun` starts a real one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ DEFAULT_TIMEOUT_SECONDS = 240.0
 
 
 def make_model(
-    folder: Path, *, seed: int = 0, layers: int = 1, hidden: int = 32, tokenizer_name: str = "chatml"
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 1,
+    hidden: int = 32,
+    tokenizer_name: str = "chatml",
 ) -> Path:
     """A small Qwen3 with random weights, and its tokenizer."""
     import chat_models
@@ -68,7 +74,8 @@ def make_model(
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,  # so that attention and depth matter, which at 0.02 and this width they hardly do
+        # so that attention and depth matter, which at 0.02 and this width they hardly do
+        initializer_range=0.1,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -83,13 +90,32 @@ def vocabulary(model: Path) -> int:
 def make_data(path: Path, records: int, *, seed: int = 0) -> Path:
     """Alpaca records of very different lengths, of three difficulties."""
     choose = random.Random(seed)
-    words = ("router", "switch", "port", "frame", "packet", "BGP", "VLAN", "路由", "交换", "端口", "42", "link", "node")
+    words = (
+        "router",
+        "switch",
+        "port",
+        "frame",
+        "packet",
+        "BGP",
+        "VLAN",
+        "路由",
+        "交换",
+        "端口",
+        "42",
+        "link",
+        "node",
+    )
     with path.open("w", encoding="utf-8") as file:
         for number in range(records):
             question = " ".join(choose.choices(words, k=choose.randint(1, 6)))
             answer = " ".join(choose.choices(words, k=int(choose.paretovariate(1.2)) % 24 + 1))
             difficulty = ("explain", "reasoning", "topology")[number % 3]
-            record = {"instruction": question, "input": "", "output": answer, "difficulty": difficulty}
+            record = {
+                "instruction": question,
+                "input": "",
+                "output": answer,
+                "difficulty": difficulty,
+            }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return path
 
@@ -127,8 +153,12 @@ class Materials:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1, hidden: int = 32) -> Materials:
-    """One layer does where a run's operation is looked at: most of the time goes to ZeRO's hooks, layer by layer."""
+def make_materials(
+    folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1, hidden: int = 32
+) -> Materials:
+    """One layer does where a run's operation is looked at: most of the time goes to ZeRO's hooks,
+    layer by layer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,
@@ -139,7 +169,9 @@ def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: in
 
 
 def deepspeed_keys(stage: int, *, offload: bool = False) -> dict[str, Any]:
-    """DeepSpeed keys for a ZeRO stage. Small enough thresholds that a tiny model is really partitioned."""
+    """DeepSpeed keys for a ZeRO stage. Small enough thresholds that a tiny model is really
+    partitioned.
+    """
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -195,7 +227,9 @@ class Ranks:
             process.join()
 
     def output(self) -> str:
-        texts = [path.read_text(errors="replace") if path.exists() else "" for path in self.log_paths]
+        texts = [
+            path.read_text(errors="replace") if path.exists() else "" for path in self.log_paths
+        ]
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))[-20_000:]
 
 
@@ -203,13 +237,16 @@ _forks: list[Any] = []
 
 
 def _fork_context() -> Any:
-    """A server that has imported what a run needs, without a thread of its own (OMP_NUM_THREADS=1)."""
+    """A server that has imported what a run needs, without a thread of its own
+    (OMP_NUM_THREADS=1).
+    """
     if not _forks:
         import torch
 
         os.environ["OMP_NUM_THREADS"] = "1"
-        # What has asked CUDA's driver for devices cannot be forked: torch asks NVML. DeepSpeed, as it is imported, asks
-        # the driver, so that where there are devices each rank imports it for itself.
+        # What has asked CUDA's driver for devices cannot be forked: torch asks NVML. DeepSpeed, as
+        # it is imported, asks the driver, so that where there are devices each rank imports it for
+        # itself.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         sees_devices = torch.cuda.device_count() > 0
         context: Any = multiprocessing.get_context("forkserver")
@@ -217,7 +254,10 @@ def _fork_context() -> Any:
             [name for name in PRELOADED if not (sees_devices and name.startswith("deepspeed"))]
         )
         if sees_devices and not _computes_on_the_device(context):
-            print("a forked process cannot use the device: each rank imports everything anew", file=sys.stderr)
+            print(
+                "a forked process cannot use the device: each rank imports everything anew",
+                file=sys.stderr,
+            )
             context = multiprocessing.get_context("spawn")
         _forks.append(context)
     return _forks[0]
@@ -249,9 +289,11 @@ def start(
     """Start `python -m MODULE --config SETTINGS` on so many ranks.
 
     Args:
-        patch: called in each rank before the run, with its rank and `patch_arguments`; a function of a module.
+        patch: called in each rank before the run, with its rank and `patch_arguments`; a function
+            of a module.
         arguments: further flags.
-        launched: whether the ranks have a launcher's environment; by default where there are several.
+        launched: whether the ranks have a launcher's environment; by default where there are
+            several.
     """
     from torch.distributed import TCPStore
 
@@ -285,7 +327,9 @@ def start(
     return Ranks(made, logs, store)
 
 
-def train(settings: Mapping[str, Any], processes: int = 1, *, expect: int = 0, **options: Any) -> Ranks:
+def train(
+    settings: Mapping[str, Any], processes: int = 1, *, expect: int = 0, **options: Any
+) -> Ranks:
     """Run to the end and check every rank's exit code."""
     ranks = start(settings, processes, **options)
     codes = ranks.wait()
@@ -321,7 +365,14 @@ def _rank(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -348,11 +399,19 @@ def _rank(
 
 
 def run_module(
-    module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path = ROOT
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    folder: Path = ROOT,
 ) -> tuple[int, str]:
-    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported all; exit code, output."""
+    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported all; exit
+    code, output.
+    """
     process = _fork_context().Process(
-        target=_rank, args=(dict(environment), list(arguments), str(log), os.chdir, (folder,), module), daemon=False
+        target=_rank,
+        args=(dict(environment), list(arguments), str(log), os.chdir, (folder,), module),
+        daemon=False,
     )
     process.start()
     process.join(PATIENCE_SECONDS)
@@ -364,9 +423,15 @@ def run_module(
 
 @contextlib.contextmanager
 def launch_torchrun(
-    settings: Mapping[str, Any], processes: int, *, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+    settings: Mapping[str, Any],
+    processes: int,
+    *,
+    max_restarts: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen]:
-    """A real launcher in a session of its own; whatever is left of it at the end is killed, by process id."""
+    """A real launcher in a session of its own; whatever is left of it at the end is killed, by
+    process id.
+    """
     output_dir = Path(str(settings["output_dir"]))
     side = output_dir.parent / f"{output_dir.name}.side"
     side.mkdir(parents=True, exist_ok=True)
@@ -478,7 +543,10 @@ def largest_relative_difference(first: Sequence[float], second: Sequence[float])
 
 
 def wait_for(
-    condition: Callable[[], Any], timeout_seconds: float = PATIENCE_SECONDS, *, what: str = "the condition"
+    condition: Callable[[], Any],
+    timeout_seconds: float = PATIENCE_SECONDS,
+    *,
+    what: str = "the condition",
 ) -> Any:
     """Poll until the condition is true; returns its value."""
     deadline = time.monotonic() + timeout_seconds
@@ -490,7 +558,9 @@ def wait_for(
 
 
 def kill_and_resume(wanted: dict[str, Any], step: int, resumed_at: int) -> None:
-    """A run that is killed in `step`, and started again, goes on from the checkpoint of `resumed_at`."""
+    """A run that is killed in `step`, and started again, goes on from the checkpoint of
+    `resumed_at`.
+    """
     import run_patches
 
     first = start(wanted, patch=run_patches.kill_self, patch_arguments=(0, step))

@@ -1,4 +1,6 @@
-"""For tests: what goes wrong in a rank, on purpose. A function here is called in the rank before its run."""
+"""For tests: what goes wrong in a rank, on purpose. A function here is called in the rank before
+its run.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ def note_memory(rank: int, after_step: int, path: str) -> None:
     def end_of_step(self: RunTrainer) -> None:
         original(self)
         if self.state.global_step == after_step:
-            Path(path).write_text(str(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0))
+            Path(path).write_text(
+                str(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+            )
 
     RunTrainer.end_of_step = end_of_step
 
 
 def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
-    """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in training."""
+    """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in
+    training.
+    """
     from finetune.modeling import objective as execution
 
     original = execution.microbatch_losses
@@ -63,7 +69,9 @@ def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
 def limit_microbatch_tokens(
     rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward"
 ) -> None:
-    """One rank's memory holds microbatches of so many tokens only, from a step on; it shows in either pass."""
+    """One rank's memory holds microbatches of so many tokens only, from a step on; it shows in
+    either pass.
+    """
     if rank != on_rank:
         return
     now = [0]
@@ -78,10 +86,14 @@ def limit_microbatch_tokens(
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise torch.OutOfMemoryError("test: out of memory in the backward pass")
 
-    def wrap(original: Callable[..., torch.Tensor], model: Any, microbatch: Any, *arguments: Any) -> torch.Tensor:
+    def wrap(
+        original: Callable[..., torch.Tensor], model: Any, microbatch: Any, *arguments: Any
+    ) -> torch.Tensor:
         too_large = now[0] >= from_step and microbatch.tokens > limit_tokens
         if too_large and where == "forward":
-            raise torch.OutOfMemoryError(f"test: out of memory: {microbatch.tokens} tokens where {limit_tokens} fit")
+            raise torch.OutOfMemoryError(
+                f"test: out of memory: {microbatch.tokens} tokens where {limit_tokens} fit"
+            )
         losses = original(model, microbatch, *arguments)
         return Exhausted.apply(losses) if too_large else losses
 
@@ -89,10 +101,11 @@ def limit_microbatch_tokens(
 
 
 def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20) -> None:
-    """The device's allocator refuses microbatches of more tokens: each token holds so many bytes until its backward.
+    """The device's allocator refuses microbatches of more tokens: each token holds so many bytes
+    until its backward.
 
-    On a CPU, which has no such limit, the error is raised here. Products of float32 are without TF32, so that losses of
-    other microbatches can be compared.
+    On a CPU, which has no such limit, the error is raised here. Products of float32 are without
+    TF32, so that losses of other microbatches can be compared.
     """
     true_float32(rank)
 
@@ -108,7 +121,9 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
 
     limited: list[bool] = []
 
-    def wrap(original: Callable[..., torch.Tensor], model: Any, microbatch: Any, device: Any, *rest: Any) -> Any:
+    def wrap(
+        original: Callable[..., torch.Tensor], model: Any, microbatch: Any, device: Any, *rest: Any
+    ) -> Any:
         losses = original(model, microbatch, device, *rest)
         if device.type != "cuda":
             if microbatch.tokens > limit_tokens:
@@ -119,7 +134,9 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
             torch.cuda.empty_cache()
             # Beside what tokens hold: room for the model's own activations, gradients and moments.
             bound = torch.cuda.memory_reserved() + limit_tokens * token_bytes + (128 << 20)
-            torch.cuda.set_per_process_memory_fraction(bound / torch.cuda.get_device_properties(device).total_memory)
+            torch.cuda.set_per_process_memory_fraction(
+                bound / torch.cuda.get_device_properties(device).total_memory
+            )
         memory = torch.empty(microbatch.tokens * token_bytes, dtype=torch.uint8, device=device)
         return Held.apply(losses, memory)
 
@@ -133,8 +150,12 @@ def true_float32(rank: int) -> None:
     device.use_fast_matmul = lambda device_type: None
 
 
-def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss") -> None:
-    """Multiply one rank's losses, or only their gradients, by a factor (NaN, inf, 1000) in these steps (1-based)."""
+def spoil_losses(
+    rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss"
+) -> None:
+    """Multiply one rank's losses, or only their gradients, by a factor (NaN, inf, 1000) in these
+    steps (1-based).
+    """
     if rank != on_rank:
         return
     now = [0]
@@ -173,13 +194,17 @@ def delay(rank: int, on_rank: int, seconds: float) -> None:
 
 
 def other_data(rank: int, on_rank: int, path: str, seconds: float) -> None:
-    """Give one rank other training data; rank 0 comes later, so that the run folder cannot tell the others."""
+    """Give one rank other training data; rank 0 comes later, so that the run folder cannot tell the
+    others.
+    """
     from finetune.data import dataset
 
     delay(rank, 0, seconds)
     original = dataset.prepare_samples
     if rank == on_rank:
-        dataset.prepare_samples = lambda paths, *arguments, **options: original((path,), *arguments, **options)
+        dataset.prepare_samples = lambda paths, *arguments, **options: original(
+            (path,), *arguments, **options
+        )
 
 
 def pause_steps(rank: int, seconds: float) -> None:
@@ -189,7 +214,9 @@ def pause_steps(rank: int, seconds: float) -> None:
     follow_steps(lambda step: time.sleep(seconds))
 
 
-def signal_self(rank: int, on_rank: int, step: int, number: int, again_after: float | None = None) -> None:
+def signal_self(
+    rank: int, on_rank: int, step: int, number: int, again_after: float | None = None
+) -> None:
     """Send this rank a signal in a step (1-based), and once more after some seconds."""
     import time
 
@@ -204,7 +231,9 @@ def signal_self(rank: int, on_rank: int, step: int, number: int, again_after: fl
 
 
 def signal_while_asking(rank: int, on_rank: int, microbatch: int, number: int) -> None:
-    """Send this rank a signal when the model is asked for what it says before the run, in a microbatch (1-based)."""
+    """Send this rank a signal when the model is asked for what it says before the run, in a
+    microbatch (1-based).
+    """
     from finetune.training.preferences import trainer
 
     original, asked = trainer.log_probabilities, [0]
@@ -264,7 +293,9 @@ def slow_saves(rank: int, seconds: float) -> None:
 
 
 def note_hashes(rank: int, record: str) -> None:
-    """Append `<rank> <checkpoint>/<file>` for every file whose content this rank reads to hash it."""
+    """Append `<rank> <checkpoint>/<file>` for every file whose content this rank reads to hash
+    it.
+    """
     from finetune.storage import durable_files
 
     plain = durable_files.hash_file
@@ -307,15 +338,17 @@ class _Pickle:
 
 
 def stranger(rank: int, proof: str) -> None:
-    """Instead of rank 1: somebody who reached the store, and sends a pickle where ranks first exchange something."""
+    """Instead of rank 1: somebody who reached the store, and sends a pickle where ranks first
+    exchange something.
+    """
     if rank == 1:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         group = dist.new_group(backend="gloo")
-        # Ranks compare digests (`Control.have_one`): with another one of the checkpoints they see they ask whether a
-        # network may be why, with another one of the run for the whole.
+        # Ranks compare digests (`Control.have_one`): with another one of the checkpoints they see
+        # they ask whether a network may be why, with another one of the run for the whole.
         for numbers in (8, 1, 8):
             said = torch.zeros(numbers, dtype=torch.int64)
             dist.send(said, 0, group=group)
@@ -346,7 +379,9 @@ def exchange(rank: int, folder: str) -> None:
 
 
 def note_collectives(rank: int, benchmarks: str, record: str) -> None:
-    """Write down what rank 0 sends in each microbatch and in the rest of each step, of all steps but the last."""
+    """Write down what rank 0 sends in each microbatch and in the rest of each step, of all steps
+    but the last.
+    """
     import contextlib
     import sys
 

@@ -22,8 +22,14 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 
 def read_preferences() -> list[dict[str, Any]]:
-    """The shipped pairs in the keys of the other rows; `wrong` is what the rejected output answers."""
-    rows = [row for name in ("preference_train.jsonl", "preference_valid.jsonl") for row in read_records(name)]
+    """The shipped pairs in the keys of the other rows; `wrong` is what the rejected output
+    answers.
+    """
+    rows = [
+        row
+        for name in ("preference_train.jsonl", "preference_valid.jsonl")
+        for row in read_records(name)
+    ]
     wrong = [re.split("答案：|Answer: ", row["rejected"])[-1] for row in rows]
     return [
         row | {"difficulty": row["topic"], "output": row["chosen"], "wrong": answer}

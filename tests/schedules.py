@@ -1,4 +1,6 @@
-"""Random schedules for property tests, the guide's own, and targets by the definition: slow and exact."""
+"""Random schedules for property tests, the guide's own, and targets by the definition: slow and
+exact.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,30 @@ GUIDE = Schedule(
 
 @st.composite
 def schedules(draw: st.DrawFn, most_levels: int = 6) -> Schedule:
-    """2 to `most_levels` levels, 1 to 5 stages, zero weights, ramps, weights from round percentages to odd floats."""
+    """2 to `most_levels` levels, 1 to 5 stages, zero weights, ramps, weights from round percentages
+    to odd floats.
+    """
     difficulties = draw(st.integers(2, most_levels))
-    weight = st.one_of(st.just(0.0), st.integers(1, 100).map(float), st.floats(1e-3, 1.0), st.just(1 / 3))
+    weight = st.one_of(
+        st.just(0.0), st.integers(1, 100).map(float), st.floats(1e-3, 1.0), st.just(1 / 3)
+    )
     ends = sorted(draw(st.sets(st.integers(1, 99), max_size=4)))
     stages = []
     for number, end in enumerate([*(end / 100 for end in ends), 1.0]):
-        mix = tuple(draw(st.lists(weight, min_size=difficulties, max_size=difficulties).filter(any)))
+        mix = tuple(
+            draw(st.lists(weight, min_size=difficulties, max_size=difficulties).filter(any))
+        )
         ramp = draw(st.sampled_from(["step", "step", "linear"])) if number else "step"
         stages.append(Stage(end, mix, ramp))
     return Schedule(tuple("abcdefghijkl"[:difficulties]), tuple(stages))
 
 
-def exact_targets(schedule: Schedule, total_steps: int, global_batch_size: int) -> list[list[Fraction]]:
-    """Cumulative targets after each step: the integral of the weights, by the midpoint of each straight piece."""
+def exact_targets(
+    schedule: Schedule, total_steps: int, global_batch_size: int
+) -> list[list[Fraction]]:
+    """Cumulative targets after each step: the integral of the weights, by the midpoint of each
+    straight piece.
+    """
     ends = [Fraction(str(stage.until)) * total_steps for stage in schedule.stages]
     mixes = [[Fraction(str(weight)) for weight in stage.mix] for stage in schedule.stages]
     shares = [[weight / sum(mix) for weight in mix] for mix in mixes]
@@ -43,7 +55,11 @@ def exact_targets(schedule: Schedule, total_steps: int, global_batch_size: int) 
             weights = shares[number]
             if stage.ramp == "linear":
                 way = ((low + high) / 2 - start) / (ends[number] - start)
-                weights = [a + (b - a) * way for a, b in zip(shares[number - 1], weights, strict=True)]
-            sums = [s + global_batch_size * (high - low) * w for s, w in zip(sums, weights, strict=True)]
+                weights = [
+                    a + (b - a) * way for a, b in zip(shares[number - 1], weights, strict=True)
+                ]
+            sums = [
+                s + global_batch_size * (high - low) * w for s, w in zip(sums, weights, strict=True)
+            ]
         rows.append(sums)
     return rows

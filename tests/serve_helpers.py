@@ -1,4 +1,6 @@
-"""Servers in processes of their own, on loopback: with real workers, or with workers that have no model."""
+"""Servers in processes of their own, on loopback: with real workers, or with workers that have no
+model.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ class Served:
         try:
             connection.request(method, path, body, sent)
             response = connection.getresponse()
-            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+            return (
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
         finally:
             connection.close()
 
@@ -107,7 +113,12 @@ class Served:
 @contextlib.contextmanager
 def _running(words: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Served]:
     process = subprocess.Popen(
-        words, env=environment(env), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        env=environment(env),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     served = Served(process)
     ready = threading.Event()
@@ -151,9 +162,22 @@ def stub_server(workers: int = 1, token: str | None = None, **options: Any) -> I
 
 
 @contextlib.contextmanager
-def real_server(model: Path | str, *flags: object, env: Mapping[str, str] | None = None) -> Iterator[Served]:
+def real_server(
+    model: Path | str, *flags: object, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """The command, on a free port of loopback."""
-    words = [sys.executable, "-m", "finetune", "serve", "--model", str(model), "--device-type", "cpu", "--port", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "serve",
+        "--model",
+        str(model),
+        "--device-type",
+        "cpu",
+        "--port",
+        "0",
+    ]
     with _running([*words, *map(str, flags)], env) as served:
         yield served
 

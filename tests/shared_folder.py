@@ -1,8 +1,10 @@
-"""For tests: a folder that nodes share by a network file system (network_file_system.py), and processes on them.
+"""For tests: a folder that nodes share by a network file system (network_file_system.py), and
+processes on them.
 
 The mounts are served by a process of their own, which also takes them away when the test is gone:
 
-    python tests/shared_folder.py FOLDER FLOCK NODE0 NODE1    # takes JSON, a line at a time, and answers each
+    python tests/shared_folder.py FOLDER FLOCK NODE0 NODE1    # takes JSON, a line at a time, and
+    answers each
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class SharedFolder:
         nodes: the same, as each node sees it.
     """
 
-    def __init__(self, place: Path, nodes: int = 2, *, flock_by: str = "server", **settings: Any) -> None:
+    def __init__(
+        self, place: Path, nodes: int = 2, *, flock_by: str = "server", **settings: Any
+    ) -> None:
         self.disk, self.nodes = place / "disk", [place / f"node{number}" for number in range(nodes)]
         self._flock_by, self._settings = flock_by, settings
         self.lag_seconds = settings.get("lag_seconds", 0.0)
@@ -47,9 +51,18 @@ class SharedFolder:
     def __enter__(self) -> SharedFolder:
         for folder in (self.disk, *self.nodes):
             folder.mkdir(parents=True, exist_ok=True)
-        words = [str(TESTS / "shared_folder.py"), str(self.disk), self._flock_by, *map(str, self.nodes)]
+        words = [
+            str(TESTS / "shared_folder.py"),
+            str(self.disk),
+            self._flock_by,
+            *map(str, self.nodes),
+        ]
         self._server = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self._answer()
         self.set(**self._settings)
@@ -88,7 +101,9 @@ class SharedFolder:
 
 
 def on_node(rank: int, nodes: tuple[str, ...], onto: str) -> None:
-    """Make this process one of node `rank` (by turns): its own mounts and host name, the shared folder at `onto`."""
+    """Make this process one of node `rank` (by turns): its own mounts and host name, the shared
+    folder at `onto`.
+    """
     number = rank % len(nodes)
     leave_mounts(f"node{number}")
     mount_bound(Path(nodes[number]), Path(onto))

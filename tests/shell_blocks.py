@@ -1,4 +1,6 @@
-"""The commands that a Markdown file shows, and how to try them here: small, in a folder of their own."""
+"""The commands that a Markdown file shows, and how to try them here: small, in a folder of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def blocks(document: Path, language: str) -> list[str]:
     """The contents of the fenced blocks of one language, in order."""
-    return [text for found, text in _FENCE.findall(document.read_text(encoding="utf-8")) if found == language]
+    return [
+        text
+        for found, text in _FENCE.findall(document.read_text(encoding="utf-8"))
+        if found == language
+    ]
 
 
 def shell_lines(document: Path) -> list[str]:
@@ -35,25 +41,32 @@ def trains(line: str) -> bool:
 
 
 def small(line: str, folder: Path) -> str:
-    """The same command for two steps, without validation, in `folder` instead of runs/ and the user's cache."""
+    """The same command for two steps, without validation, in `folder` instead of runs/ and the
+    user's cache.
+    """
     cache = f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
     if trains(line):
         if "--output-dir" not in line:
             line += " --output-dir runs/" + re.search(r"--config (?:ds_configs/)?(\w+)[.]", line)[1]
         line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
     if "--eval-steps" in line:
-        line = re.sub(r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line)
+        line = re.sub(
+            r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line
+        )
     if "finetune.dpo" in line:
         line += " --max-steps 2 --device-type cpu"
     if "finetune.pretrain" in line:
         # The model that stands for the reader's was made for 512 tokens.
-        line = line.replace("--max-seq-len 2048", "--max-seq-len 128").replace("size 65536", "size 512")
+        line = line.replace("--max-seq-len 2048", "--max-seq-len 128").replace(
+            "size 65536", "size 512"
+        )
         line += " --num-iterations 2 --device-type cpu --report-to none"
     if "finetune serve" in line:
         line += " --port 0 --device-type cpu"
     if " chat " in line or " eval " in line:
         line += " --max-new-tokens 4" if " chat " in line else " --generate 2 --max-new-tokens 4"
-    if "finetune merge" in line:  # of two steps so little was learned that 16 bits would lose it, which merge refuses
+    # of two steps so little was learned that 16 bits would lose it, which merge refuses
+    if "finetune merge" in line:
         line += " --dtype float32"
     caches = trains(line) or "finetune inspect" in line or "finetune.dpo" in line
     return line.replace("runs/", f"{folder}/") + (cache if caches else "")
@@ -69,7 +82,11 @@ def run_together(
     """Run shell lines at the same time (as on several nodes); the exit code and output of each."""
     folder.mkdir(parents=True, exist_ok=True)
     env = environment(
-        {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "hf"), **(variables or {})}
+        {
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "HF_HOME": str(folder / "hf"),
+            **(variables or {}),
+        }
     )
     logs = [folder / f"output-{number}-{time.monotonic_ns()}.txt" for number in range(len(lines))]
     started = []
@@ -78,7 +95,9 @@ def run_together(
             with log.open("wb") as file:
                 words = ["bash", "-c", line]
                 started.append(
-                    subprocess.Popen(words, cwd=cwd, env=env, stdout=file, stderr=file, start_new_session=True)
+                    subprocess.Popen(
+                        words, cwd=cwd, env=env, stdout=file, stderr=file, start_new_session=True
+                    )
                 )
         deadline = time.monotonic() + timeout_seconds
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in started]
@@ -99,7 +118,8 @@ def run_line(
 ) -> str:
     """Run one shell line; its output. Fails unless the exit code is one of `codes`.
 
-    `python -m finetune...` is forked instead of started: what it imports takes several times what it does.
+    `python -m finetune...` is forked instead of started: what it imports takes several times what
+    it does.
     """
     words = shlex.split(line)
     if words[:2] == ["python", "-m"] and "*" not in line:

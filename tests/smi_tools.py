@@ -1,4 +1,6 @@
-"""Stand-ins for the devices' drivers: an npu-smi that prints one of the texts in `smi_outputs/`, and NVML's library."""
+"""Stand-ins for the devices' drivers: an npu-smi that prints one of the texts in `smi_outputs/`,
+and NVML's library.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ def make_tools(folder: Path, tools: dict[str, str]) -> None:
 
 @dataclass
 class FakeGpu:
-    """A GPU or a MIG slice. A number that is None is one that the device does not support; sizes in MiB.
+    """A GPU or a MIG slice. A number that is None is one that the device does not support; sizes in
+    MiB.
 
-    Attributes:
-        computing, drawing: (process id, MiB or None) of processes; None where there is no permission.
+    Attributes: computing, drawing: (process id, MiB or None) of processes; None where there is no
+        permission.
         slices: MIG slices by number, None where MIG is not supported.
         fails: question -> code of the error that it raises.
     """
@@ -46,9 +49,13 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """What `finetune.runtime.smi_nvml` asks of pynvml; refuses, with the real errors, what the real one refuses."""
+    """What `finetune.runtime.smi_nvml` asks of pynvml; refuses, with the real errors, what the real
+    one refuses.
+    """
 
-    def __init__(self, *gpus: FakeGpu, init_error: int = 0, driver: str = "580.65.06", cuda: int = 13000) -> None:
+    def __init__(
+        self, *gpus: FakeGpu, init_error: int = 0, driver: str = "580.65.06", cuda: int = 13000
+    ) -> None:
         self.gpus, self.init_error, self.driver, self.cuda = gpus, init_error, driver, cuda
         self.users = 0
 
@@ -102,7 +109,9 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> SimpleNamespace:
         total = self._asked(handle, "memory", handle.total)
-        return SimpleNamespace(total=total * MIB, used=handle.used * MIB, free=(total - handle.used) * MIB)
+        return SimpleNamespace(
+            total=total * MIB, used=handle.used * MIB, free=(total - handle.used) * MIB
+        )
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> SimpleNamespace:
         return SimpleNamespace(gpu=self._asked(handle, "use", handle.use), memory=0)
@@ -112,11 +121,16 @@ class FakeNvml:
         return self._asked(handle, "temperature", handle.celsius)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: FakeGpu, kind: int, counter: int) -> int:
-        assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        assert (kind, counter) == (
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        )
         return self._asked(handle, "ecc", handle.ecc)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:
-        return _running(self._asked(handle, "processes", handle.computing, pynvml.NVML_ERROR_NO_PERMISSION))
+        return _running(
+            self._asked(handle, "processes", handle.computing, pynvml.NVML_ERROR_NO_PERMISSION)
+        )
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:
         return _running(self._asked(handle, "drawing", handle.drawing))
@@ -125,7 +139,13 @@ class FakeNvml:
         if not self.users:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
-    def _asked(self, gpu: FakeGpu, question: str, answer: Any, refusal: int = pynvml.NVML_ERROR_NOT_SUPPORTED) -> Any:
+    def _asked(
+        self,
+        gpu: FakeGpu,
+        question: str,
+        answer: Any,
+        refusal: int = pynvml.NVML_ERROR_NOT_SUPPORTED,
+    ) -> Any:
         self._need_init()
         if question in gpu.fails:
             raise pynvml.NVMLError(gpu.fails[question])
@@ -135,4 +155,7 @@ class FakeNvml:
 
 
 def _running(processes: list[tuple[int, int | None]]) -> list[SimpleNamespace]:
-    return [SimpleNamespace(pid=pid, usedGpuMemory=None if used is None else used * MIB) for pid, used in processes]
+    return [
+        SimpleNamespace(pid=pid, usedGpuMemory=None if used is None else used * MIB)
+        for pid, used in processes
+    ]

@@ -1,4 +1,5 @@
-"""Writes the GGUF of a Qwen3 with the gguf package's own writer, called as llama.cpp's convert_hf_to_gguf.py is.
+"""Writes the GGUF of a Qwen3 with the gguf package's own writer, called as llama.cpp's
+convert_hf_to_gguf.py is.
 
 That one is not on PyPI, and refuses tokenizers that it has no name for, as the bundled model's.
 """
@@ -39,13 +40,18 @@ def write(folder: Path, target: Path, outtype: str) -> None:
     known = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"] for token in known["added_tokens"]}
     size = config["vocab_size"]
-    names = [tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else f"[PAD{n}]" for n in range(size)]
+    names = [
+        tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else f"[PAD{n}]"
+        for n in range(size)
+    ]
     kinds = [gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in range(size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(names)
     writer.add_token_types(kinds)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in known["model"]["merges"]])
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in known["model"]["merges"]]
+    )
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)

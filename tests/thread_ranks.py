@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where ranks that are threads meet; a call by any other thread, or of another kind than the others', fails.
+    """Where ranks that are threads meet; a call by any other thread, or of another kind than the
+    others', fails.
 
     Attributes:
         calls: of every rank, by kind.
@@ -37,7 +38,9 @@ class Meeting:
         self.barrier.wait()
         found = [json.loads(other) for other in self.items]
         self.barrier.wait()
-        assert all(other == kind for other, _ in found), f"ranks are in different collectives: {found}"
+        assert all(other == kind for other, _ in found), (
+            f"ranks are in different collectives: {found}"
+        )
         return [value for _, value in found]
 
     def run(self, rank: Callable[[int], T]) -> list[T]:
@@ -54,7 +57,9 @@ class Meeting:
         with ThreadPoolExecutor(self.ranks) as threads:
             running = [threads.submit(run_one, number) for number in range(self.ranks)]
         failures = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        for error in sorted(
+            failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)
+        ):
             raise error
         return [future.result() for future in running]
 

@@ -16,9 +16,11 @@ from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES, choose_attentio
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
-LENGTHS = (9, 1, 14, 5)  # of the documents of a microbatch: longer and shorter than the window, and a single token
+# of the documents of a microbatch: longer and shorter than the window, and a single token
+LENGTHS = (9, 1, 14, 5)
 
-# Every size that a model family calls by one of these names; a family takes those that its configuration has.
+# Every size that a model family calls by one of these names; a family takes those that its
+# configuration has.
 TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -95,7 +97,9 @@ def make_microbatch(docs: list[np.ndarray], *, packing: bool, pad_token_id: int 
     return collate(members, packing=packing, pad_token_id=pad_token_id)
 
 
-def outputs(model: torch.nn.Module, docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> list:
+def outputs(
+    model: torch.nn.Module, docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0
+) -> list:
     """Logits of every token, by document."""
     microbatch = make_microbatch(docs, packing=packing, pad_token_id=pad_token_id)
     logits = model(**{**microbatch.model_inputs(CPU), "logits_to_keep": 0}).logits

@@ -29,8 +29,12 @@ class ToyConfig(BaseConfig):
     command: ClassVar[str] = "python -m toy_kind"
 
     text: Text = setting(group="model and data", unit="file", description="The text to train on.")
-    windows_per_step: int = setting(4, ge=1, group="batch and length", unit="windows", description="Global batch.")
-    max_steps: int = setting(3, ge=1, group="batch and length", unit="steps", description="Optimizer steps.")
+    windows_per_step: int = setting(
+        4, ge=1, group="batch and length", unit="windows", description="Global batch."
+    )
+    max_steps: int = setting(
+        3, ge=1, group="batch and length", unit="steps", description="Optimizer steps."
+    )
     learning_rate: float = setting(1e-3, gt=0, group="optimizer", description="Learning rate.")
 
     @property
@@ -59,7 +63,9 @@ def probe(config: ToyConfig) -> Iterator[Check]:
 def _model_config() -> Any:
     from finetune.modeling.scratch import scratch_config
 
-    return scratch_config("qwen3", 1, vocab_size=BYTES, max_seq_len=WINDOW_TOKENS, bos_token_id=0, eos_token_id=0)
+    return scratch_config(
+        "qwen3", 1, vocab_size=BYTES, max_seq_len=WINDOW_TOKENS, bos_token_id=0, eos_token_id=0
+    )
 
 
 def shape(config: ToyConfig) -> Any:
@@ -76,7 +82,10 @@ def workload(config: ToyConfig, shape: Any, cluster: Cluster) -> Workload:
     from finetune.planning.inputs import pretraining_workload
 
     like = PretrainConfig.model_construct(
-        **{name: info.get_default(call_default_factory=False) for name, info in PretrainConfig.model_fields.items()}
+        **{
+            name: info.get_default(call_default_factory=False)
+            for name, info in PretrainConfig.model_fields.items()
+        }
     ).model_copy(
         update={
             "device_batch_size": config.windows_per_step,
@@ -104,7 +113,9 @@ class ByteWindows:
         import numpy as np
 
         text = np.frombuffer(Path(path).read_bytes(), dtype=np.uint8).astype(np.int32)
-        self.windows = text[: len(text) // (WINDOW_TOKENS + 1) * (WINDOW_TOKENS + 1)].reshape(-1, WINDOW_TOKENS + 1)
+        self.windows = text[: len(text) // (WINDOW_TOKENS + 1) * (WINDOW_TOKENS + 1)].reshape(
+            -1, WINDOW_TOKENS + 1
+        )
         self.lengths = np.full(len(self.windows), WINDOW_TOKENS, dtype=np.int32)
         self.supervised_counts, self.record_ids = self.lengths, np.arange(len(self.windows))
 
@@ -129,11 +140,18 @@ def prepare(config: ToyConfig) -> Prepared:
         config.max_steps,
         config.seed,
     )
-    identity = {"kind": "toy", "text": config.text, "total_steps": config.max_steps, "schedule": batches.fingerprint()}
+    identity = {
+        "kind": "toy",
+        "text": config.text,
+        "total_steps": config.max_steps,
+        "schedule": batches.fingerprint(),
+    }
     return Prepared(windows, batches, identity)
 
 
-def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, session: Any, **where: Any) -> Any:
+def build_trainer(
+    config: ToyConfig, world: Any, data: Prepared, start: Any, session: Any, **where: Any
+) -> Any:
     import numpy as np
     from safetensors.torch import save_file
 
@@ -167,7 +185,9 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
     model = make_model(_model_config(), seed=config.seed)
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
-    execution = build.make_execution(world, session, packing=False, token_budget=0, samples_per_microbatch=1)
+    execution = build.make_execution(
+        world, session, packing=False, token_budget=0, samples_per_microbatch=1
+    )
     step_batches = StepBatches(
         data.windows,
         data.batches,
@@ -195,7 +215,9 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
         state_form="parts",
     )
     summary = build.plan_summary(step_batches, token_budget=0, samples_per_microbatch=1)
-    build.say_start(trainer, world, summary, tables={}, facts={}, dtype=where["dtype"], zero_stage=0)
+    build.say_start(
+        trainer, world, summary, tables={}, facts={}, dtype=where["dtype"], zero_stage=0
+    )
     return trainer
 
 

@@ -2,8 +2,9 @@
 
     python tests/translations.py      # after texts have changed (`make translations`)
 
-Texts marked by `_` and `N_` are extracted from the package, the catalogue takes new ones and drops what is gone, and
-its compiled form is written beside it. What has no Chinese is listed; it is shown in English until it has.
+Texts marked by `_` and `N_` are extracted from the package, the catalogue takes new ones and drops
+what is gone, and its compiled form is written beside it. What has no Chinese is listed; it is shown
+in English until it has.
 """
 
 from __future__ import annotations

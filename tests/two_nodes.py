@@ -1,4 +1,6 @@
-"""Two nodes on one machine: network namespaces, joined by a cable that can be pulled. Needs root and iproute2."""
+"""Two nodes on one machine: network namespaces, joined by a cable that can be pulled. Needs root
+and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def why_not() -> str:
 
 
 class TwoNodes:
-    """The namespaces and what runs in them. A context manager: at its end nothing of both is left."""
+    """The namespaces and what runs in them. A context manager: at its end nothing of both is
+    left.
+    """
 
     def __init__(self, logs: Path) -> None:
         self.names = tuple(f"finetune-{os.getpid()}-{node}" for node in (0, 1))
@@ -80,7 +84,9 @@ class TwoNodes:
         """`down` pulls the cable, `up` puts it back."""
         _ip("-n", self.names[1], "link", "set", self.links[1], state)
 
-    def start(self, node: int, words: Sequence[str], output: Path, env: Mapping[str, str] | None = None):
+    def start(
+        self, node: int, words: Sequence[str], output: Path, env: Mapping[str, str] | None = None
+    ):
         """Start a command on a node."""
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         with output.open("wb") as file:
@@ -98,7 +104,8 @@ class TwoNodes:
     def port_taken(self, port: int) -> Iterator[None]:
         """Another program listens at a port of node 0, and never says a word."""
         code = (
-            f"import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(999)"
+            f"import socket, time; s = socket.create_server(('', {port})); print('ready',"
+            " flush=True); time.sleep(999)"
         )
         words = ["ip", "netns", "exec", self.names[0], sys.executable, "-S", "-c", code]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -111,11 +118,18 @@ class TwoNodes:
             process.wait()
 
     def launch(self, flags: Sequence[str], folder: Path, **variables: str) -> list[Launched]:
-        """`launchers/multi_node.sh` on both nodes, two processes each unless a variable says otherwise."""
+        """`launchers/multi_node.sh` on both nodes, two processes each unless a variable says
+        otherwise.
+        """
         launched = []
         for node in (0, 1):
             output = folder / f"node{node}-{time.monotonic_ns()}.txt"
-            env = {"NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "NPROC_PER_NODE": "2", "LC_ALL": "C.UTF-8"}
+            env = {
+                "NODE_RANK": str(node),
+                "MASTER_ADDR": ADDRESSES[0],
+                "NPROC_PER_NODE": "2",
+                "LC_ALL": "C.UTF-8",
+            }
             env["FINETUNE_LOG_DIR"] = str(self.logs)
             words = ["bash", str(ROOT / "launchers" / "multi_node.sh"), *flags]
             launched.append(Launched(self.start(node, words, output, env | variables), output))

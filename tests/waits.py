@@ -1,8 +1,10 @@
-"""For tests: what would make the host wait for a device, counted operator by operator on any device.
+"""For tests: what would make the host wait for a device, counted operator by operator on any
+device.
 
-Under `Waits` every operator that autograd or the model calls is looked at: one whose result the host needs (a number,
-the size of what comes back) waits on CUDA and Ascend (torch.cuda.set_sync_debug_mode says which; its list is the
-source). On a simulated device copies between it and the host are seen too.
+Under `Waits` every operator that autograd or the model calls is looked at: one whose result the
+host needs (a number, the size of what comes back) waits on CUDA and Ascend
+(torch.cuda.set_sync_debug_mode says which; its list is the source). On a simulated device copies
+between it and the host are seen too.
 """
 
 from __future__ import annotations
@@ -18,9 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Numbers that the host reads, and results whose size depends on numbers.
 READS = frozenset(
-    f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+    )
 )
-INDEXED = frozenset(f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
+INDEXED = frozenset(
+    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_")
+)
 
 
 class Waits(TorchDispatchMode):
@@ -34,8 +46,12 @@ class Waits(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _waits(func._schema.name, args, kwargs, result):
-            lines = [line for line in traceback.extract_stack()[:-1] if "/torch/" not in line.filename]
-            where = " < ".join(f"{Path(line.filename).name}:{line.lineno}" for line in reversed(lines[-3:]))
+            lines = [
+                line for line in traceback.extract_stack()[:-1] if "/torch/" not in line.filename
+            ]
+            where = " < ".join(
+                f"{Path(line.filename).name}:{line.lineno}" for line in reversed(lines[-3:])
+            )
             self.found[f"{func._schema.name} at {where}"] += 1
         return result
 
@@ -44,7 +60,9 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if name in READS:
         return True
     if name in INDEXED:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None
     if name in ("aten::_to_copy", "aten::copy_"):
@@ -57,7 +75,9 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def audit_rows(rank: int, output: str) -> None:
-    """A patch of a run (run_patches): write what every step's microbatches found, a line for each step, to a file."""
+    """A patch of a run (run_patches): write what every step's microbatches found, a line for each
+    step, to a file.
+    """
     from finetune.training.executor import StepExecutor
 
     original = StepExecutor._run_microbatches
@@ -73,7 +93,9 @@ def audit_rows(rank: int, output: str) -> None:
 
 
 def audit_steps(rank: int, output: str) -> None:
-    """A patch of a run: the same for whole steps, from the first microbatch to what the host does at the end."""
+    """A patch of a run: the same for whole steps, from the first microbatch to what the host does
+    at the end.
+    """
     from finetune.training.trainer import RunTrainer
 
     begin, end = RunTrainer.training_step, RunTrainer.end_of_step
@@ -88,7 +110,10 @@ def audit_steps(rank: int, output: str) -> None:
     def end_of_step(self: RunTrainer) -> None:
         end(self)
         with open(output, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"rows": len(self._batch.microbatches), "found": at_work[0].found}) + "\n")
+            file.write(
+                json.dumps({"rows": len(self._batch.microbatches), "found": at_work[0].found})
+                + "\n"
+            )
         at_work[0].found.clear()
         if self.state.global_step == self.context.total_steps:
             at_work.pop().__exit__(None, None, None)

@@ -1,10 +1,13 @@
-"""The site, in English and Chinese, without a network: `python docs/site/build_site.py` (`make site`) into build/site/.
+"""The site, in English and Chinese, without a network: `python docs/site/build_site.py` (`make
+site`) into build/site/.
 
-    python docs/site/build_site.py                   # both languages; what is wrong, a dead link too, ends it
-    python docs/site/build_site.py --translations    # renew docs/locale, list what it lacks (`make site-translations`)
+    python docs/site/build_site.py                   # both languages; what is wrong, a dead link
+    too, ends it python docs/site/build_site.py --translations    # renew docs/locale, list what it
+    lacks (`make site-translations`)
 
-docs/*.md stay plain Markdown, as people read them in the repository. They are copied to build/site/source/, where links
-that lead out of the site become names of files, and stand beside pages that site_reference.py makes of the code.
+docs/*.md stay plain Markdown, as people read them in the repository. They are copied to
+build/site/source/, where links that lead out of the site become names of files, and stand beside
+pages that site_reference.py makes of the code.
 """
 
 from __future__ import annotations
@@ -38,13 +41,35 @@ PAGES = {
     "Start": ["start", "tutorial", "README <readme>", "installation"],
     "Concepts": ["concepts", "curriculum", "data", "configuration", "run_folder", "architecture"],
     "Do": [
-        *("launching", "doctor", "planning", "monitoring", "diagnosis", "preferences", "pretraining"),
-        *("pretraining_data", "chat_and_serve", "evaluation", "merging", "verifying", "models", "python"),
+        *(
+            "launching",
+            "doctor",
+            "planning",
+            "monitoring",
+            "diagnosis",
+            "preferences",
+            "pretraining",
+        ),
+        *(
+            "pretraining_data",
+            "chat_and_serve",
+            "evaluation",
+            "merging",
+            "verifying",
+            "models",
+            "python",
+        ),
     ],
     "Come from elsewhere": ["from_the_guides", "from_other_tools", "convert"],
     "Reference": [
         *("reference/settings", "reference/settings_preferences", "reference/settings_pretraining"),
-        *("reference/commands", "reference/events", "reference/exit_codes", "reference/symptoms", "reference/python"),
+        *(
+            "reference/commands",
+            "reference/events",
+            "reference/exit_codes",
+            "reference/symptoms",
+            "reference/python",
+        ),
     ],
     "How it holds up": [
         *(
@@ -56,7 +81,12 @@ PAGES = {
             "benchmarks_pretraining",
             "pretraining_parts",
         ),
-        *("defaults_benchmark", "peers_settings_benchmark", "preferences_benchmark", "curriculum_benchmark"),
+        *(
+            "defaults_benchmark",
+            "peers_settings_benchmark",
+            "preferences_benchmark",
+            "curriculum_benchmark",
+        ),
         *("equivalence_grid", "equivalence_grid_cuda"),
         *("crash_table", "fault_table", "roofline", "scale"),
     ],
@@ -82,7 +112,11 @@ def stage(language: str) -> Path:
         (source / name).write_text(text, encoding="utf-8")
     with (source / "index.md").open("a", encoding="utf-8") as index:
         for caption, names in PAGES.items():
-            index.write("\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""]))
+            index.write(
+                "\n".join(
+                    ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""]
+                )
+            )
     return source
 
 
@@ -107,17 +141,39 @@ def with_links_here(text: str, folder: Path, names: set[str]) -> str:
             return f"[{title}]({name}{anchor})"
         if DOCS / "images" in target.parents:
             return match[0]
-        return f"{title} (`{target.relative_to(ROOT)}`)" if f"{target.relative_to(ROOT)}" not in title else title
+        return (
+            f"{title} (`{target.relative_to(ROOT)}`)"
+            if f"{target.relative_to(ROOT)}" not in title
+            else title
+        )
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
-    parts[::2] = [_LINK.sub(link, part).replace("](docs/images/", "](images/") for part in parts[::2]]
+    parts[::2] = [
+        _LINK.sub(link, part).replace("](docs/images/", "](images/") for part in parts[::2]
+    ]
     return "".join(parts)
 
 
 def sphinx(builder: str, source: Path, target: Path, language: str) -> None:
     """Run Sphinx; every warning is an error."""
-    words = [sys.executable, "-m", "sphinx", "-b", builder, "-W", "--keep-going", "-q", "-c", DOCS / "site"]
-    words += ["-d", OUT / "doctrees" / f"{builder}-{language}", "-D", f"language={SPHINX_LANGUAGES[language]}"]
+    words = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-b",
+        builder,
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        DOCS / "site",
+    ]
+    words += [
+        "-d",
+        OUT / "doctrees" / f"{builder}-{language}",
+        "-D",
+        f"language={SPHINX_LANGUAGES[language]}",
+    ]
     subprocess.run([*words, source, target], cwd=ROOT, check=True)
 
 
@@ -137,7 +193,15 @@ class _Page(HTMLParser):
         if tag == "a" and given.get("href"):
             self.links.append(str(given["href"]))
         loaded = given.get("src") if tag != "link" else given.get("href")
-        if loaded and given.get("rel") not in ("search", "index", "next", "prev", "author", "copyright", "top"):
+        if loaded and given.get("rel") not in (
+            "search",
+            "index",
+            "next",
+            "prev",
+            "author",
+            "copyright",
+            "top",
+        ):
             self.loads.append(loaded)
 
 
@@ -154,7 +218,9 @@ def dead_links(folder: Path) -> list[str]:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             anchor = unquote(parts.fragment)
-            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
+            if not target.is_file() or (
+                anchor and target in pages and anchor not in pages[target].anchors
+            ):
                 found.append(f"{path.relative_to(folder)}: {link}")
     return found
 
@@ -162,11 +228,15 @@ def dead_links(folder: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     if arguments == ["--translations"]:
         sphinx("gettext", stage("en"), OUT / "gettext", "en")
-        return renew(OUT / "gettext", LOCALE / "zh" / "LC_MESSAGES", skipped={*OWN_CHINESE, *ENGLISH_ONLY})
+        return renew(
+            OUT / "gettext", LOCALE / "zh" / "LC_MESSAGES", skipped={*OWN_CHINESE, *ENGLISH_ONLY}
+        )
     for language in LANGUAGES:
         shutil.rmtree(OUT / language, ignore_errors=True)
         if (LOCALE / language).is_dir():  # compiled catalogues are written beside
-            shutil.copytree(LOCALE / language, OUT / "locale" / SPHINX_LANGUAGES[language], dirs_exist_ok=True)
+            shutil.copytree(
+                LOCALE / language, OUT / "locale" / SPHINX_LANGUAGES[language], dirs_exist_ok=True
+            )
         sphinx("html", stage(language), OUT / language, language)
     shutil.copy(DOCS / "site" / "languages.html", OUT / "index.html")
     dead = [line for language in LANGUAGES for line in dead_links(OUT / language)]

@@ -1,4 +1,6 @@
-"""Sphinx's settings; `build_site.py` gives it the pages. Nothing is loaded from elsewhere, now or by a reader."""
+"""Sphinx's settings; `build_site.py` gives it the pages. Nothing is loaded from elsewhere, now or
+by a reader.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The Chinese of the site's pages: docs/locale/zh/LC_MESSAGES/PAGE.po, brought up to date, and what they lack."""
+"""The Chinese of the site's pages: docs/locale/zh/LC_MESSAGES/PAGE.po, brought up to date, and what
+they lack.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ MESSAGES = Path(finetune.__file__).parent / "locale" / "zh" / "LC_MESSAGES" / "f
 
 
 def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
-    """Write what Sphinx extracted into the catalogues; list what has no Chinese, by page. Returns the exit code, 0.
+    """Write what Sphinx extracted into the catalogues; list what has no Chinese, by page. Returns
+    the exit code, 0.
 
-    A paragraph that has changed keeps its old Chinese beside it, marked fuzzy: it is shown in English until someone
-    has looked at it. What another page, or the package's own catalogue, has in Chinese is taken from there.
+    A paragraph that has changed keeps its old Chinese beside it, marked fuzzy: it is shown in
+    English until someone has looked at it. What another page, or the package's own catalogue, has
+    in Chinese is taken from there.
     """
     known, missing, texts = _known(folder), 0, 0
-    pages = {path.relative_to(templates).with_suffix(""): path for path in sorted(templates.rglob("*.pot"))}
+    pages = {
+        path.relative_to(templates).with_suffix(""): path
+        for path in sorted(templates.rglob("*.pot"))
+    }
     for page, path in pages.items():
         if page.as_posix() in skipped or page.name == "sphinx":
             continue
@@ -53,12 +60,18 @@ def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
 
 def untranslated(catalogue: Catalog) -> list[str]:
     """Texts without Chinese, or whose Chinese is of an older text."""
-    return [str(message.id) for message in catalogue if message.id and (not message.string or message.fuzzy)]
+    return [
+        str(message.id)
+        for message in catalogue
+        if message.id and (not message.string or message.fuzzy)
+    ]
 
 
 def needs_words(text: str) -> bool:
     """Whether a text says something besides code, numbers and addresses."""
-    return re.search(r"[A-Za-z]{2}", re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)) is not None
+    return (
+        re.search(r"[A-Za-z]{2}", re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)) is not None
+    )
 
 
 def _known(folder: Path) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Pages of the reference, made from what the code itself goes by: schemas, events, exit codes, symptoms, docstrings."""
+"""Pages of the reference, made from what the code itself goes by: schemas, events, exit codes,
+symptoms, docstrings.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,14 @@ _CHINESE = {
 
 
 def reference_pages(language: str) -> dict[str, str]:
-    """File name -> Markdown. English but for the symptoms, which the package itself says in both languages."""
+    """File name -> Markdown. English but for the symptoms, which the package itself says in both
+    languages.
+    """
     pages = {
         "settings": _settings(RunConfig, "Settings of fine-tuning", "sft"),
-        "settings_preferences": _settings(PreferenceConfig, "Settings of training on preferences", "dpo"),
+        "settings_preferences": _settings(
+            PreferenceConfig, "Settings of training on preferences", "dpo"
+        ),
         "settings_pretraining": _settings(PretrainConfig, "Settings of pretraining", "pretrain"),
         "commands": _commands(),
         "events": _events(),
@@ -58,14 +64,22 @@ def reference_pages(language: str) -> dict[str, str]:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     cells = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells
+        )
+        + "\n"
+    )
 
 
 def _settings(model_class: type[Strict], title: str, kind: str) -> str:
     """A table for each group of the help: every name is also a flag and a key of a run file."""
     required = {name for name, info in model_class.model_fields.items() if info.is_required()}
     text = f"# {title}\n\n"
-    text += f"Names are keys of a run file; `python -m finetune {kind}` takes each as a flag, `_` written as `-`. "
+    text += (
+        f"Names are keys of a run file; `python -m finetune {kind}` takes each as a flag, `_`"
+        " written as `-`. "
+    )
     text += "Where values come from, and which wins: [configuration](../configuration.md).\n"
     found = flags_of(model_class)
     for group in GROUPS:
@@ -94,7 +108,10 @@ def _commands() -> str:
         said = io.StringIO()
         with redirect_stdout(said), suppress(SystemExit):
             import_module(module).main(["--help"])
-        text += f"\n## {name}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{said.getvalue().rstrip()}\n```\n"
+        text += (
+            "\n##"
+            f" {name}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{said.getvalue().rstrip()}\n```\n"
+        )
     return text
 
 
@@ -107,7 +124,10 @@ def _events() -> str:
     said = _comments(inspect.getsource(run_log), r'^    "(\w+)",  # (.+)$')
     assert set(said) == set(run_log.EVENTS), "an event without a comment that says what it is"
     rows = [(f"`{name}`", said[name], f"`{event_texts.EVENTS[name]}`") for name in run_log.EVENTS]
-    head = "# Events\n\nLines of `events.jsonl` in the [run folder](../run_folder.md), where their fields are listed; "
+    head = (
+        "# Events\n\nLines of `events.jsonl` in the [run folder](../run_folder.md), where their"
+        " fields are listed; "
+    )
     head += "[`finetune.follow`](../python.md) gives them to a program as they come.\n\n"
     return head + _table(("event", "what happened", "how it is shown"), rows)
 
@@ -125,7 +145,9 @@ def _symptoms(language: str) -> str:
     finally:
         speak("en")
     heads = {
-        "en": "# Symptoms\n\nWhat `diagnose` knows, by cause ([how it finds it](../diagnosis.md)).\n",
+        "en": (
+            "# Symptoms\n\nWhat `diagnose` knows, by cause ([how it finds it](../diagnosis.md)).\n"
+        ),
         "zh": "# 症状\n\n`diagnose` 所认识的原因（[它如何判断](../diagnosis.md)）。\n",
     }
     if language == "zh":
@@ -136,9 +158,14 @@ def _symptoms(language: str) -> str:
 
 def _python() -> str:
     """Docstrings of the public names; the settings have pages of their own."""
-    text = "# Python\n\n`import finetune` loads none of these; each comes with its first use, and all have types.\n"
+    text = (
+        "# Python\n\n`import finetune` loads none of these; each comes with its first use, and all"
+        " have types.\n"
+    )
     import_bitsandbytes()  # trainers import peft, which would have it complain
-    for name in (name for name in finetune.__all__ if name[0] != "_" and not name.endswith("Config")):
+    for name in (
+        name for name in finetune.__all__ if name[0] != "_" and not name.endswith("Config")
+    ):
         directive = "autoclass" if inspect.isclass(getattr(finetune, name)) else "autofunction"
         text += f"\n## {name}\n\n```{{eval-rst}}\n.. {directive}:: finetune.{name}\n```\n"
     return text

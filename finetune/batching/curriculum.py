@@ -1,10 +1,11 @@
 """The curriculum: how many samples of each difficulty every global batch has.
 
-A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T (from 0) covers the
-progress from k / T to (k + 1) / T. Its target for a difficulty is the integral of the difficulty's weight over that
-interval, so that a stage boundary inside a global batch counts for the part that it covers. Targets are exact rational
-numbers of the decimals the user wrote: 0.3 is three tenths. `plan_counts` turns them into whole samples, with an error
-below one sample for every difficulty after every global batch.
+A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T
+(from 0) covers the progress from k / T to (k + 1) / T. Its target for a difficulty is the integral
+of the difficulty's weight over that interval, so that a stage boundary inside a global batch counts
+for the part that it covers. Targets are exact rational numbers of the decimals the user wrote: 0.3
+is three tenths. `plan_counts` turns them into whole samples, with an error below one sample for
+every difficulty after every global batch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Stage:
 
     until: float  # the progress at which it ends, above 0 and at most 1
     mix: tuple[float, ...]  # one weight per difficulty, in any unit: 80/20/0 is 0.8/0.2/0
-    # "step": the mix holds throughout. "linear": it moves in a straight line from the mix of the stage before, which
-    # it has at its beginning, to its own, which it has at its end.
+    # "step": the mix holds throughout. "linear": it moves in a straight line from the mix of the
+    # stage before, which it has at its beginning, to its own, which it has at its end.
     ramp: str = "step"
 
 
@@ -46,7 +47,8 @@ class Schedule:
     """Difficulties and the stages that mix them.
 
     Raises:
-        ConfigError: names the stage, the value and the rule; several problems are reported together.
+        ConfigError: names the stage, the value and the rule; several problems are reported
+            together.
     """
 
     difficulties: tuple[str, ...]
@@ -58,7 +60,9 @@ class Schedule:
         raise_problems(_schedule_problems(self.difficulties, self.stages))
 
     def weights(self, progress: float) -> np.ndarray:
-        """Shares at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later stage."""
+        """Shares at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later
+        stage.
+        """
         ends = [stage.until for stage in self.stages]
         index = min(int(np.searchsorted(ends, progress, side="right")), len(ends) - 1)
         mix = np.array(self.shares(index), dtype=np.float64)
@@ -74,24 +78,32 @@ class Schedule:
 
     def stage_of_steps(self, total_steps: int) -> np.ndarray:
         """The stage that the middle of each step lies in: int64[total_steps]."""
-        # A step k is before a boundary b when k + 1/2 < b T: those are the first ceil(b T - 1/2) steps.
+        # A step k is before a boundary b when k + 1/2 < b T: those are the first ceil(b T - 1/2)
+        # steps.
         half = Fraction(1, 2)
         ends = [math.ceil(_exact(stage.until) * total_steps - half) for stage in self.stages[:-1]]
         return np.searchsorted(np.array(ends, dtype=np.int64), np.arange(total_steps), side="right")
 
     def ever_used(self) -> np.ndarray:
         """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
-        return np.array([any(weights) for weights in zip(*(stage.mix for stage in self.stages), strict=True)])
+        return np.array(
+            [any(weights) for weights in zip(*(stage.mix for stage in self.stages), strict=True)]
+        )
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
-        """A problem for each difficulty that has weight somewhere but no samples in int[difficulties]."""
+        """A problem for each difficulty that has weight somewhere but no samples in
+        int[difficulties].
+        """
         return [
             DataError(
-                f"difficulty '{name}' has weight in the curriculum but the data has no sample of it",
+                f"difficulty '{name}' has weight in the curriculum but the data has no sample"
+                " of it",
                 where="curriculum.stages",
                 fix=f"add records of difficulty '{name}', or give it weight 0 in every stage",
             )
-            for name, used, samples in zip(self.difficulties, self.ever_used(), samples_per_difficulty, strict=True)
+            for name, used, samples in zip(
+                self.difficulties, self.ever_used(), samples_per_difficulty, strict=True
+            )
             if used and not samples
         ]
 
@@ -112,26 +124,38 @@ def uniform_schedule() -> Schedule:
 def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) -> np.ndarray:
     """Samples of each difficulty in each global batch: int64[total_steps, difficulties].
 
-    A step sums to global_batch_size. After every global batch each difficulty has had the floor or the ceiling of its
-    target; in a global batch throughout which its weight is zero it has none. A pure function: no seed, no state.
+    A step sums to global_batch_size. After every global batch each difficulty has had the floor or
+    the ceiling of its target; in a global batch throughout which its weight is zero it has none. A
+    pure function: no seed, no state.
 
     Raises:
         ValueError: total_steps or global_batch_size below 1.
     """
     if total_steps < 1 or global_batch_size < 1:
-        raise ValueError(f"total_steps {total_steps} and global_batch_size {global_batch_size} must be at least 1")
+        raise ValueError(
+            f"total_steps {total_steps} and global_batch_size {global_batch_size} must be at"
+            " least 1"
+        )
     if len(schedule.difficulties) == 1:
         return np.full((total_steps, 1), global_batch_size, dtype=np.int64)
     pieces = _target_pieces(schedule, total_steps, global_batch_size)
-    denominator = math.lcm(*(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p))
-    bound = max(sum(abs(c) * total_steps**power for power, c in enumerate(p)) for _, _, ps in pieces for p in ps)
+    denominator = math.lcm(
+        *(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p)
+    )
+    bound = max(
+        sum(abs(c) * total_steps**power for power, c in enumerate(p))
+        for _, _, ps in pieces
+        for p in ps
+    )
     dtype = np.int64 if bound * denominator < _INT64_ROOM else object
     targets = np.zeros((total_steps + 1, len(schedule.difficulties)), dtype=dtype)
     for first, last, polynomials in pieces:
         steps = np.arange(first, last + 1).astype(dtype)
         for difficulty, polynomial in enumerate(polynomials):
             constant, slope, bend = (int(c * denominator) for c in polynomial)
-            targets[first : last + 1, difficulty] = constant + steps * slope + (steps * steps * bend if bend else 0)
+            targets[first : last + 1, difficulty] = (
+                constant + steps * slope + (steps * steps * bend if bend else 0)
+            )
     return round_cumulative(targets, denominator)
 
 
@@ -148,37 +172,48 @@ def build_schedule(
 def choose_schedule(
     config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
 ) -> tuple[Schedule, np.ndarray, list[str]]:
-    """The schedule of a run, the difficulty of each sample in it, and what is probably not as it should be.
+    """The schedule of a run, the difficulty of each sample in it, and what is probably not as it
+    should be.
 
     Args:
-        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and `stages` (each
-            `until`, `mix`, `ramp`).
-        difficulties: int[N], the index of each sample's difficulty in `config.curriculum.levels`, -1 for none.
+        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and
+            `stages` (each `until`, `mix`, `ramp`).
+        difficulties: int[N], the index of each sample's difficulty in `config.curriculum.levels`,
+            -1 for none.
         record_ids: int[N], the input record of each sample, for messages; by default its position.
 
-    Returns:
-        The schedule; int[N], the index of each sample's difficulty in `schedule.difficulties`, read-only; warnings.
+    Returns: The schedule; int[N], the index of each sample's difficulty in `schedule.difficulties`,
+        read-only; warnings.
 
     Raises:
-        DataError: no samples; a sample without difficulty among samples with one; a difficulty with weight but
-            without samples.
+        DataError: no samples; a sample without difficulty among samples with one; a difficulty with
+            weight but without samples.
         ConfigError: the schedule breaks a rule.
     """
     difficulties = np.asarray(difficulties)
     if not len(difficulties):
-        raise DataError("there are no samples to train on", fix="give --data files with records that are kept")
-    field, missing = config.difficulty_field, sum(int((portion < 0).sum()) for portion in portions(difficulties))
-    uniform = uniform_schedule(), np.broadcast_to(np.int64(0), difficulties.shape)  # takes no memory
+        raise DataError(
+            "there are no samples to train on", fix="give --data files with records that are kept"
+        )
+    field, missing = (
+        config.difficulty_field,
+        sum(int((portion < 0).sum()) for portion in portions(difficulties)),
+    )
+    # takes no memory
+    uniform = uniform_schedule(), np.broadcast_to(np.int64(0), difficulties.shape)
     if not config.use_curriculum:
         return *uniform, []
-    stages = tuple(Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages)
+    stages = tuple(
+        Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages
+    )
     schedule = Schedule(tuple(config.curriculum.levels), stages)
     if missing == len(difficulties):
         names = " | ".join(schedule.difficulties)
         warning = (
-            f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training is "
-            f"standard, with uniform sampling (fix: give every record a '{field}' of {names}, or name the field that "
-            "has it as difficulty_field, or set use_curriculum to false)"
+            f"'{field}' field not found: none of the {len(difficulties):,} samples has a"
+            " difficulty, so training is standard, with uniform sampling (fix: give every record a"
+            f" '{field}' of {names}, or name the field that has it as difficulty_field, or set"
+            " use_curriculum to false)"
         )
         return *uniform, [warning]
     if missing:
@@ -186,7 +221,8 @@ def choose_schedule(
         records = np.unique(samples if record_ids is None else np.asarray(record_ids)[samples])
         more = ", ..." if len(records) > 10 else ""
         raise DataError(
-            f"{missing:,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
+            f"{missing:,} of {len(difficulties):,} samples have no '{field}': every record needs"
+            " one, or none",
             where=f"records {', '.join(map(str, records[:10]))}{more} (counted from 0)",
             fix=f"add '{field}' to these records, remove them, or set use_curriculum to false",
         )
@@ -214,12 +250,19 @@ def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -
         DataError: a difficulty has weight but no samples; every such difficulty is named.
     """
     raise_problems(schedule.empty_difficulties(samples_per_difficulty))
-    counts = zip(schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True)
-    few = [f"difficulty '{name}' has {count:,}" for name, used, count in counts if used and count < FEW_SAMPLES]
+    counts = zip(
+        schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True
+    )
+    few = [
+        f"difficulty '{name}' has {count:,}"
+        for name, used, count in counts
+        if used and count < FEW_SAMPLES
+    ]
     if not few:
         return []
     return [
-        f"fewer than {FEW_SAMPLES:,} samples of a difficulty: {', '.join(few)} (fix: add records, or expect repetition)"
+        f"fewer than {FEW_SAMPLES:,} samples of a difficulty: {', '.join(few)} (fix: add records,"
+        " or expect repetition)"
     ]
 
 
@@ -229,7 +272,9 @@ _Polynomial = tuple[Fraction, Fraction, Fraction]
 def _target_pieces(
     schedule: Schedule, total_steps: int, global_batch_size: int
 ) -> list[tuple[int, int, list[_Polynomial]]]:
-    """The cumulative targets of each stage: (first step, last step, a polynomial of the step per difficulty)."""
+    """The cumulative targets of each stage: (first step, last step, a polynomial of the step per
+    difficulty).
+    """
     pieces = []
     start, sums = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
     for index, stage in enumerate(schedule.stages):
@@ -239,7 +284,10 @@ def _target_pieces(
         polynomials: list[_Polynomial] = []
         for difficulty, (low, high) in enumerate(zip(before, after, strict=True)):
             # sums + G (low x + (high - low) x^2 / (2 length)) with x = step - start
-            slope, bend = global_batch_size * low, global_batch_size * (high - low) / (2 * (end - start))
+            slope, bend = (
+                global_batch_size * low,
+                global_batch_size * (high - low) / (2 * (end - start)),
+            )
             constant = sums[difficulty] - slope * start + bend * start * start
             polynomials.append((constant, slope - 2 * bend * start, bend))
             sums[difficulty] += slope * (end - start) + bend * (end - start) ** 2
@@ -253,26 +301,41 @@ def _exact(number: float | Fraction) -> Fraction:
     return number if isinstance(number, Fraction) else Fraction(repr(float(number)))
 
 
-def _schedule_problems(difficulties: tuple[str, ...], stages: tuple[Stage, ...]) -> list[FinetuneError]:
+def _schedule_problems(
+    difficulties: tuple[str, ...], stages: tuple[Stage, ...]
+) -> list[FinetuneError]:
     problems: list[FinetuneError] = []
 
     def problem(what: str, where: str, fix: str) -> None:
         problems.append(ConfigError(what, f"curriculum.{where}", fix))
 
     if not difficulties or len(set(difficulties)) < len(difficulties):
-        problem(f"difficulties are {list(difficulties)}", "levels", "name at least one difficulty, each once")
+        problem(
+            f"difficulties are {list(difficulties)}",
+            "levels",
+            "name at least one difficulty, each once",
+        )
     if not stages or stages[-1].until != 1:
-        problem("the last stage must end at progress 1", "stages", "give the last stage until = 1.0")
+        problem(
+            "the last stage must end at progress 1", "stages", "give the last stage until = 1.0"
+        )
     previous = 0.0
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
         if not previous < stage.until <= 1:
-            problem(f"until is {stage.until}", f"{where}.until", f"choose a progress above {previous} and at most 1")
+            problem(
+                f"until is {stage.until}",
+                f"{where}.until",
+                f"choose a progress above {previous} and at most 1",
+            )
         previous = stage.until
         if len(stage.mix) != len(difficulties):
             what = f"the mix has {len(stage.mix)} weights for {len(difficulties)} difficulties"
             problem(what, f"{where}.mix", "give one weight per difficulty")
-        if not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix) or not sum(stage.mix) > 0:
+        if (
+            not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix)
+            or not sum(stage.mix) > 0
+        ):
             fix = "weights must be finite, none negative, one above 0"
             problem(f"the mix is {list(stage.mix)}", f"{where}.mix", fix)
         if stage.ramp not in RAMPS:

@@ -1,4 +1,6 @@
-"""The global batches of a curriculum as a sampler for `torch.utils.data.DataLoader` and transformers.Trainer."""
+"""The global batches of a curriculum as a sampler for `torch.utils.data.DataLoader` and
+transformers.Trainer.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,27 @@ from finetune.errors import DataError
 
 
 class CurriculumSampler:
-    """Indices of samples, global batch after global batch: the order in which a run of this package takes them.
+    """Indices of samples, global batch after global batch: the order in which a run of this package
+    takes them.
 
-    A loop that takes `global_batch_size` of them for each optimizer step has the curriculum's mix in every step, within
-    one sample. Which index comes at which place follows from the arguments alone: to resume, skip what was taken.
+    A loop that takes `global_batch_size` of them for each optimizer step has the curriculum's mix
+    in every step, within one sample. Which index comes at which place follows from the arguments
+    alone: to resume, skip what was taken.
 
     Args:
         difficulties: the name of each sample's difficulty, `(N,)`.
         global_batch_size: samples of an optimizer step over all devices: of transformers.Trainer
             `per_device_train_batch_size * gradient_accumulation_steps * world_size`.
         total_steps: of the whole run; `max_steps` of transformers.Trainer.
-        curriculum: levels and stages, as `curriculum` of a run file; the default is that of `RunConfig`.
+        curriculum: levels and stages, as `curriculum` of a run file; the default is that of
+            `RunConfig`.
 
     Attributes:
         batches: the `GlobalBatches`: step (from 0) to indices.
 
     Raises:
-        DataError: a sample is of no difficulty of the curriculum, or one with weight has no samples.
-        pydantic.ValidationError: the curriculum breaks a rule.
+        DataError: a sample is of no difficulty of the curriculum, or one with weight has no
+        samples. pydantic.ValidationError: the curriculum breaks a rule.
 
     >>> from finetune import CurriculumSampler
     >>> stages = [{"until": 0.5, "mix": [3, 1]}, {"until": 1.0, "mix": [1, 3]}]
@@ -39,7 +44,8 @@ class CurriculumSampler:
     >>> sampler = CurriculumSampler(names, global_batch_size=8, total_steps=4,
     ...                             curriculum={"levels": ["easy", "hard"], "stages": stages})
     >>> order = list(sampler)
-    >>> [sum(names[index] == "hard" for index in order[start : start + 8]) for start in range(0, 32, 8)]
+    >>> is_hard = [names[index] == "hard" for index in order]
+    >>> [sum(is_hard[start : start + 8]) for start in range(0, 32, 8)]
     [2, 2, 6, 6]
     """
 
@@ -55,7 +61,9 @@ class CurriculumSampler:
         if not isinstance(curriculum, CurriculumConfig):
             curriculum = CurriculumConfig.model_validate(dict(curriculum or {}))
         numbers = {name: number for number, name in enumerate(curriculum.levels)}
-        unknown = next((index for index, name in enumerate(difficulties) if name not in numbers), None)
+        unknown = next(
+            (index for index, name in enumerate(difficulties) if name not in numbers), None
+        )
         if unknown is not None:
             raise DataError(
                 f"{difficulties[unknown]!r} is not one of the curriculum's difficulties",

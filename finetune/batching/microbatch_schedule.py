@@ -1,11 +1,14 @@
-"""Who takes which samples of a global batch: microbatches for (rank, micro-step), found by each rank alone.
+"""Who takes which samples of a global batch: microbatches for (rank, micro-step), found by each
+rank alone.
 
-A microbatch is what one device takes in one forward. Every rank has the same number of microbatches, because sharded
-training communicates at every layer of every microbatch. All ranks wait for the largest microbatch of a micro-step, so
-microbatches of like size share a micro-step, and within one the larger go to the ranks that have had less.
+A microbatch is what one device takes in one forward. Every rank has the same number of
+microbatches, because sharded training communicates at every layer of every microbatch. All ranks
+wait for the largest microbatch of a micro-step, so microbatches of like size share a micro-step,
+and within one the larger go to the ranks that have had less.
 
-Packing puts samples into microbatches under a token budget, longest first into the emptiest microbatch (LPT
-scheduling: Graham, 1969). Padding puts samples of like length into microbatches of a fixed number of samples.
+Packing puts samples into microbatches under a token budget, longest first into the emptiest
+microbatch (LPT scheduling: Graham, 1969). Padding puts samples of like length into microbatches of
+a fixed number of samples.
 """
 
 from __future__ import annotations
@@ -27,11 +30,15 @@ _SHORT_TURN = 64  # samples that are placed in one: for fewer, numpy takes longe
 class MicrobatchSchedule:
     """One global batch on `world_size` ranks."""
 
-    positions: np.ndarray  # int64[G]: positions in the global batch, microbatch by microbatch, rising in each
-    bounds: np.ndarray  # int64[ranks, micro-steps, 2]: where a microbatch begins and ends in `positions`
+    # int64[G]: positions in the global batch, microbatch by microbatch, rising in each
+    positions: np.ndarray
+    # int64[ranks, micro-steps, 2]: where a microbatch begins and ends in `positions`
+    bounds: np.ndarray
     microbatch_tokens: np.ndarray  # int64[ranks, micro-steps], real tokens of each microbatch
-    computed_tokens: np.ndarray  # int64[ranks, micro-steps], tokens that a device computes for it: padding included
-    capacity_tokens: int  # room of all microbatches: token budget x microbatches packed, computed tokens padded
+    # int64[ranks, micro-steps], tokens that a device computes for it: padding included
+    computed_tokens: np.ndarray
+    # room of all microbatches: token budget x microbatches packed, computed tokens padded
+    capacity_tokens: int
 
     @property
     def world_size(self) -> int:
@@ -43,7 +50,9 @@ class MicrobatchSchedule:
         return self.bounds.shape[1]
 
     def of_rank(self, rank: int) -> tuple[np.ndarray, ...]:
-        """For each micro-step, int64[samples]: positions in the global batch, rising; empty: no sample."""
+        """For each micro-step, int64[samples]: positions in the global batch, rising; empty: no
+        sample.
+        """
         return tuple(self.positions[begin:end] for begin, end in self.bounds[rank].tolist())
 
     @cached_property
@@ -69,12 +78,18 @@ class MicrobatchSchedule:
     @property
     def imbalance(self) -> float:
         """Tokens that the busiest rank computes / mean of the ranks; 1 is perfect."""
-        return _over_mean(self.computed_tokens.sum(axis=1).max(), self.computed_tokens, self.world_size)
+        return _over_mean(
+            self.computed_tokens.sum(axis=1).max(), self.computed_tokens, self.world_size
+        )
 
     @property
     def lockstep_imbalance(self) -> float:
-        """The same where ranks wait after every microbatch (ZeRO-3): largest of each micro-step / mean of the ranks."""
-        return _over_mean(self.computed_tokens.max(axis=0).sum(), self.computed_tokens, self.world_size)
+        """The same where ranks wait after every microbatch (ZeRO-3): largest of each micro-step /
+        mean of the ranks.
+        """
+        return _over_mean(
+            self.computed_tokens.max(axis=0).sum(), self.computed_tokens, self.world_size
+        )
 
     @property
     def largest_microbatch_tokens(self) -> int:
@@ -89,12 +104,13 @@ def schedule_microbatches(
     token_budget: int | None = None,
     samples_per_microbatch: int | None = None,
 ) -> MicrobatchSchedule:
-    """Assign the samples of one global batch to microbatches: packed or padded, exactly one limit is given.
+    """Assign the samples of one global batch to microbatches: packed or padded, exactly one limit
+    is given.
 
     Args:
         lengths: int[G], tokens of each sample, each at least 1.
-        token_budget: pack microbatches of at most this many tokens. The number of microbatches is the smallest
-            multiple of world_size that the search finds to fit.
+        token_budget: pack microbatches of at most this many tokens. The number of microbatches is
+            the smallest multiple of world_size that the search finds to fit.
         samples_per_microbatch: pad microbatches of at most this many samples, sorted by length.
 
     Raises:
@@ -104,9 +120,13 @@ def schedule_microbatches(
     lengths = np.asarray(lengths, dtype=np.int64)
     limits = [limit for limit in (token_budget, samples_per_microbatch) if limit is not None]
     if len(limits) != 1:
-        raise ValueError("give token_budget (packing) or samples_per_microbatch (padding), one of them")
+        raise ValueError(
+            "give token_budget (packing) or samples_per_microbatch (padding), one of them"
+        )
     if limits[0] < 1 or world_size < 1 or (len(lengths) and lengths.min() < 1):
-        raise ValueError("token_budget, samples_per_microbatch, world_size and every length must be at least 1")
+        raise ValueError(
+            "token_budget, samples_per_microbatch, world_size and every length must be at least 1"
+        )
     # Longest first; of equals the earlier first.
     order = _stable_order(lengths.max(initial=0) - lengths)
     if samples_per_microbatch is not None:
@@ -119,19 +139,29 @@ def schedule_microbatches(
     return _spread(lengths, microbatch_of, microbatch_count, world_size, token_budget)
 
 
-def _pack(descending: np.ndarray, world_size: int, budget: int, order: np.ndarray) -> tuple[np.ndarray, int]:
-    """Pack samples that are sorted from long to short: (int64[G] microbatch of each, number of microbatches)."""
+def _pack(
+    descending: np.ndarray, world_size: int, budget: int, order: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Pack samples that are sorted from long to short: (int64[G] microbatch of each, number of
+    microbatches).
+    """
     if len(descending) and descending[0] > budget:
         too_long = np.flatnonzero(descending > budget)
-        shown = ", ".join(f"position {order[i]} with {descending[i]:,} tokens" for i in too_long[:10])
+        shown = ", ".join(
+            f"position {order[i]} with {descending[i]:,} tokens" for i in too_long[:10]
+        )
         raise DataError(
-            f"{len(too_long)} samples of a global batch are longer than the token budget of a microbatch, {budget:,}",
+            f"{len(too_long)} samples of a global batch are longer than the token budget of a"
+            f" microbatch, {budget:,}",
             where=shown + (", ..." if len(too_long) > 10 else ""),
-            fix="raise the budget (micro_batch_size x cutoff_len) or shorten the samples with a lower cutoff_len",
+            fix=(
+                "raise the budget (micro_batch_size x cutoff_len) or shorten the samples with a"
+                " lower cutoff_len"
+            ),
         )
     fewest = _multiple(_fewest_microbatches(descending, budget), world_size)
-    # The bound may be too low to be packed: add the microbatches that the samples left over would fill, until all fit;
-    # then bisect the last gap, as that step may have been too large.
+    # The bound may be too low to be packed: add the microbatches that the samples left over would
+    # fill, until all fit; then bisect the last gap, as that step may have been too large.
     failed, count = fewest - world_size, fewest
     while True:
         microbatches = _longest_first(descending, count, budget)
@@ -152,12 +182,14 @@ def _pack(descending: np.ndarray, world_size: int, budget: int, order: np.ndarra
 
 
 def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
-    """No packing has fewer microbatches: the bound L2 of Martello and Toth (1990), and simpler ones."""
+    """No packing has fewer microbatches: the bound L2 of Martello and Toth (1990), and simpler
+    ones.
+    """
     if not len(descending):
         return 0
-    # A sample above half the budget has a microbatch of its own. Beside it goes nothing that is longer than what it
-    # leaves: for every threshold, count the microbatches of the samples that leave less, and pour the samples from the
-    # threshold up to half into the room left.
+    # A sample above half the budget has a microbatch of its own. Beside it goes nothing that is
+    # longer than what it leaves: for every threshold, count the microbatches of the samples that
+    # leave less, and pour the samples from the threshold up to half into the room left.
     sums = np.concatenate([[0], np.cumsum(descending)])
     rising = -descending
     above_half = int(np.searchsorted(rising, -(budget // 2)))
@@ -174,15 +206,18 @@ def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
 
 
 def _longest_first(items: np.ndarray, microbatch_count: int, budget: int) -> np.ndarray:
-    """Microbatch of each item, long to short, the emptiest each time; ends before the first that does not fit."""
-    # A microbatch is one integer, tokens << shift | microbatch: comparing and adding integers is the fastest there is.
+    """Microbatch of each item, long to short, the emptiest each time; ends before the first that
+    does not fit.
+    """
+    # A microbatch is one integer, tokens << shift | microbatch: comparing and adding integers is
+    # the fastest there is.
     shift = microbatch_count.bit_length()
     mask, most = (1 << shift) - 1, ((budget + 1) << shift) - 1
     done = min(microbatch_count, len(items))
     microbatches = np.arange(len(items), dtype=np.int64)  # the first have one each
     lightest = np.sort((items[:done] << shift) | microbatches[:done])
-    # Items go in turn to the lightest microbatches, all in one, as long as none that has grown is lighter than the next
-    # of them. Where turns are short, a heap does one at a time what is left.
+    # Items go in turn to the lightest microbatches, all in one, as long as none that has grown is
+    # lighter than the next of them. Where turns are short, a heap does one at a time what is left.
     turn = done
     while done < len(items) and turn >= max(_SHORT_TURN, len(lightest) // 8):
         grown = lightest[: len(items) - done] + (items[done : done + len(lightest)] << shift)
@@ -209,11 +244,19 @@ def _longest_first(items: np.ndarray, microbatch_count: int, budget: int) -> np.
 
 
 def _spread(
-    lengths: np.ndarray, microbatch_of: np.ndarray, microbatch_count: int, world_size: int, token_budget: int | None
+    lengths: np.ndarray,
+    microbatch_of: np.ndarray,
+    microbatch_count: int,
+    world_size: int,
+    token_budget: int | None,
 ) -> MicrobatchSchedule:
-    """Give microbatches to ranks and micro-steps: the largest `world_size` are the first micro-step, and so on."""
+    """Give microbatches to ranks and micro-steps: the largest `world_size` are the first
+    micro-step, and so on.
+    """
     sizes = np.bincount(microbatch_of, minlength=microbatch_count)
-    tokens = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count).astype(np.int64)
+    tokens = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count).astype(
+        np.int64
+    )
     if token_budget is None:
         longest = np.zeros(microbatch_count, dtype=np.int64)
         np.maximum.at(longest, microbatch_of, lengths)
@@ -224,16 +267,21 @@ def _spread(
     if token_budget is None:
         slots = _lightest_rank_first(slots, computed)
     else:
-        # Packed microbatches are nearly of one size: dealing every other micro-step backwards is enough, and faster.
+        # Packed microbatches are nearly of one size: dealing every other micro-step backwards is
+        # enough, and faster.
         slots[1::2] = slots[1::2, ::-1].copy()
     slots = slots.T
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)[slots]
-    return MicrobatchSchedule(_stable_order(microbatch_of), bounds, tokens[slots], computed[slots], capacity)
+    return MicrobatchSchedule(
+        _stable_order(microbatch_of), bounds, tokens[slots], computed[slots], capacity
+    )
 
 
 def _lightest_rank_first(micro_steps: np.ndarray, computed: np.ndarray) -> np.ndarray:
-    """int64[micro-steps, ranks], large to small -> the same at the ranks that take them, least busy rank first."""
+    """int64[micro-steps, ranks], large to small -> the same at the ranks that take them, least busy
+    rank first.
+    """
     totals = np.zeros(micro_steps.shape[1], dtype=np.int64)
     slots = np.empty_like(micro_steps)
     for slot, microbatches in zip(slots, micro_steps, strict=True):
@@ -253,7 +301,8 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Microbatch schedules of several global batches, for a start-up table. Shares and ratios are over all of them.
+    """Microbatch schedules of several global batches, for a start-up table. Shares and ratios are
+    over all of them.
 
     The names are those of the `plan` in a run's log, which readers of old logs know.
     """
@@ -265,8 +314,10 @@ class PlanSummary:
     imbalance: float  # mean
     lockstep_imbalance: float  # mean
     heaviest_row_tokens: int  # of the largest microbatch of all steps
-    padding_share: float  # tokens computed for nothing / tokens computed, of the schedules themselves
-    padded_padding_share: float  # the same for microbatches of `samples_per_microbatch` samples, as a padded run has
+    # tokens computed for nothing / tokens computed, of the schedules themselves
+    padding_share: float
+    # the same for microbatches of `samples_per_microbatch` samples, as a padded run has
+    padded_padding_share: float
 
 
 def summarise(
@@ -277,16 +328,22 @@ def summarise(
     samples_per_microbatch: int,
     packing: bool,
 ) -> PlanSummary:
-    """Plan each of some global batches, given the lengths of their samples, as the run would (`packing`) and padded.
+    """Plan each of some global batches, given the lengths of their samples, as the run would
+    (`packing`) and padded.
 
     Raises:
         DataError: as schedule_microbatches.
         ValueError: no global batch was given.
     """
     steps = list(lengths_of_steps)
-    padded = [schedule_microbatches(step, world_size, samples_per_microbatch=samples_per_microbatch) for step in steps]
+    padded = [
+        schedule_microbatches(step, world_size, samples_per_microbatch=samples_per_microbatch)
+        for step in steps
+    ]
     plans = (
-        [schedule_microbatches(step, world_size, token_budget=token_budget) for step in steps] if packing else padded
+        [schedule_microbatches(step, world_size, token_budget=token_budget) for step in steps]
+        if packing
+        else padded
     )
     if not plans:
         raise ValueError("there is no global batch to summarise")
@@ -295,7 +352,9 @@ def summarise(
         steps=len(plans),
         rows_per_rank=(min(microbatches), float(np.mean(microbatches)), max(microbatches)),
         tokens=float(np.mean([plan.tokens for plan in plans])),
-        fill=_ratio(sum(plan.tokens for plan in plans), sum(plan.capacity_tokens for plan in plans)),
+        fill=_ratio(
+            sum(plan.tokens for plan in plans), sum(plan.capacity_tokens for plan in plans)
+        ),
         imbalance=float(np.mean([plan.imbalance for plan in plans])),
         lockstep_imbalance=float(np.mean([plan.lockstep_imbalance for plan in plans])),
         heaviest_row_tokens=max(plan.largest_microbatch_tokens for plan in plans),
@@ -319,5 +378,7 @@ def _over_mean(most: np.ndarray, tokens: np.ndarray, world_size: int) -> float:
 
 
 def _multiple(count: int, world_size: int) -> int:
-    """The smallest multiple of the world size that is at least `count` and at least one microbatch for each rank."""
+    """The smallest multiple of the world size that is at least `count` and at least one microbatch
+    for each rank.
+    """
     return max(1, -(-count // world_size)) * world_size

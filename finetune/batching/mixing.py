@@ -1,15 +1,16 @@
 """Sources mixed by weight: how many samples of each source and difficulty every global batch has.
 
-The curriculum comes first: what a global batch has of each difficulty is `plan_counts`, whatever the sources. Within a
-difficulty the sources that have samples of it share by their weights. The target of a source after a step is the sum of
-its shares in the samples of every difficulty so far; where every source has every difficulty that is used, that is its
-weight's share of all samples.
+The curriculum comes first: what a global batch has of each difficulty is `plan_counts`, whatever
+the sources. Within a difficulty the sources that have samples of it share by their weights. The
+target of a source after a step is the sum of its shares in the samples of every difficulty so far;
+where every source has every difficulty that is used, that is its weight's share of all samples.
 
-Difficulties that the same sources have are one group, and `round_cumulative` deals the group's samples to them: each
-source has had the floor or the ceiling of its target in the group. Where no source shares two groups with others, that
-is the floor or the ceiling of its whole target. Else errors of several groups may add up to a sample: then samples are
-passed on between sources within the step (`_even_out`), which keeps all but rare steps below one sample. That has
-no proof: the tests hold random plans of such sources below two.
+Difficulties that the same sources have are one group, and `round_cumulative` deals the group's
+samples to them: each source has had the floor or the ceiling of its target in the group. Where no
+source shares two groups with others, that is the floor or the ceiling of its whole target. Else
+errors of several groups may add up to a sample: then samples are passed on between sources within
+the step (`_even_out`), which keeps all but rare steps below one sample. That has no proof: the
+tests hold random plans of such sources below two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from finetune.config.sources import DataSource, source_names
 from finetune.errors import DataError, raise_problems
 
 _INT64_ROOM = 1 << 61
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly over the integers modulo 2^64
+# 2^64 / golden ratio: multiples of it are spread evenly over the integers modulo 2^64
+_GOLDEN = 0x9E3779B97F4A7C15
 _ALMOST_ONE = 1 - 1e-9  # sums of errors are floats
 
 
@@ -65,12 +67,17 @@ class Mix:
     def shares(self) -> tuple[Fraction, ...]:
         """The weights as exact shares that sum to 1: of the decimals that the user wrote."""
         pairs = zip(self.weights, self.sizes, strict=True)
-        exact = [Fraction(size) if weight == "natural" else Fraction(repr(weight)) for weight, size in pairs]
+        exact = [
+            Fraction(size) if weight == "natural" else Fraction(repr(weight))
+            for weight, size in pairs
+        ]
         return tuple(weight / sum(exact) for weight in exact)
 
 
 def mix_of(sources: Sequence[DataSource], starts: Sequence[int]) -> Mix | None:
-    """The mix of the entries of `data` whose samples begin at `starts`; None where they are not mixed."""
+    """The mix of the entries of `data` whose samples begin at `starts`; None where they are not
+    mixed.
+    """
     weights = tuple(source.weight for source in sources if source.weight is not None)
     return Mix(source_names(sources), weights, tuple(starts)) if weights else None
 
@@ -81,9 +88,11 @@ class SourceDraws:
 
     Attributes:
         weight: its share by the weights.
-        expected: the share it can have, which differs where it has no sample of a difficulty that is used.
+        expected: the share it can have, which differs where it has no sample of a difficulty that
+            is used.
         draws: samples of the whole run.
-        passes: how often the run goes through the source's samples of each difficulty, by name; those it draws.
+        passes: how often the run goes through the source's samples of each difficulty, by name;
+            those it draws.
     """
 
     name: str
@@ -96,7 +105,9 @@ class SourceDraws:
 
 @dataclass(frozen=True)
 class _Group:
-    """Difficulties that the same sources have, the share of each of those, and the samples of every step."""
+    """Difficulties that the same sources have, the share of each of those, and the samples of every
+    step.
+    """
 
     difficulties: np.ndarray  # int (k,)
     sources: np.ndarray  # int (m,)
@@ -109,16 +120,20 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
 
     Args:
         counts: int64[steps, difficulties], of `plan_counts`.
-        held: bool[sources, difficulties], whether the source has samples of the difficulty; of each that is ever used,
-            one has.
+        held: bool[sources, difficulties], whether the source has samples of the difficulty; of each
+            that is ever used, one has.
         shares: of the sources.
 
-    Returns:
-        unsigned integers [steps, sources, difficulties]; over the sources they sum to `counts`. A pure function.
+    Returns: unsigned integers [steps, sources, difficulties]; over the sources they sum to
+        `counts`. A pure function.
     """
     groups = list(_groups(counts, held, shares))
     drawn = [_deal(group) for group in groups]
-    several = sum(np.bincount(group.sources, minlength=len(held)) for group in groups if len(group.sources) > 1)
+    several = sum(
+        np.bincount(group.sources, minlength=len(held))
+        for group in groups
+        if len(group.sources) > 1
+    )
     if np.max(several) > 1:
         _even_out(groups, drawn, len(held))
     # As small as a global batch allows: of a long run this is the largest thing in memory.
@@ -131,7 +146,9 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
     return cells
 
 
-def source_draws(mix: Mix, held: np.ndarray, cells: np.ndarray, difficulties: Sequence[str]) -> list[SourceDraws]:
+def source_draws(
+    mix: Mix, held: np.ndarray, cells: np.ndarray, difficulties: Sequence[str]
+) -> list[SourceDraws]:
     """What a run has of each source.
 
     Args:
@@ -172,17 +189,21 @@ def source_warnings(draws: Sequence[SourceDraws]) -> list[str]:
     found = []
     off = [one for one in draws if abs(one.expected - one.weight) > 1e-9]
     if off:
-        parts = ", ".join(f"{one.name} is {one.expected:.1%} of the samples, not {one.weight:.1%}" for one in off)
+        parts = ", ".join(
+            f"{one.name} is {one.expected:.1%} of the samples, not {one.weight:.1%}" for one in off
+        )
         found.append(
-            "the weights of the sources hold within each difficulty, and not every source has samples of each that "
-            f"the curriculum uses: {parts}"
+            "the weights of the sources hold within each difficulty, and not every source has"
+            f" samples of each that the curriculum uses: {parts}"
         )
     return found
 
 
 def _groups(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction]) -> Iterator[_Group]:
     used = np.flatnonzero(counts.any(axis=0)).tolist()
-    patterns = {difficulty: tuple(np.flatnonzero(held[:, difficulty]).tolist()) for difficulty in used}
+    patterns = {
+        difficulty: tuple(np.flatnonzero(held[:, difficulty]).tolist()) for difficulty in used
+    }
     for sources in dict.fromkeys(patterns.values()):
         difficulties = np.array([one for one in used if patterns[one] == sources])
         whole = sum(shares[source] for source in sources)
@@ -198,14 +219,17 @@ def _deal(group: _Group) -> np.ndarray:
     units = [int(share * denominator) for share in group.shares]
     so_far = np.concatenate([[0], np.cumsum(group.totals)])
     dtype = np.int64 if int(so_far[-1]) * denominator < _INT64_ROOM else object
-    return round_cumulative(so_far.astype(dtype)[:, None] * np.array(units, dtype=dtype), denominator)
+    return round_cumulative(
+        so_far.astype(dtype)[:, None] * np.array(units, dtype=dtype), denominator
+    )
 
 
 def _table(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Whole numbers with these sums in every step: int64[steps, m, k] of int64[steps, m] and int64[steps, k].
+    """Whole numbers with these sums in every step: int64[steps, m, k] of int64[steps, m] and
+    int64[steps, k].
 
-    The samples of a step lie on a circle, by source; laid over it by difficulty, and turned a little further in each
-    step, they meet in proportion to both in the long run.
+    The samples of a step lie on a circle, by source; laid over it by difficulty, and turned a
+    little further in each step, they meet in proportion to both in the long run.
     """
     totals = rows.sum(axis=1)
     turns = np.arange(len(rows), dtype=np.uint64) * np.uint64(_GOLDEN) >> np.uint64(32)
@@ -223,10 +247,14 @@ def _table(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: int) -> None:
-    """Pass samples on within a step, in place, where a source is a whole sample off its target over all groups."""
+    """Pass samples on within a step, in place, where a source is a whole sample off its target over
+    all groups.
+    """
     errors = np.zeros((len(drawn[0]), sources))
     for group, rows in zip(groups, drawn, strict=True):
-        targets = np.cumsum(group.totals)[:, None] * np.array([float(share) for share in group.shares])
+        targets = np.cumsum(group.totals)[:, None] * np.array(
+            [float(share) for share in group.shares]
+        )
         errors[:, group.sources] += np.cumsum(rows, axis=0) - targets
     passed = np.zeros(sources)  # from each source to others so far, as what it has more of since
     step = _next_off(errors, passed, 0)
@@ -255,9 +283,11 @@ def _next_off(errors: np.ndarray, passed: np.ndarray, first: int) -> int | None:
 def _path(
     groups: Sequence[_Group], drawn: Sequence[np.ndarray], step: int, errors: np.ndarray
 ) -> list[tuple[int, int, int]] | None:
-    """(group, giver, taker) of each sample to pass on, from a source that has too many to one that has too few.
+    """(group, giver, taker) of each sample to pass on, from a source that has too many to one that
+    has too few.
 
-    None where no source is a whole sample off, or none can be brought nearer without another going further off.
+    None where no source is a whole sample off, or none can be brought nearer without another going
+    further off.
     """
     order = np.argsort(-errors, kind="stable").tolist()
     for giver in order:

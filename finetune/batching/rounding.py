@@ -1,19 +1,21 @@
-"""Round a table of cumulative targets to whole samples, so that no prefix is ever a whole sample off.
+"""Round a table of cumulative targets to whole samples, so that no prefix is ever a whole sample
+off.
 
-The rule. After step t difficulty l should have had C(t, l) samples; it has had the floor or the ceiling of that: one
-bit `up` per step and difficulty. The bits of a step sum to a known number, because its samples do. A difficulty that
-passed no whole number in a step stays up if it was up, and stays as it was if its target did not grow: so a difficulty
-whose weight is zero never appears.
+The rule. After step t difficulty l should have had C(t, l) samples; it has had the floor or the
+ceiling of that: one bit `up` per step and difficulty. The bits of a step sum to a known number,
+because its samples do. A difficulty that passed no whole number in a step stays up if it was up,
+and stays as it was if its target did not grow: so a difficulty whose weight is zero never appears.
 
-The choice. Where the rules leave one, the difficulties with the largest fractions go up: the smallest error at this
-step, as a largest-remainder method with carry chooses. Four difficulties or more, or difficulties that pause, can run
-this into a corner some steps later. A solution in whole samples always exists (samples and steps are the two sides of a
-bipartite graph, and the targets are a perfect fractional matching of it), so an alternating path through the earlier
-steps repairs the corner, as in every bipartite matching (Berge, 1957).
+The choice. Where the rules leave one, the difficulties with the largest fractions go up: the
+smallest error at this step, as a largest-remainder method with carry chooses. Four difficulties or
+more, or difficulties that pause, can run this into a corner some steps later. A solution in whole
+samples always exists (samples and steps are the two sides of a bipartite graph, and the targets are
+a perfect fractional matching of it), so an alternating path through the earlier steps repairs the
+corner, as in every bipartite matching (Berge, 1957).
 
-The repair cannot be left out: largest remainders alone give the same counts where they keep the rule, and break it in
-43 of 100,000 random schedules. With the weights 8, 1, 8, 8, 1 and one sample a step, the 13th step finds two
-difficulties due for a whole sample each.
+The repair cannot be left out: largest remainders alone give the same counts where they keep the
+rule, and break it in 43 of 100,000 random schedules. With the weights 8, 1, 8, 8, 1 and one sample
+a step, the 13th step finds two difficulties due for a whole sample each.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ def round_cumulative(targets: np.ndarray, denominator: int) -> np.ndarray:
     """Round cumulative targets to counts per step.
 
     Args:
-        targets: int64 or object (Python integers) [steps + 1, difficulties], in units of 1/denominator samples: row 0
-            is zero, no difficulty ever falls, each row sums to whole samples.
+        targets: int64 or object (Python integers) [steps + 1, difficulties], in units of
+            1/denominator samples: row 0 is zero, no difficulty ever falls, each row sums to whole
+            samples.
         denominator: how many units are one sample.
 
-    Returns:
-        int64[steps, difficulties], none negative; each row sums to the samples that its step has, each prefix sum is
-        the floor or the ceiling of its target, and a difficulty has zero in every step in which its target does not
-        grow.
+    Returns: int64[steps, difficulties], none negative; each row sums to the samples that its step
+        has, each prefix sum is the floor or the ceiling of its target, and a difficulty has zero in
+        every step in which its target does not grow.
     """
     floors = targets // denominator
     units = targets - floors * denominator
@@ -67,25 +69,39 @@ class _Sample:
 
 
 class _Rounding:
-    """The bits `up[row, difficulty]`; row t is the state after step t, and step t leads from row t - 1 to row t."""
+    """The bits `up[row, difficulty]`; row t is the state after step t, and step t leads from row t
+    - 1 to row t.
+    """
 
     def __init__(
-        self, floors: np.ndarray, fractions: np.ndarray, partial: np.ndarray, grows: np.ndarray, ups: np.ndarray
+        self,
+        floors: np.ndarray,
+        fractions: np.ndarray,
+        partial: np.ndarray,
+        grows: np.ndarray,
+        ups: np.ndarray,
     ) -> None:
-        self.partial, self.grows, self.ups = partial, grows, ups
-        # held[t - 1]: the sample that is begun but not whole before step t is still not whole after it.
+        self.partial = partial
+        self.grows = grows
+        self.ups = ups
+        # held[t - 1]: the sample that is begun but not whole before step t is still not whole after
+        # it.
         self.held = partial[:-1] & (floors[1:] == floors[:-1])
         self.ranks = np.argsort(np.where(partial, -fractions, 1.0), axis=1, kind="stable")
         self.up = np.zeros(floors.shape, dtype=bool)
         self._ends: list[np.ndarray] | None = None
 
     def solve(self) -> None:
-        """Choose every row. Rows that depend on none before them are chosen all at once, the others in order."""
+        """Choose every row. Rows that depend on none before them are chosen all at once, the others
+        in order.
+        """
         first_ranks = np.arange(self.ranks.shape[1]) < self.ups[:, None]
         np.put_along_axis(self.up, self.ranks, first_ranks, axis=1)
         before = np.flatnonzero(self.held.any(axis=1))
         held, grows = self.held[before].tolist(), self.grows[before].tolist()
-        partial, ranks, ups = (table[before + 1].tolist() for table in (self.partial, self.ranks, self.ups))
+        partial, ranks, ups = (
+            table[before + 1].tolist() for table in (self.partial, self.ranks, self.ups)
+        )
         chosen_row, bits = -1, []
         for index, row in enumerate(before.tolist()):
             if row != chosen_row:
@@ -99,11 +115,12 @@ class _Rounding:
             chosen_row = row + 1
 
     def _repair(self, row: int) -> None:
-        """Change earlier rows along one alternating path, so that `row` misses its number of bits by one less.
+        """Change earlier rows along one alternating path, so that `row` misses its number of bits
+        by one less.
 
-        Too many bits are forced up: a sample of this step moves to an earlier one, which passes one of its own on,
-        until one that was handed out may wait instead. Too few can be: this step takes a sample from an earlier one,
-        until one that waits can be used.
+        Too many bits are forced up: a sample of this step moves to an earlier one, which passes one
+        of its own on, until one that was handed out may wait instead. Too few can be: this step
+        takes a sample from an earlier one, until one that waits can be used.
         """
         too_many = int((self.up[row - 1] & self.held[row - 1]).sum()) > int(self.ups[row])
         links: dict[int, tuple[int, _Sample] | None] = {row: None}
@@ -125,9 +142,13 @@ class _Rounding:
                     if other not in links:
                         links[other] = (step, sample)
                         queue.append(other)
-        raise AssertionError(f"no plan in whole samples up to step {row}: targets do not sum to whole samples")
+        raise AssertionError(
+            f"no plan in whole samples up to step {row}: targets do not sum to whole samples"
+        )
 
-    def _follow(self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool) -> None:
+    def _follow(
+        self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool
+    ) -> None:
         """Move the samples on the way from `step` back to the row that is being repaired."""
         link = links[step]
         while link is not None:
@@ -138,14 +159,22 @@ class _Rounding:
     def _assign(self, sample: _Sample, step: int | None) -> None:
         """Hand a sample out in `step` (None: let it wait)."""
         rows = np.arange(sample.first, sample.last + 1)
-        self.up[sample.first : sample.last + 1, sample.difficulty] = False if step is None else rows >= step
+        self.up[sample.first : sample.last + 1, sample.difficulty] = (
+            False if step is None else rows >= step
+        )
 
     def _samples(self, step: int, row: int) -> Iterator[_Sample]:
-        """The samples that `step` and other steps may hand out, as far as rows before `row` know."""
+        """The samples that `step` and other steps may hand out, as far as rows before `row`
+        know.
+        """
         for difficulty in np.flatnonzero(self.grows[step - 1]).tolist():
             if self.partial[step - 1, difficulty]:
                 yield self._sample(difficulty, step - 1, row)
-            if step < row and self.partial[step, difficulty] and not self.held[step - 1, difficulty]:
+            if (
+                step < row
+                and self.partial[step, difficulty]
+                and not self.held[step - 1, difficulty]
+            ):
                 yield self._sample(difficulty, step, row)
 
     def _sample(self, difficulty: int, open_row: int, row: int) -> _Sample:
@@ -161,13 +190,26 @@ class _Rounding:
         steps = (np.flatnonzero(self.grows[first - 1 : last, difficulty]) + first).tolist()
         bits = self.up[first : last + 1, difficulty]
         step = first + int(bits.argmax()) if bits.any() else whole_at
-        return _Sample(difficulty, first, last, (*steps, whole_at) if whole_at is not None else tuple(steps), step)
+        return _Sample(
+            difficulty,
+            first,
+            last,
+            (*steps, whole_at) if whole_at is not None else tuple(steps),
+            step,
+        )
 
 
 def _choose(
-    before: list[bool], held: list[bool], grows: list[bool], partial: list[bool], ranks: list[int], ups: int
+    before: list[bool],
+    held: list[bool],
+    grows: list[bool],
+    partial: list[bool],
+    ranks: list[int],
+    ups: int,
 ) -> list[bool] | None:
-    """The bits after a step from those before it, largest fractions first; None where no choice has `ups` bits."""
+    """The bits after a step from those before it, largest fractions first; None where no choice has
+    `ups` bits.
+    """
     after = [was_up and is_held for was_up, is_held in zip(before, held, strict=True)]
     missing = ups - sum(after)
     for difficulty in ranks:

@@ -1,7 +1,8 @@
-"""Which samples are optimizer step k: a pure function of data, schedule, global batch size, number of steps and seed.
+"""Which samples are optimizer step k: a pure function of data, schedule, global batch size, number
+of steps and seed.
 
-Nothing here knows how many devices there are, and nothing is remembered between steps: to resume at step k is to ask
-for step k.
+Nothing here knows how many devices there are, and nothing is remembered between steps: to resume at
+step k is to ask for step k.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order
 from finetune.errors import DataError, raise_problems
 
 ORDER_VERSION = 1  # part of the fingerprint: raise it when the same arguments give another order
-_STEP_KEY, _DIFFICULTY_KEY, _CELL_KEY = 0, 1, 2  # keep the random streams of steps, difficulties and cells apart
+# keep the random streams of steps, difficulties and cells apart
+_STEP_KEY, _DIFFICULTY_KEY, _CELL_KEY = 0, 1, 2
 _PASSES_HELD = 16  # permutations kept in memory, or two for each cell where that is more
 _MARKED = 256  # steps between those before which it is noted what was taken
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """Samples that have an order of their own: those of a difficulty or, of sources that are mixed, of a source's."""
+    """Samples that have an order of their own: those of a difficulty or, of sources that are mixed,
+    of a source's.
+    """
 
     start: int  # its samples are `_members[start : start + size]`
     size: int
@@ -39,21 +43,25 @@ class _Cell:
 class GlobalBatches:
     """The global batches of a run.
 
-    The k-th sample of a difficulty over the whole run is the one at position k mod n of the difficulty's pass k div n,
-    where n is the number of its samples and each pass is a permutation of its own: no sample of a difficulty comes
-    again before every other has come as often. Inside a step the difficulties are shuffled. Of sources that are mixed
-    the same holds for each difficulty of each source: these are the cells below, which else are the difficulties.
+    The k-th sample of a difficulty over the whole run is the one at position k mod n of the
+    difficulty's pass k div n, where n is the number of its samples and each pass is a permutation
+    of its own: no sample of a difficulty comes again before every other has come as often. Inside a
+    step the difficulties are shuffled. Of sources that are mixed the same holds for each difficulty
+    of each source: these are the cells below, which else are the difficulties.
 
     Args:
-        difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
+        difficulty_of_sample: int[N], the index of each sample's difficulty in
+            `schedule.difficulties`.
         schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
         total_steps: optimizer steps of the whole run, not of what is left of it.
         mix: sources and their weights; None: the samples are one whole.
-        by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` where that is there already.
+        by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` where that is
+            there already.
         exact_limit: see `Permutation`; for tests.
 
     Raises:
-        DataError: a difficulty with weight has no samples, or a sample has an index that is no difficulty.
+        DataError: a difficulty with weight has no samples, or a sample has an index that is no
+            difficulty.
     """
 
     def __init__(
@@ -69,11 +77,13 @@ class GlobalBatches:
         exact_limit: int = EXACT_LIMIT,
     ) -> None:
         difficulty_of_sample = np.asarray(difficulty_of_sample)
-        self.schedule, self.seed = schedule, seed
-        self.global_batch_size, self.total_steps = global_batch_size, total_steps
+        self.schedule = schedule
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.total_steps = total_steps
         self.samples_per_difficulty = _samples_per_difficulty(difficulty_of_sample, schedule)
-        # The samples by difficulty, those of one in the order of the data: one source's are one after another there.
-        # With one difficulty that is each sample at its own place, and None.
+        # The samples by difficulty, those of one in the order of the data: one source's are one
+        # after another there. With one difficulty that is each sample at its own place, and None.
         self._members: np.ndarray | None = by_difficulty
         if len(schedule.difficulties) == 1:
             self._members = None
@@ -83,7 +93,8 @@ class GlobalBatches:
         self._difficulties_digest = _digest(difficulty_of_sample)
         self.counts = plan_counts(schedule, total_steps, global_batch_size)
         self.mix = mix
-        self._cell_counts, self._cells = self.counts, _cells_of_difficulties(self.samples_per_difficulty, starts)
+        self._cell_counts = self.counts
+        self._cells = _cells_of_difficulties(self.samples_per_difficulty, starts)
         if mix is not None:
             self._held = _samples_per_cell(mix, starts, self._members)
             self._table = plan_cells(self.counts, self._held > 0, mix.shares)
@@ -98,14 +109,19 @@ class GlobalBatches:
         return self.total_steps
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset indices."""
+        """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset
+        indices.
+        """
         self._check(step)
         counts, taken = self._cell_counts[step], self._taken_before(step)
         cells = np.flatnonzero(counts).tolist()
-        batch = np.concatenate([self._take(cell, int(taken[cell]), int(counts[cell])) for cell in cells])
+        batch = np.concatenate(
+            [self._take(cell, int(taken[cell]), int(counts[cell])) for cell in cells]
+        )
         if len(cells) == 1:
             return batch
-        # Slot i takes a cell from the shuffled multiset; the slots of a cell take its samples in order.
+        # Slot i takes a cell from the shuffled multiset; the slots of a cell take its samples in
+        # order.
         order = exact_order(self.global_batch_size, self.seed, _STEP_KEY, step)
         cell_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
         shuffled = np.empty_like(batch)
@@ -130,7 +146,9 @@ class GlobalBatches:
         taken = self.counts.sum(axis=0)
         return {
             name: int(count) / int(samples) if count else 0.0
-            for name, count, samples in zip(self.schedule.difficulties, taken, self.samples_per_difficulty, strict=True)
+            for name, count, samples in zip(
+                self.schedule.difficulties, taken, self.samples_per_difficulty, strict=True
+            )
         }
 
     def source_draws(self) -> list[SourceDraws]:
@@ -143,11 +161,15 @@ class GlobalBatches:
     def unused(self) -> dict[str, int]:
         """Samples by difficulty that no step can have, as its weight is zero in every stage."""
         used = self.schedule.ever_used()
-        counts = zip(self.schedule.difficulties, self.samples_per_difficulty.tolist(), used, strict=True)
+        counts = zip(
+            self.schedule.difficulties, self.samples_per_difficulty.tolist(), used, strict=True
+        )
         return {name: samples for (name, samples, is_used) in counts if samples and not is_used}
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the order. Equal fingerprints mean equal global batches at every step."""
+        """SHA-256 of everything that decides the order. Equal fingerprints mean equal global
+        batches at every step.
+        """
         facts: dict[str, Any] = {
             "version": ORDER_VERSION,
             "seed": self.seed,
@@ -163,17 +185,24 @@ class GlobalBatches:
 
     def _check(self, step: int) -> None:
         if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} is not one of the {self.total_steps} steps, counted from 0")
+            raise IndexError(
+                f"step {step} is not one of the {self.total_steps} steps, counted from 0"
+            )
 
     def _taken_before(self, step: int) -> np.ndarray:
         """Samples of each cell in the steps before: int64[cells]."""
         mark = step // _MARKED
-        return self._taken_at_marks[mark] + self._cell_counts[mark * _MARKED : step].sum(axis=0, dtype=np.int64)
+        return self._taken_at_marks[mark] + self._cell_counts[mark * _MARKED : step].sum(
+            axis=0, dtype=np.int64
+        )
 
     def _take(self, cell: int, first: int, count: int) -> np.ndarray:
-        """`count` samples of a cell, in order, from number `first` of the whole run: int64[count]."""
+        """`count` samples of a cell, in order, from number `first` of the whole run:
+        int64[count].
+        """
         size, start = self._cells[cell].size, self._cells[cell].start
-        # Numbers over the whole run, so that a step may hold the end of one pass and the beginning of the next.
+        # Numbers over the whole run, so that a step may hold the end of one pass and the beginning
+        # of the next.
         numbers = np.arange(first, first + count)
         passes = numbers // size
         parts = [
@@ -184,20 +213,26 @@ class GlobalBatches:
         return places if self._members is None else self._members[places]
 
     def _pass(self, cell: int, number: int) -> Permutation:
-        """The order of a cell in one pass. The ones made last are kept: steps usually come in order."""
+        """The order of a cell in one pass. The ones made last are kept: steps usually come in
+        order.
+        """
         key = (cell, number)
         if key not in self._passes:
             while len(self._passes) >= max(_PASSES_HELD, 2 * len(self._cells)):
                 del self._passes[next(iter(self._passes))]
             found = self._cells[cell]
-            self._passes[key] = Permutation(found.size, self.seed, *found.key, number, exact_limit=self._exact_limit)
+            self._passes[key] = Permutation(
+                found.size, self.seed, *found.key, number, exact_limit=self._exact_limit
+            )
         return self._passes[key]
 
 
 def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cell]:
     return [
         _Cell(start, size, (_DIFFICULTY_KEY, difficulty))
-        for difficulty, (start, size) in enumerate(zip(starts.tolist(), samples.tolist(), strict=False))
+        for difficulty, (start, size) in enumerate(
+            zip(starts.tolist(), samples.tolist(), strict=False)
+        )
     ]
 
 
@@ -205,7 +240,8 @@ def _cells_of_sources(held: np.ndarray, starts: np.ndarray) -> list[_Cell]:
     """The cells of int64[sources, difficulties] samples, source by source."""
     first = starts[:-1] + np.cumsum(held, axis=0) - held
     return [
-        _Cell(int(first[place]), int(held[place]), (_CELL_KEY, *map(int, place))) for place in np.ndindex(*held.shape)
+        _Cell(int(first[place]), int(held[place]), (_CELL_KEY, *map(int, place)))
+        for place in np.ndindex(*held.shape)
     ]
 
 
@@ -214,7 +250,9 @@ def _samples_per_cell(mix: Mix, starts: np.ndarray, members: np.ndarray | None) 
     if members is None:
         return np.array(mix.sizes, dtype=np.int64)[:, None]
     spans = itertools.pairwise(starts.tolist())
-    return np.stack([np.diff(np.searchsorted(members[start:end], mix.starts)) for start, end in spans], axis=1)
+    return np.stack(
+        [np.diff(np.searchsorted(members[start:end], mix.starts)) for start, end in spans], axis=1
+    )
 
 
 def _taken_at_marks(counts: np.ndarray) -> np.ndarray:
@@ -223,8 +261,12 @@ def _taken_at_marks(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(sums, axis=0) - sums
 
 
-def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_steps: int | None = None) -> int:
-    """Optimizer steps of a run: max_steps, or ceil(num_epochs x samples / global_batch_size). Every batch is full."""
+def count_steps(
+    samples: int, global_batch_size: int, num_epochs: float, max_steps: int | None = None
+) -> int:
+    """Optimizer steps of a run: max_steps, or ceil(num_epochs x samples / global_batch_size). Every
+    batch is full.
+    """
     if max_steps is not None:
         return max_steps
     return math.ceil(Fraction(repr(float(num_epochs))) * samples / global_batch_size)
@@ -233,13 +275,18 @@ def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_ste
 def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Samples of each difficulty, int64[difficulties], checked against the schedule."""
     count = len(schedule.difficulties)
-    if not all(((portion >= 0) & (portion < count)).all() for portion in portions(difficulty_of_sample)):
+    if not all(
+        ((portion >= 0) & (portion < count)).all() for portion in portions(difficulty_of_sample)
+    ):
         outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
         first = int(outside[0])
         raise DataError(
             f"{len(outside):,} samples have a difficulty that is not one of 0..{count - 1}",
             where=f"sample {first}, difficulty {difficulty_of_sample[first]}",
-            fix=f"use the indices of the schedule's difficulties: {', '.join(schedule.difficulties)}",
+            fix=(
+                "use the indices of the schedule's difficulties:"
+                f" {', '.join(schedule.difficulties)}"
+            ),
         )
     samples = count_difficulties(difficulty_of_sample, count)
     raise_problems(schedule.empty_difficulties(samples))

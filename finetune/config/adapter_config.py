@@ -1,4 +1,6 @@
-"""Settings of fine-tuning alone: what stands under an adapter, and adapters beyond plain LoRA, by peft's names."""
+"""Settings of fine-tuning alone: what stands under an adapter, and adapters beyond plain LoRA, by
+peft's names.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,40 @@ def _layers(value: Any) -> Any:
     """`0 1 24-31` as numbers."""
     if value is None:
         return None
-    words = [word for part in (value if isinstance(value, list | tuple) else [value]) for word in str(part).split(",")]
+    words = [
+        word
+        for part in (value if isinstance(value, list | tuple) else [value])
+        for word in str(part).split(",")
+    ]
     found: list[int] = []
     for word in words:
         first, dash, last = word.strip().partition("-")
         if not (first.isdecimal() and (last if dash else first).isdecimal()):
             raise rule_broken(
-                [(f"{word!r} is no layer", "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31")]
+                [
+                    (
+                        f"{word!r} is no layer",
+                        "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31",
+                    )
+                ]
             )
         if dash and int(first) > int(last):
             raise rule_broken([(f"{word.strip()} goes backwards", f"write {last}-{first}")])
         # A range that no model has is refused by its first numbers.
-        found += range(int(first), min(int(last), int(first) + MOST_LAYERS) + 1) if dash else [int(first)]
+        found += (
+            range(int(first), min(int(last), int(first) + MOST_LAYERS) + 1)
+            if dash
+            else [int(first)]
+        )
     if not found:
-        raise rule_broken([("no layer is named", "name layers, e.g. 0 1 24-31, or leave it out: then all have one")])
+        raise rule_broken(
+            [
+                (
+                    "no layer is named",
+                    "name layers, e.g. 0 1 24-31, or leave it out: then all have one",
+                )
+            ]
+        )
     return tuple(sorted(set(found)))
 
 
@@ -45,7 +67,10 @@ def _pattern(value: Any) -> Any:
         names = [name.strip() for name, _sign, _number in halves]
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise rule_broken([(f"{twice[0]} is named twice", "give each name one number")])
-        value = {name.strip(): int(number) if number.isdecimal() else number for name, _sign, number in halves}
+        value = {
+            name.strip(): int(number) if number.isdecimal() else number
+            for name, _sign, number in halves
+        }
     if isinstance(value, dict):
         for name, number in value.items():
             if not name or type(number) is not int or number < 1:
@@ -61,7 +86,8 @@ def _pattern(value: Any) -> Any:
 
 
 LayerNumbers = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_layers, json_schema_input_type=str | list[int | str])
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(_layers, json_schema_input_type=str | list[int | str]),
 ]
 Pattern = Annotated[
     dict[Text, Annotated[int, Field(ge=1)]],
@@ -73,10 +99,15 @@ class AdapterSettings(Strict):
     """A part of `run_config.RunConfig`, beside `finetuning` and `lora_r`."""
 
     quantization: Literal["none", "nf4", "int8"] = adapter_setting(
-        "none", "Hold the frozen base weights in 4 or 8 bits (QLoRA), with bitsandbytes; on CUDA or a CPU."
+        "none",
+        "Hold the frozen base weights in 4 or 8 bits (QLoRA), with bitsandbytes; on CUDA or a CPU.",
     )
-    use_rslora: bool = adapter_setting(False, "Scale the update by alpha / sqrt(r) in place of alpha / r (rsLoRA).")
-    use_dora: bool = adapter_setting(False, "Train the length of each column of the weights apart (DoRA).")
+    use_rslora: bool = adapter_setting(
+        False, "Scale the update by alpha / sqrt(r) in place of alpha / r (rsLoRA)."
+    )
+    use_dora: bool = adapter_setting(
+        False, "Train the length of each column of the weights apart (DoRA)."
+    )
     lora_plus_ratio: float | None = adapter_setting(
         None,
         "Learning rate of the B matrices as a multiple of the rate (LoRA+).",
@@ -84,21 +115,27 @@ class AdapterSettings(Strict):
         shown_default="1, plain LoRA",
     )
     rank_pattern: Pattern | None = adapter_setting(
-        None, "Ranks of modules that have another than lora_r, by their names.", unit="q_proj=32,down_proj=8"
+        None,
+        "Ranks of modules that have another than lora_r, by their names.",
+        unit="q_proj=32,down_proj=8",
     )
     alpha_pattern: Pattern | None = adapter_setting(
-        None, "Their scales, where they have another than lora_alpha.", unit="q_proj=64,down_proj=16"
+        None,
+        "Their scales, where they have another than lora_alpha.",
+        unit="q_proj=64,down_proj=16",
     )
     layers_to_transform: LayerNumbers | None = adapter_setting(
         None, "Layers that get an adapter, counted from 0.", unit="0 1 24-31", shown_default="all"
     )
     modules_to_save: Paths = adapter_setting(
-        (), "Modules that are trained whole beside the adapter and saved with it, by their names.", unit="NAME..."
+        (),
+        "Modules that are trained whole beside the adapter and saved with it, by their names.",
+        unit="NAME...",
     )
     train_tokens: Paths = adapter_setting(
         (),
-        "Train the embedding and head rows of these tokens too; auto: those that end answers and that the base "
-        "never trained.",
+        "Train the embedding and head rows of these tokens too; auto: those that end answers and"
+        " that the base never trained.",
         unit="auto|TOKEN...",
     )
 
@@ -119,11 +156,25 @@ def quantization_problems(config: Any, device_type: str) -> list[tuple[str, str]
         return []
     found = []
     if config.trains_all_weights:
-        what = f"quantization is {kind} and finetuning is full: weights in few bits cannot take small updates"
+        what = (
+            f"quantization is {kind} and finetuning is full: weights in few bits cannot take small"
+            " updates"
+        )
         found.append((what, "train an adapter (--finetuning lora), or leave --quantization out"))
     if device_type not in (*QUANTIZED_ON, "auto"):
-        what = f"quantization is {kind}, and bitsandbytes trains on CUDA and CPUs, not on {device_type}"
-        found.append((what, "leave it out; where memory is short, ds_configs/zero3.json keeps the base on the host"))
+        what = (
+            f"quantization is {kind}, and bitsandbytes trains on CUDA and CPUs, not on"
+            f" {device_type}"
+        )
+        found.append(
+            (
+                what,
+                (
+                    "leave it out; where memory is short, ds_configs/zero3.json keeps the base on"
+                    " the host"
+                ),
+            )
+        )
     return found
 
 
@@ -143,7 +194,9 @@ def adapter_identity(config: AdapterSettings) -> dict[str, Any]:
 
 
 def adapter_problems(config: Any) -> list[tuple[str, str]]:
-    """Adapters that peft cannot make, or that sharding leaves without the weights that they read: `(what, fix)`."""
+    """Adapters that peft cannot make, or that sharding leaves without the weights that they read:
+    `(what, fix)`.
+    """
     if config.trains_all_weights:
         return []
     zero = (config.deepspeed or {}).get("zero_optimization")
@@ -152,7 +205,10 @@ def adapter_problems(config: Any) -> list[tuple[str, str]]:
         return found
     reads = "reads base weights past the module that owns them, where ZeRO-3 has gathered none"
     fix = "train without DeepSpeed (--deepspeed none), or with ZeRO-2"
-    given = (("use_dora", config.use_dora, "DoRA"), ("train_tokens", config.train_tokens, "peft's trainable tokens"))
+    given = (
+        ("use_dora", config.use_dora, "DoRA"),
+        ("train_tokens", config.train_tokens, "peft's trainable tokens"),
+    )
     return found + [(f"{name} is set: {what} {reads}", fix) for name, value, what in given if value]
 
 
@@ -160,12 +216,24 @@ def _twice_trained(config: Any) -> list[tuple[str, str]]:
     """Embedding or head asked for beside single rows of them."""
     targets = config.lora_target_modules
     asked = (
-        ("lora_target_modules", last_parts([targets] if isinstance(targets, str) else targets) & HEADS),
+        (
+            "lora_target_modules",
+            last_parts([targets] if isinstance(targets, str) else targets) & HEADS,
+        ),
         ("modules_to_save", last_parts(config.modules_to_save) & (EMBEDDINGS | HEADS)),
     )
-    fix = "leave one of the two out: rows of the embedding and of the head are trained by train_tokens"
+    fix = (
+        "leave one of the two out: rows of the embedding and of the head are trained by"
+        " train_tokens"
+    )
     return [
-        (f"train_tokens is set, and {name} names {', '.join(sorted(both))}: a module is trained in one way", fix)
+        (
+            (
+                f"train_tokens is set, and {name} names {', '.join(sorted(both))}: a module is"
+                " trained in one way"
+            ),
+            fix,
+        )
         for name, both in asked
         if both
     ]

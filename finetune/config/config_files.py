@@ -1,7 +1,8 @@
-"""Reading configuration files: JSON, YAML, and Python files of literal assignments, which are read and never executed.
+"""Reading configuration files: JSON, YAML, and Python files of literal assignments, which are read
+and never executed.
 
-A file gives names and values; what they mean is decided elsewhere. A name given twice in one file is refused, because
-every reader silently takes another of the two.
+A file gives names and values; what they mean is decided elsewhere. A name given twice in one file
+is refused, because every reader silently takes another of the two.
 """
 
 from __future__ import annotations
@@ -22,20 +23,29 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """The names and values of a configuration file, nested as written.
 
     Raises:
-        ConfigError: the file is missing, of another kind, not readable, not valid, or gives a name twice.
+        ConfigError: the file is missing, of another kind, not readable, not valid, or gives a name
+            twice.
     """
     path = Path(path)
     readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python}
     text, read = _read_text(path), readers.get(path.suffix.lower())
     if read is None:
-        raise ConfigError(f"{path} is no configuration file", str(path), f"its name must end in {', '.join(readers)}")
+        raise ConfigError(
+            f"{path} is no configuration file",
+            str(path),
+            f"its name must end in {', '.join(readers)}",
+        )
     try:
         content = read(text, str(path))
     except (RecursionError, MemoryError) as error:
-        raise ConfigError("the file is nested too deeply to be read", str(path), "flatten it") from error
+        raise ConfigError(
+            "the file is nested too deeply to be read", str(path), "flatten it"
+        ) from error
     if not isinstance(content, dict):
         kind = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise ConfigError(f"the file {kind}, not names and values", str(path), "write names and values")
+        raise ConfigError(
+            f"the file {kind}, not names and values", str(path), "write names and values"
+        )
     return content
 
 
@@ -43,22 +53,35 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError("the configuration file does not exist", str(path), similar_files(path)) from None
+        raise ConfigError(
+            "the configuration file does not exist", str(path), similar_files(path)
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the file is not UTF-8 (byte {error.start})", str(path), "save it as UTF-8") from None
+        raise ConfigError(
+            f"the file is not UTF-8 (byte {error.start})", str(path), "save it as UTF-8"
+        ) from None
     except OSError as error:
         what = f"the configuration file cannot be read: {error.strerror}"
         raise ConfigError(what, str(path), "name a readable file") from None
 
 
 def similar_files(path: Path) -> str:
-    """A remedy for a path that does not exist: the nearest name in its folder, or the folder that is missing."""
+    """A remedy for a path that does not exist: the nearest name in its folder, or the folder that
+    is missing.
+    """
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
-        return f"the folder {path.parent} does not exist either; relative paths start at the current folder"
+        return (
+            f"the folder {path.parent} does not exist either; relative paths start at the current"
+            " folder"
+        )
     guess = nearest(path.name, names)
-    return f"did you mean {path.parent / guess}?" if guess else "check the path; it starts at the current folder"
+    return (
+        f"did you mean {path.parent / guess}?"
+        if guess
+        else "check the path; it starts at the current folder"
+    )
 
 
 def _given_twice(name: object, where: str) -> ConfigError:
@@ -89,7 +112,9 @@ def _read_json(text: str, where: str) -> Any:
         what = f"not valid JSON: {error.msg} at column {error.colno}"
         raise ConfigError(what, f"{where}:{error.lineno}", hint) from None
     except ValueError as error:  # an integer of thousands of digits
-        raise ConfigError(f"not a number that can be read: {error}", where, "write a shorter number") from None
+        raise ConfigError(
+            f"not a number that can be read: {error}", where, "write a shorter number"
+        ) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,14 +129,17 @@ class _Loader(yaml.SafeLoader):
                 continue
             line = f"{self.where}:{key.start_mark.line + 1}"
             if key.tag != "tag:yaml.org,2002:str":
-                raise ConfigError(f"the name {key.value!r} is not a text", line, "write the name as a text")
+                raise ConfigError(
+                    f"the name {key.value!r} is not a text", line, "write the name as a text"
+                )
             if key.value in seen:
                 raise _given_twice(key.value, line)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 takes 2e-5 for a text, because it has no dot; everybody who writes a learning rate means the number.
+# YAML 1.1 takes 2e-5 for a text, because it has no dot; everybody who writes a learning rate means
+# the number.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -123,11 +151,14 @@ def _read_yaml(text: str, where: str) -> Any:
         loader = _Loader(text)
         loader.where = where
         content = loader.get_single_data()
-        json.dumps(content, default=str)  # raises ValueError where an alias makes a block contain itself
+        # raises ValueError where an alias makes a block contain itself
+        json.dumps(content, default=str)
         return content
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"not valid YAML: {error.problem or error.context}", where + line, "fix the YAML") from None
+        raise ConfigError(
+            f"not valid YAML: {error.problem or error.context}", where + line, "fix the YAML"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"not valid YAML: {error}", where, "fix the YAML") from None
     finally:
@@ -136,7 +167,9 @@ def _read_yaml(text: str, where: str) -> Any:
 
 
 def _read_python(text: str, where: str) -> dict[str, Any]:
-    """Assignments of literals to names; anything else is refused with its line. Nothing is executed."""
+    """Assignments of literals to names; anything else is refused with its line. Nothing is
+    executed.
+    """
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -155,7 +188,10 @@ def _read_python(text: str, where: str) -> dict[str, Any]:
         elif isinstance(statement, ast.AnnAssign):
             target, value = statement.target, statement.value
         if not isinstance(target, ast.Name) or value is None:
-            what = "a Python configuration file may only assign values to names; it is read, never executed"
+            what = (
+                "a Python configuration file may only assign values to names; it is read, never"
+                " executed"
+            )
             fix = "write `name = value` with a number, text, True, False, None, list or dict"
             raise ConfigError(what, line, fix)
         if target.id in values:
@@ -180,7 +216,9 @@ def _literal(node: ast.expr, line: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Literals as JSON would hold them: tuples become lists; what JSON has no word for is refused."""
+    """Literals as JSON would hold them: tuples become lists; what JSON has no word for is
+    refused.
+    """
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):

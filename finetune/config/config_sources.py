@@ -1,6 +1,7 @@
 """One source of settings - a file, a dict, an object - as names and sourced values.
 
-A DeepSpeed JSON is told from a run file by its keys: it has a `finetune` block, or mostly keys that only DeepSpeed has.
+A DeepSpeed JSON is told from a run file by its keys: it has a `finetune` block, or mostly keys that
+only DeepSpeed has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class ConfigSource:
     unread: bool = False  # it could not be read at all, so that nothing is known of what it sets
 
 
-def source_of_file(path: str | Path, precedence: int, model_class: type[BaseConfig]) -> ConfigSource:
+def source_of_file(
+    path: str | Path, precedence: int, model_class: type[BaseConfig]
+) -> ConfigSource:
     """A `--config` file; never raises for what is wrong with it."""
     try:
         content = read_file(path)
@@ -43,12 +46,18 @@ def source_of_file(path: str | Path, precedence: int, model_class: type[BaseConf
     theirs = [next((name for name in names if name in content), None) for names in _OF_OTHER_TOOLS]
     if all(theirs):
         fix = f"python -m finetune convert {path} --output NEW.yaml makes a run file of it"
-        wrong = ConfigError(f"this is a run file of another tool: it has {theirs[0]} and {theirs[1]}", str(path), fix)
+        wrong = ConfigError(
+            f"this is a run file of another tool: it has {theirs[0]} and {theirs[1]}",
+            str(path),
+            fix,
+        )
         return ConfigSource(problems=[wrong], unread=True)
     return source_of_values(content, str(path), precedence, model_class)
 
 
-def source_of_deepspeed_file(path: str, precedence: int, model_class: type[BaseConfig]) -> ConfigSource:
+def source_of_deepspeed_file(
+    path: str, precedence: int, model_class: type[BaseConfig]
+) -> ConfigSource:
     """A `--deepspeed` file: DeepSpeed's keys, and the numbers among them that are ours."""
     source = ConfigSource()
     content = _read_deepspeed(path, source)
@@ -94,7 +103,9 @@ def is_deepspeed(content: Mapping[str, Any], names: Any) -> bool:
         return True
     theirs = {*KNOWN, *REMOVED[""]}
     only_theirs = sum(name in theirs and name not in names for name in content)
-    not_theirs = sum(name not in theirs and (name in names or name in {*FOREIGN, *OTHERWISE}) for name in content)
+    not_theirs = sum(
+        name not in theirs and (name in names or name in {*FOREIGN, *OTHERWISE}) for name in content
+    )
     if only_theirs or not_theirs:
         return only_theirs >= not_theirs
     if any(name in names for name in content):
@@ -103,19 +114,31 @@ def is_deepspeed(content: Mapping[str, Any], names: Any) -> bool:
     return any(nearest(str(name), theirs) and not nearest(str(name), names) for name in content)
 
 
-def _refuse_misplaced(source: ConfigSource, own: Any, keys: dict[str, Any], label: str, names: Any) -> None:
-    """Settings of ours beside DeepSpeed's keys, and DeepSpeed's keys inside our block. Takes the former out."""
+def _refuse_misplaced(
+    source: ConfigSource, own: Any, keys: dict[str, Any], label: str, names: Any
+) -> None:
+    """Settings of ours beside DeepSpeed's keys, and DeepSpeed's keys inside our block. Takes the
+    former out.
+    """
     for name in [name for name in keys if name in names and name not in KNOWN]:
         fix = f'move it into the "{BLOCK}" block'
-        source.problems.append(ConfigError(f"{name} is not a DeepSpeed key", f"{label}: {name}", fix))
+        source.problems.append(
+            ConfigError(f"{name} is not a DeepSpeed key", f"{label}: {name}", fix)
+        )
         del keys[name]
     if not isinstance(own, Mapping):
         fix = f'write "{BLOCK}": {{...}} with settings in it'
-        source.problems.append(ConfigError(f"the {BLOCK} block is {own!r}", f"{label}: {BLOCK}", fix))
+        source.problems.append(
+            ConfigError(f"the {BLOCK} block is {own!r}", f"{label}: {BLOCK}", fix)
+        )
 
 
 def _own_values(
-    source: ConfigSource, own: Mapping[str, Any], label: str, prefix: str, model_class: type[BaseConfig]
+    source: ConfigSource,
+    own: Mapping[str, Any],
+    label: str,
+    prefix: str,
+    model_class: type[BaseConfig],
 ) -> dict[str, tuple[Any, str]]:
     """Our name -> (value, location); unknown names become problems of the source."""
     names = model_class.model_fields
@@ -130,13 +153,17 @@ def _own_values(
         elif name == "deepspeed":
             if prefix:
                 fix = "remove it: the file around the block is the DeepSpeed configuration"
-                source.problems.append(ConfigError(f"deepspeed inside the {BLOCK} block", location, fix))
+                source.problems.append(
+                    ConfigError(f"deepspeed inside the {BLOCK} block", location, fix)
+                )
         elif name in names:
             values[name] = (plain(value), location)
         elif name in KNOWN and name not in {*FOREIGN, *OTHERWISE}:
             out = f'move it out of the "{BLOCK}" block, to the top level'
             fix = out if prefix else 'move it into a "deepspeed" block'
-            source.problems.append(ConfigError(f"{name} is a DeepSpeed key, not a setting", location, fix))
+            source.problems.append(
+                ConfigError(f"{name} is a DeepSpeed key, not a setting", location, fix)
+            )
         else:
             source.problems.append(unknown_name(str(name), location, names, flags=False))
     return values
@@ -152,7 +179,9 @@ def plain(value: Any) -> Any:
 
 
 def _read_deepspeed(path: str, source: ConfigSource) -> dict[str, Any] | None:
-    """DeepSpeed's keys in a file; None, and a problem of the source, where there are none to be had."""
+    """DeepSpeed's keys in a file; None, and a problem of the source, where there are none to be
+    had.
+    """
     try:
         content = read_file(path)
     except ConfigError as error:
@@ -160,7 +189,10 @@ def _read_deepspeed(path: str, source: ConfigSource) -> dict[str, Any] | None:
         source.unread = True
         return None
     if BLOCK in content:
-        source.notes.append(f"the {BLOCK} block of {path} is not read: the file is given as deepspeed, not as --config")
+        source.notes.append(
+            f"the {BLOCK} block of {path} is not read: the file is given as deepspeed, not as"
+            " --config"
+        )
     return {name: value for name, value in content.items() if name != BLOCK}
 
 
@@ -180,7 +212,9 @@ def _add_deepspeed(
     for name, (value, location) in parts.numbers.items():
         if name not in model_class.model_fields:
             fix = f'write "auto", or remove it; {model_class.command} has other settings for this'
-            source.problems.append(ConfigError(f"{name} has no counterpart in {model_class.command}", location, fix))
+            source.problems.append(
+                ConfigError(f"{name} has no counterpart in {model_class.command}", location, fix)
+            )
         elif name not in ours or not decides(ours[name][0]):
             source.values[name] = SourcedValue(value, precedence, location)
     source.values["deepspeed"] = SourcedValue(parts.deepspeed, precedence, label)

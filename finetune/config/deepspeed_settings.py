@@ -1,9 +1,10 @@
 """DeepSpeed keys that are settings of ours too, and who owns them. Never imports deepspeed.
 
-Given on one side only, they become ours; `"auto"` on DeepSpeed's side means ours; given on both sides of one file and
-different, they are refused even where a flag overrides them. What is handed on to DeepSpeed says `"auto"` at each of
-them, and has no `optimizer` and `scheduler` block: finetune makes both itself. Values of other keys are left to
-DeepSpeed but for the few that contradict how finetune trains, or that it would refuse late.
+Given on one side only, they become ours; `"auto"` on DeepSpeed's side means ours; given on both
+sides of one file and different, they are refused even where a flag overrides them. What is handed
+on to DeepSpeed says `"auto"` at each of them, and has no `optimizer` and `scheduler` block:
+finetune makes both itself. Values of other keys are left to DeepSpeed but for the few that
+contradict how finetune trains, or that it would refuse late.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from finetune.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shared:
-    """A number of DeepSpeed's that is also ours: `path` there, `field` here, `index` into a list there."""
+    """A number of DeepSpeed's that is also ours: `path` there, `field` here, `index` into a list
+    there.
+    """
 
     path: str
     field: str
@@ -44,9 +47,10 @@ PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 # Top-level keys and blocks that finetune fills in.
 OURS = frozenset({shared.path.partition(".")[0] for shared in SHARED} | set(PRECISIONS))
 
-# The only values of keys with which DeepSpeed would train otherwise than finetune says, while losses look right: in the
-# optimizer and scheduler blocks what finetune does anyway, elsewhere what leaves the gradient that of the global batch
-# and its float32 sum, and a step with NaN in it one that is skipped.
+# The only values of keys with which DeepSpeed would train otherwise than finetune says, while
+# losses look right: in the optimizer and scheduler blocks what finetune does anyway, elsewhere what
+# leaves the gradient that of the global batch and its float32 sum, and a step with NaN in it one
+# that is skipped.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "optimizer.params.bias_correction": (True,),
     "optimizer.params.adam_w_mode": (True,),
@@ -60,10 +64,12 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "scheduler.params.last_batch_iteration": (-1,),
     "gradient_allreduce_op": ("mean",),  # the loss is scaled for a mean over ranks
     "gradient_predivide_factor": (1,),  # ZeRO-3 multiplies by it into a copy that it drops
-    "prescale_gradients": (False,),  # the same mean; and with reduce_scatter an assertion, when all is loaded
+    # the same mean; and with reduce_scatter an assertion, when all is loaded
+    "prescale_gradients": (False,),
     "managed_gradient_accumulation": (True,),  # false has every microbatch end the step
     "disable_allgather": (False,),
-    "data_types.grad_accum_dtype": ("fp32",),  # in 16 bits the sum depends on how many microbatches there are
+    # in 16 bits the sum depends on how many microbatches there are
+    "data_types.grad_accum_dtype": ("fp32",),
     "fp16.fp16_master_weights_and_grads": (False,),
     "bf16.bf16_master_weights_and_grads": (False,),
     "bf16.bf16_optimizer_states": (False,),
@@ -80,10 +86,17 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_optimizer.device": ("cpu", "nvme", "none"),
 }
 
-# Blocks by which several processes share one sample, or DeepSpeed chooses the samples: here every process has its own
-# microbatches, and which samples a step has is decided by the run alone.
-UNSUPPORTED = ("sequence_parallel_size", "tensor_parallel", "expert_parallel", "pipeline", "data_efficiency")
-# Blocks with which the optimizer's step is late or in part, or the weights are not those that were loaded.
+# Blocks by which several processes share one sample, or DeepSpeed chooses the samples: here every
+# process has its own microbatches, and which samples a step has is decided by the run alone.
+UNSUPPORTED = (
+    "sequence_parallel_size",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline",
+    "data_efficiency",
+)
+# Blocks with which the optimizer's step is late or in part, or the weights are not those that were
+# loaded.
 OTHER_TRAINING = ("zero_optimization.zenflow", "weight_quantization")
 
 # DeepSpeed's schedules, and ours of the same curve.
@@ -128,11 +141,16 @@ def split(config: Mapping[str, Any], where: str, ours: Mapping[str, tuple[Any, s
             result.problems.append(_contradiction(name, given))
         result.numbers[name] = values[0]
     result.problems += refused_values(config, where)
-    result.problems += _undecided_precision(config, where, theirs.get("dtype"), ours.get("dtype", (None, ""))[0])
+    result.problems += _undecided_precision(
+        config, where, theirs.get("dtype"), ours.get("dtype", (None, ""))[0]
+    )
     result.deepspeed = _handed_on(config)
     blocks = [name for name in ("optimizer", "scheduler") if name in config]
     if blocks:
-        read = f"the {' and '.join(blocks)} of DeepSpeed {'is' if len(blocks) == 1 else 'are'} read into our settings"
+        read = (
+            f"the {' and '.join(blocks)} of DeepSpeed {'is' if len(blocks) == 1 else 'are'} read"
+            " into our settings"
+        )
         result.notes.append(f"{where}: {read}; finetune makes AdamW and the schedule itself")
     return result
 
@@ -158,7 +176,11 @@ def _shared_values(
             if value[shared.index] != "auto":
                 yield shared.field, value[shared.index], f"{location}[{shared.index}]"
         elif shared.index == 0:
-            problems.append(ConfigError(f"{shared.path} is {value!r}", where, "give two numbers, [beta1, beta2]"))
+            problems.append(
+                ConfigError(
+                    f"{shared.path} is {value!r}", where, "give two numbers, [beta1, beta2]"
+                )
+            )
     kind = lookup(config, "scheduler.type")
     if isinstance(kind, str) and kind in SCHEDULERS:
         yield "lr_scheduler", SCHEDULERS[kind], f"{where}: scheduler.type {kind}"
@@ -174,19 +196,26 @@ def _shared_values(
 def _undecided_precision(
     config: Mapping[str, Any], where: str, given: list[tuple[Any, str]] | None, dtype: Any
 ) -> Iterator[ConfigError]:
-    """A switch that is none; or one precision switched off, where dtype does not say which other it is."""
+    """A switch that is none; or one precision switched off, where dtype does not say which other it
+    is.
+    """
     for block, name in PRECISIONS.items():
         value = lookup(config, f"{block}.enabled")
         if decides(value) and not isinstance(value, bool):
             yield ConfigError(f"{block}.enabled is {value!r}", where, 'write true, false or "auto"')
         elif value is False and not given and dtype in (None, "auto", name):
             what = f"{block} is switched off, but dtype is {dtype or 'auto'}, which may take it"
-            fix = f'write "auto" there, or set dtype to float32 or {"float16" if name == "bfloat16" else "bfloat16"}'
+            fix = (
+                'write "auto" there, or set dtype to float32 or'
+                f" {'float16' if name == 'bfloat16' else 'bfloat16'}"
+            )
             yield ConfigError(what, f"{where}: {block}.enabled", fix)
 
 
 def _handed_on(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with `"auto"` at every shared number, and without what finetune makes itself."""
+    """The configuration with `"auto"` at every shared number, and without what finetune makes
+    itself.
+    """
     handed = deepcopy(dict(config))
     for block in ("optimizer", "scheduler"):
         handed.pop(block, None)
@@ -202,14 +231,21 @@ def _handed_on(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refused_values(config: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
-    """Values that DeepSpeed would refuse after the model was loaded, or that contradict how finetune trains."""
+    """Values that DeepSpeed would refuse after the model was loaded, or that contradict how
+    finetune trains.
+    """
     for path, allowed in ALLOWED.items():
         value = lookup(config, path)
         # 1 and True are equal, and not the same to DeepSpeed.
-        fits = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
+        fits = any(
+            value == choice and isinstance(value, bool) == isinstance(choice, bool)
+            for choice in allowed
+        )
         if decides(value) and not fits:
             choices = " or ".join(repr(choice) for choice in allowed)
-            yield ConfigError(f"DeepSpeed key {path} is {value!r}", where, f"it may be {choices}; or leave it out")
+            yield ConfigError(
+                f"DeepSpeed key {path} is {value!r}", where, f"it may be {choices}; or leave it out"
+            )
     kind = lookup(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):
         fix = "finetune trains with AdamW; write AdamW or leave it out"
@@ -230,18 +266,28 @@ def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[Con
     for key in UNSUPPORTED:
         if config.get(key) not in (None, {}, 1):
             what = f"DeepSpeed key {key} is set, and finetune gives every process its own samples"
-            yield ConfigError(what, where, "remove it; ZeRO stages are the way to share the memory of several devices")
+            yield ConfigError(
+                what,
+                where,
+                "remove it; ZeRO stages are the way to share the memory of several devices",
+            )
     for path in OTHER_TRAINING:
         if lookup(config, path) not in (None, {}):
             yield ConfigError(f"DeepSpeed key {path} changes what is trained", where, "remove it")
     if lookup(config, "comet.api_key") is not None:
-        yield ConfigError("comet.api_key is a secret in a file", where, "set COMET_API_KEY in the environment instead")
+        yield ConfigError(
+            "comet.api_key is a secret in a file",
+            where,
+            "set COMET_API_KEY in the environment instead",
+        )
     stage = lookup(config, "zero_optimization.stage") or 0
     if lookup(config, "zero_optimization.offload_param.device") in ("cpu", "nvme") and stage != 3:
         what = f"offload_param needs ZeRO stage 3, and stage is {stage}"
         yield ConfigError(what, where, "set stage to 3 or remove it")
     for block in ("offload_param", "offload_optimizer"):
         offload = f"zero_optimization.{block}"
-        if lookup(config, f"{offload}.device") == "nvme" and not lookup(config, f"{offload}.nvme_path"):
+        if lookup(config, f"{offload}.device") == "nvme" and not lookup(
+            config, f"{offload}.nvme_path"
+        ):
             what = f"{offload}.device is nvme without nvme_path"
             yield ConfigError(what, where, "name a folder on a fast local disk")

@@ -1,4 +1,6 @@
-"""The help of flags, made from the schema and as wide as the terminal, and the table that freezes flags."""
+"""The help of flags, made from the schema and as wide as the terminal, and the table that freezes
+flags.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def help_width() -> int:
 
 
 def fitted(text: str) -> list[str]:
-    """The lines of a text as they are where all fit; else its paragraphs filled, and indented lines by themselves."""
+    """The lines of a text as they are where all fit; else its paragraphs filled, and indented lines
+    by themselves.
+    """
     lines, width = text.splitlines(), help_width()
     if all(len(line) <= width for line in lines):
         return lines
@@ -36,25 +40,42 @@ def fitted(text: str) -> list[str]:
             usage = part.startswith("usage:")
             spaces = " " * (11 if usage else len(part) - len(part.lstrip()) + 4 * indented)
             result += textwrap.wrap(
-                part, width, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False
+                part,
+                width,
+                subsequent_indent=spaces,
+                break_long_words=False,
+                break_on_hyphens=False,
             ) or [""]
     return result
 
 
 def help_text(model_class: type[BaseConfig]) -> str:
     flags = flags_of(model_class)
-    lines = [f"usage: {model_class.command} [--config FILE...] [--flag value ...]", "", *fitted(_SOURCES)]
+    lines = [
+        f"usage: {model_class.command} [--config FILE...] [--flag value ...]",
+        "",
+        *fitted(_SOURCES),
+    ]
     lines += ["", "configuration"]
     for name, (unit, description) in EXTRA.items():
         lines += _entry(f"{flag(name)} {unit}".strip(), description)
     lines += flag_lines(model_class, GROUPS)
     if "curriculum" in flags:
-        lines += ["", *fitted("curriculum.levels and curriculum.stages (until, mix, ramp) are set in a file.")]
+        lines += [
+            "",
+            *fitted(
+                "curriculum.levels and curriculum.stages (until, mix, ramp) are set in a file."
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def flag_lines(
-    model_class: type[Strict], groups: Iterable[str], positional: Sequence[str] = (), *, short_switches: bool = False
+    model_class: type[Strict],
+    groups: Iterable[str],
+    positional: Sequence[str] = (),
+    *,
+    short_switches: bool = False,
 ) -> list[str]:
     """The flags of each group, with units and defaults.
 
@@ -63,16 +84,24 @@ def flag_lines(
         short_switches: of a switch that is off by default show only the flag and what it does.
     """
     aliases: Mapping[str, str] = getattr(model_class, "aliases", {})
-    required = {info.alias or name for name, info in model_class.model_fields.items() if info.is_required()}
+    required = {
+        info.alias or name for name, info in model_class.model_fields.items() if info.is_required()
+    }
     flags, lines = flags_of(model_class), []
     for group in groups:
-        members = [found for found in flags.values() if found.group == group and found.name not in ONLY_IN_FILES]
+        members = [
+            found
+            for found in flags.values()
+            if found.group == group and found.name not in ONLY_IN_FILES
+        ]
         lines += ["", group] if members else []
         for found in members:
             default = "required" if found.name in required else f"default {found.default}"
             others = ", ".join(flag(other) for other, name in aliases.items() if name == found.name)
             also = f"; also {others}" if others else ""
-            head = found.metavar if found.name in positional else f"{flag(found.name)} {found.metavar}"
+            head = (
+                found.metavar if found.name in positional else f"{flag(found.name)} {found.metavar}"
+            )
             if short_switches and found.kinds == {"boolean"} and found.default == "false":
                 head, default, also = flag(found.name), "", also.removeprefix("; ")
             notes = f" [{default}{also}]" if default or also else ""
@@ -88,15 +117,26 @@ def _entry(head: str, text: str) -> list[str]:
 
 
 def flag_table(model_class: type[BaseConfig]) -> str:
-    """One line per flag: name, types, default. A test compares it with the committed list of flags."""
-    required = {info.alias or name for name, info in model_class.model_fields.items() if info.is_required()}
+    """One line per flag: name, types, default. A test compares it with the committed list of
+    flags.
+    """
+    required = {
+        info.alias or name for name, info in model_class.model_fields.items() if info.is_required()
+    }
     rows: Iterable[tuple[str, str, str]] = [
         *((flag(name), unit or "alone", "-") for name, (unit, _) in EXTRA.items()),
         *(
-            (flag(found.name), found.expected, "required" if found.name in required else found.default)
+            (
+                flag(found.name),
+                found.expected,
+                "required" if found.name in required else found.default,
+            )
             for found in flags_of(model_class).values()
             if found.name not in ONLY_IN_FILES
         ),
-        *((flag(other), f"the same as {flag(name)}", "-") for other, name in model_class.aliases.items()),
+        *(
+            (flag(other), f"the same as {flag(name)}", "-")
+            for other, name in model_class.aliases.items()
+        ),
     ]
     return "".join(f"{name}  {kind}  [{default}]\n" for name, kind, default in sorted(rows))

@@ -1,8 +1,9 @@
 """Flags, made from the schema of a configuration, and how a command line is read.
 
-A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same; a boolean stands
-alone or takes true or false; a flag that takes several values takes them up to the next flag; of a repeated flag the
-last wins, but `--config` collects. Everything wrong on the command line is reported together.
+A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same;
+a boolean stands alone or takes true or false; a flag that takes several values takes them up to the
+next flag; of a repeated flag the last wins, but `--config` collects. Everything wrong on the
+command line is reported together.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ ONLY_IN_FILES = frozenset({"curriculum", "deepspeed"})
 
 # Flags that are no fields: name -> (unit, description).
 EXTRA = {
-    "config": ("FILE...", "DeepSpeed JSON with a finetune block, or YAML, JSON or .py run file; later ones win."),
-    "deepspeed": ("FILE", "DeepSpeed JSON; counts above the files of --config; none turns DeepSpeed off."),
+    "config": (
+        "FILE...",
+        "DeepSpeed JSON with a finetune block, or YAML, JSON or .py run file; later ones win.",
+    ),
+    "deepspeed": (
+        "FILE",
+        "DeepSpeed JSON; counts above the files of --config; none turns DeepSpeed off.",
+    ),
     "print_config": ("", "Print every value and where it is from, and stop."),
     "help": ("", "Print this and stop."),
     "local_rank": ("N", "Accepted because launchers pass it, and ignored."),
@@ -73,7 +80,13 @@ class Flag:
             return f"[{'|'.join(self.switch_words)}]"
         if self.choices:
             return "|".join(self.choices)
-        return "NAME..." if self.is_list else "NUMBER" if self.kinds & {"integer", "number"} else "TEXT"
+        return (
+            "NAME..."
+            if self.is_list
+            else "NUMBER"
+            if self.kinds & {"integer", "number"}
+            else "TEXT"
+        )
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -81,7 +94,12 @@ def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
     return " and ".join(f"{word} {schema[key]}" for key, word in words.items() if key in schema)
 
 
@@ -99,7 +117,11 @@ def expected(schema: Mapping[str, Any]) -> str:
             kind = "a whole number" if branch["type"] == "integer" else "a number"
             parts.append(f"{kind} {_bounds(branch)}".strip())
         else:
-            kinds = {"boolean": "true or false", "null": "null", "string": "a text that is not empty"}
+            kinds = {
+                "boolean": "true or false",
+                "null": "null",
+                "string": "a text that is not empty",
+            }
             parts.append(kinds.get(branch.get("type", ""), "a block of names and values"))
     return " or ".join(parts)
 
@@ -112,9 +134,14 @@ def flags_of(model_class: type[Strict]) -> dict[str, Flag]:
 
 def _flag(name: str, schema: Mapping[str, Any]) -> Flag:
     branches = _branches(schema)
-    kinds = {branch.get("type", "string" if "const" in branch or "enum" in branch else "object") for branch in branches}
+    kinds = {
+        branch.get("type", "string" if "const" in branch or "enum" in branch else "object")
+        for branch in branches
+    }
     closed = [branch for branch in branches if "const" in branch or "enum" in branch]
-    choices = [str(choice) for branch in closed for choice in branch.get("enum", [branch.get("const")])]
+    choices = [
+        str(choice) for branch in closed for choice in branch.get("enum", [branch.get("const")])
+    ]
     free = any(branch.get("type") == "string" and branch not in closed for branch in branches)
     return Flag(
         name,
@@ -172,12 +199,19 @@ def parse(
         aliases: other spelling -> field.
         extra: flags that are no fields, of `EXTRA`.
         positional: fields that stand without a flag, in order; a list takes all that follow.
-        keep_rest: unknown flags, and the arguments after them, are another command line's: kept in `rest`.
+        keep_rest: unknown flags, and the arguments after them, are another command line's: kept in
+            `rest`.
         join_lists: a repeated flag that takes a list adds to it; else its last list counts.
     """
-    settable = {name: one for name, one in flags.items() if name not in ONLY_IN_FILES and name not in positional}
+    settable = {
+        name: one
+        for name, one in flags.items()
+        if name not in ONLY_IN_FILES and name not in positional
+    }
     waiting = [flags[name] for name in positional]
-    reader = _Reader(list(arguments), settable, aliases or {}, extra, waiting, keep_rest, join_lists)
+    reader = _Reader(
+        list(arguments), settable, aliases or {}, extra, waiting, keep_rest, join_lists
+    )
     while reader.arguments:
         reader.read_next()
     return reader.parsed
@@ -185,7 +219,9 @@ def parse(
 
 @dataclass
 class _Reader:
-    """The state of `parse`: the arguments still to be read, and the positional fields still to be filled."""
+    """The state of `parse`: the arguments still to be read, and the positional fields still to be
+    filled.
+    """
 
     arguments: list[str]
     flags: Mapping[str, Flag]
@@ -219,18 +255,29 @@ class _Reader:
             fix = f"put {name} into a YAML file and give it as --config FILE"
             self.parsed.refuse(f"{typed} cannot be given on the command line", fix)
         else:
-            self.parsed.problems.append(unknown_name(typed, COMMAND_LINE, [*self.flags, *self.extra], flags=True))
+            self.parsed.problems.append(
+                unknown_name(typed, COMMAND_LINE, [*self.flags, *self.extra], flags=True)
+            )
 
     def _alone(self, argument: str) -> None:
         if self.waiting:
             found = self.waiting[0] if self.waiting[0].is_list else self.waiting.pop(0)
-            before = self.parsed.values[found.name].value if found.name in self.parsed.values else []
-            value = [*before, argument] if found.is_list else _value(argument, found, nulls=not self.join_lists)
+            before = (
+                self.parsed.values[found.name].value if found.name in self.parsed.values else []
+            )
+            value = (
+                [*before, argument]
+                if found.is_list
+                else _value(argument, found, nulls=not self.join_lists)
+            )
             self.parsed.values[found.name] = _sourced(found.name, value, found.metavar)
         elif self.keep_rest:
             self.parsed.rest.append(argument)
         else:
-            fix = "flags begin with -- (--config FILE, --data FILE ...); put a value with spaces in quotes"
+            fix = (
+                "flags begin with -- (--config FILE, --data FILE ...); put a value with spaces in"
+                " quotes"
+            )
             self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
 
     def _values(self, most: int) -> list[str]:
@@ -241,14 +288,18 @@ class _Reader:
         return values
 
     def _is_switch(self, name: str) -> bool:
-        return name in ("help", "print_config") or (name in self.flags and self.flags[name].is_switch)
+        return name in ("help", "print_config") or (
+            name in self.flags and self.flags[name].is_switch
+        )
 
     def _switch_words(self, name: str) -> tuple[str, ...]:
         return self.flags[name].switch_words if name in self.flags else ("true", "false")
 
     def _most_values(self, name: str) -> int:
         if self._is_switch(name):
-            return int(bool(self.arguments) and self.arguments[0].lower() in self._switch_words(name))
+            return int(
+                bool(self.arguments) and self.arguments[0].lower() in self._switch_words(name)
+            )
         takes_many = name == "config" or (name in self.flags and self.flags[name].is_list)
         return len(self.arguments) if takes_many else 1
 
@@ -258,9 +309,13 @@ class _Reader:
         if self._is_switch(name):
             word, words = values[0].lower() if values else "true", self._switch_words(name)
             if word not in words:
-                parsed.refuse(f"{typed} is {values[0]!r}", f"write {', '.join(words[:-1])} or {words[-1]}")
+                parsed.refuse(
+                    f"{typed} is {values[0]!r}", f"write {', '.join(words[:-1])} or {words[-1]}"
+                )
             elif name in self.flags:
-                parsed.values[name] = _sourced(name, {"true": True, "false": False}.get(word, word), typed)
+                parsed.values[name] = _sourced(
+                    name, {"true": True, "false": False}.get(word, word), typed
+                )
             else:
                 setattr(parsed, name, word == "true")
         elif not values:
@@ -277,7 +332,11 @@ class _Reader:
             before = parsed.values[name].value if name in parsed.values else []
             parsed.values[name] = _sourced(name, [*before, *values], typed)
         else:
-            value = values if len(values) > 1 else _value(values[0], self.flags[name], nulls=not self.join_lists)
+            value = (
+                values
+                if len(values) > 1
+                else _value(values[0], self.flags[name], nulls=not self.join_lists)
+            )
             parsed.values[name] = _sourced(name, value, typed)
 
 
@@ -286,10 +345,12 @@ def _sourced(name: str, value: Any, typed: str) -> SourcedValue:
 
 
 def _value(argument: str, found: Flag, *, nulls: bool) -> Any:
-    """An argument as the type that the field takes; one that is none of them stays a text, which the schema refuses.
+    """An argument as the type that the field takes; one that is none of them stays a text, which
+    the schema refuses.
 
     Args:
-        nulls: `none` and `null` are no value, as in the settings of a run; else they are texts like any other.
+        nulls: `none` and `null` are no value, as in the settings of a run; else they are texts like
+            any other.
     """
     if found.is_list:
         return argument

@@ -1,7 +1,8 @@
 """The kinds of runs: the one table that every command asks.
 
-A kind registers its name and its entry module, the one that `python -m MODULE` runs; that module's `KIND` says
-everything else. What needs torch is named by a reference, `module:attribute`, and loaded when it is called.
+A kind registers its name and its entry module, the one that `python -m MODULE` runs; that module's
+`KIND` says everything else. What needs torch is named by a reference, `module:attribute`, and
+loaded when it is called.
 """
 
 from __future__ import annotations
@@ -33,23 +34,31 @@ class RunKind:
         module: its entry: `python -m MODULE`, with `main` and `KIND`.
         title: what it does, for people; English, translated where it is shown.
         config_class: its settings.
-        telling_settings: names that a configuration file of this kind has and one of another kind has not.
+        telling_settings: names that a configuration file of this kind has and one of another kind
+            has not.
         check: problems of a configuration that can be seen without torch.
-        describe: what a run's settings train, in a few words, e.g. the model; of plain values, maybe incomplete.
-        prepare: reference to `prepare(config)`: tokenizer, samples and global batches, with the checks that need no
-            weights; the result has `batches` and `identity`.
-        build_trainer: reference to `build_trainer(config, world, data, start, session, device_type=, dtype=)`.
+        describe: what a run's settings train, in a few words, e.g. the model; of plain values,
+            maybe incomplete.
+        prepare: reference to `prepare(config)`: tokenizer, samples and global batches, with the
+            checks that need no weights; the result has `batches` and `identity`.
+        build_trainer: reference to `build_trainer(config, world, data, start, session,
+            device_type=, dtype=)`.
         shape: reference to `shape(config)`: the `ModelShape` that is trained, for the planner.
-        workload: reference to `workload(config, shape, cluster)`: what a process has in memory, for the planner.
-        probe: reference to `probe(config)`: doctor's checks of model and data, read as the run would.
+        workload: reference to `workload(config, shape, cluster)`: what a process has in memory, for
+            the planner.
+        probe: reference to `probe(config)`: doctor's checks of model and data, read as the run
+            would.
         probed: names of those checks, in order.
-        rehearsal: reference to `rehearsal(folder, processes, config)`: settings of a small run of this kind, for
-            doctor's dry run, which has made model and data in the folder; None where there is nothing to rehearse.
-        ask: reference to `ask(config, data)`, with what `prepare` returned: what answers validation prompts at each
-            evaluation and measures the answers; None where evaluations generate nothing.
-        planned_data: reference to `planned_data(config)`: what `plan` says of the data; None where it looks at none.
-        start_processes: called before anything else in a process that no launcher started, with the command line; may
-            replace the process by a launcher.
+        rehearsal: reference to `rehearsal(folder, processes, config)`: settings of a small run of
+            this kind, for doctor's dry run, which has made model and data in the folder; None where
+            there is nothing to rehearse.
+        ask: reference to `ask(config, data)`, with what `prepare` returned: what answers validation
+            prompts at each evaluation and measures the answers; None where evaluations generate
+            nothing.
+        planned_data: reference to `planned_data(config)`: what `plan` says of the data; None where
+            it looks at none.
+        start_processes: called before anything else in a process that no launcher started, with the
+            command line; may replace the process by a launcher.
     """
 
     name: str
@@ -102,7 +111,9 @@ def run_kinds() -> Iterator[RunKind]:
 
 
 def kind_title(name: str) -> str:
-    """What a kind does, in the spoken language; the name itself where there is no such kind here."""
+    """What a kind does, in the spoken language; the name itself where there is no such kind
+    here.
+    """
     return _(run_kind(name).title) if name in _MODULES else name
 
 
@@ -119,7 +130,8 @@ def kind_of_settings(settings: Mapping[str, Any]) -> RunKind | None:
 
 
 def kind_of_source(source: BaseConfig | Mapping[str, Any] | str | Path) -> RunKind:
-    """The kind of a configuration object, a dict of settings or a file; fine-tuning where nothing tells.
+    """The kind of a configuration object, a dict of settings or a file; fine-tuning where nothing
+    tells.
 
     Raises:
         ConfigError: it names a kind that there is none of, or the file cannot be read.
@@ -138,13 +150,17 @@ def kind_of_source(source: BaseConfig | Mapping[str, Any] | str | Path) -> RunKi
 
 
 def conversation_config_class(arguments: Sequence[str]) -> type[RunConfig]:
-    """The class of the settings of a command line for a run on conversations; fine-tuning's where nothing tells."""
+    """The class of the settings of a command line for a run on conversations; fine-tuning's where
+    nothing tells.
+    """
     found = kind_of_arguments(arguments).config_class
     return found if issubclass(found, RunConfig) else RunConfig
 
 
 def kind_of_arguments(arguments: Sequence[str]) -> RunKind:
-    """The kind that a command line is for, by its flags and by the names in its configuration files."""
+    """The kind that a command line is for, by its flags and by the names in its configuration
+    files.
+    """
     kinds = list(run_kinds())
     parsed = {kind.name: kind.parse(arguments) for kind in kinds}
     best = min(kinds, key=lambda kind: len(parsed[kind.name].problems))

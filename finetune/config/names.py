@@ -1,4 +1,6 @@
-"""Names that people type: the nearest known one for a slip, and what replaces the names that other packages use."""
+"""Names that people type: the nearest known one for a slip, and what replaces the names that other
+packages use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     typed = normal(name)
     close = get_close_matches(typed, by_normal, n=1, cutoff=0.6)
     if not close and len(typed) >= 3:
-        close = [candidate for candidate in by_normal if candidate.startswith(typed) or candidate.endswith(typed)][:1]
+        close = [
+            candidate
+            for candidate in by_normal
+            if candidate.startswith(typed) or candidate.endswith(typed)
+        ][:1]
     return by_normal[close[0]] if close else None
 
 
@@ -37,20 +43,33 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {guess!r}?" if guess else ""
 
 
-# Our name <- names of the same thing in transformers, LLaMA-Factory, nanochat and training scripts in use.
+# Our name <- names of the same thing in transformers, LLaMA-Factory, nanochat and training scripts
+# in use.
 _SAME = {
-    "model": "model_name_or_path model_name model_path base_model pretrained_model_name_or_path model_id",
-    "data": "train_data train_data_path train_file train_files train_dataset training_data dataset dataset_path "
-    "dataset_name data_path data_files",
-    "valid_data": "valid_data_path val_data val_data_path validation_data validation_file eval_data eval_dataset "
-    "eval_file eval_data_path",
+    "model": (
+        "model_name_or_path model_name model_path base_model pretrained_model_name_or_path model_id"
+    ),
+    "data": (
+        "train_data train_data_path train_file train_files train_dataset training_data dataset"
+        " dataset_path dataset_name data_path data_files"
+    ),
+    "valid_data": (
+        "valid_data_path val_data val_data_path validation_data validation_file eval_data"
+        " eval_dataset eval_file eval_data_path"
+    ),
     "output_dir": "output output_path out_dir save_dir",
     "template": "chat_template",
-    "cutoff_len": "cutoff cutoff_length max_seq_length max_seq_len max_length seq_length seq_len model_max_length "
-    "sequence_len",
-    "micro_batch_size": "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size batch_size "
-    "device_batch_size train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation accumulation_steps grad_accum grad_accum_steps",
+    "cutoff_len": (
+        "cutoff cutoff_length max_seq_length max_seq_len max_length seq_length seq_len"
+        " model_max_length sequence_len"
+    ),
+    "micro_batch_size": (
+        "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size batch_size "
+        "device_batch_size train_micro_batch_size_per_gpu"
+    ),
+    "gradient_accumulation_steps": (
+        "gradient_accumulation accumulation_steps grad_accum grad_accum_steps"
+    ),
     "global_batch_size": "train_batch_size effective_batch_size",
     "num_epochs": "num_train_epochs epochs epoch n_epochs",
     "max_steps": "total_steps num_steps num_iterations max_train_steps train_steps",
@@ -91,8 +110,8 @@ def _each(names: str, why_and_fix: tuple[str, str]) -> dict[str, tuple[str, str]
 
 
 _IN_4_BITS = (
-    "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type bnb_4bit_compute_dtype "
-    "bnb_4bit_use_double_quant double_quantization"
+    "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type"
+    " bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization"
 )
 _IN_FEW_BITS = frozenset(f"{_IN_4_BITS} load_in_8bit quantization".split())
 # name -> (why it is not a setting here, what to do instead)
@@ -101,10 +120,16 @@ OTHERWISE: dict[str, tuple[str, str]] = {
         _IN_4_BITS,
         (
             "an adapter on a base in few bits is --quantization nf4 or int8",
-            "use --quantization nf4 (double quantisation, computed in --dtype) or --quantization int8",
+            (
+                "use --quantization nf4 (double quantisation, computed in --dtype) or"
+                " --quantization int8"
+            ),
         ),
     ),
-    "load_in_8bit": ("quantization says in which form the base weights are held", "use --quantization int8"),
+    "load_in_8bit": (
+        "quantization says in which form the base weights are held",
+        "use --quantization int8",
+    ),
     **_each(
         "distributed world_size nproc_per_node num_processes num_gpus nnodes node_rank master_addr "
         "master_port backend ddp_backend",
@@ -113,10 +138,16 @@ OTHERWISE: dict[str, tuple[str, str]] = {
             "start with accelerate launch or torchrun --nproc_per_node N -m finetune.sft",
         ),
     ),
-    "total_batch_size": ("a batch is counted in samples here, not in tokens", "use --global-batch-size"),
+    "total_batch_size": (
+        "a batch is counted in samples here, not in tokens",
+        "use --global-batch-size",
+    ),
     "use_lora": ("finetuning says lora or full", "use --finetuning lora"),
     "full_finetune": ("finetuning says lora or full", "use --finetuning full"),
-    "warmup_ratio": ("warmup_steps below 1 is a fraction of the steps", "use --warmup-steps, e.g. 0.03"),
+    "warmup_ratio": (
+        "warmup_steps below 1 is a fraction of the steps",
+        "use --warmup-steps, e.g. 0.03",
+    ),
     "bf16": ("dtype names the number format", "use --dtype bfloat16"),
     "fp16": ("dtype names the number format", "use --dtype float16"),
     "fp32": ("dtype names the number format", "use --dtype float32"),
@@ -127,13 +158,23 @@ OTHERWISE: dict[str, tuple[str, str]] = {
     "fp8": ("fine-tuning has no fp8", "use --dtype auto"),
     **_each("no_cuda use_cpu", ("device_type names the device", "use --device-type cpu")),
     "use_wandb": ("report_to names the trackers", "use --report-to wandb"),
-    "wandb_project": ("wandb reads it from the environment", "set WANDB_PROJECT, and use --report-to wandb"),
+    "wandb_project": (
+        "wandb reads it from the environment",
+        "set WANDB_PROJECT, and use --report-to wandb",
+    ),
     **_each(
-        "wandb_run_name run_name", ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb")
+        "wandb_run_name run_name",
+        ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb"),
     ),
     **_each(
         "window_pattern aspect_ratio head_dim fp8_recipe",
-        ("sliding windows, other shapes and fp8 recipes of nanochat are not in transformers' models", "remove it"),
+        (
+            (
+                "sliding windows, other shapes and fp8 recipes of nanochat are not in transformers'"
+                " models"
+            ),
+            "remove it",
+        ),
     ),
     "model_tag": ("a run is named by its folder", "use --output-dir"),
     **_each(
@@ -145,14 +186,19 @@ OTHERWISE: dict[str, tuple[str, str]] = {
     "do_eval": ("data in --valid-data is always evaluated", "remove it, or see --eval-steps"),
     "overwrite_output_dir": (
         "a run is never overwritten",
-        "name another --output-dir, or delete the folder yourself; --resume auto continues the run in it",
+        (
+            "name another --output-dir, or delete the folder yourself; --resume auto continues the"
+            " run in it"
+        ),
     ),
 }
 FOREIGN = {name: ours for ours, names in _SAME.items() for name in names.split()}
 
 
 class UnknownName(ConfigError):
-    """A name that is not a setting; `guess` is the setting that was probably meant, None where nobody can tell."""
+    """A name that is not a setting; `guess` is the setting that was probably meant, None where
+    nobody can tell.
+    """
 
     def __init__(self, what: str, where: str, fix: str, guess: str | None = None) -> None:
         super().__init__(what, where, fix)
@@ -170,15 +216,21 @@ def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) ->
     kind, shown = ("flag", flag) if flags else ("setting", str)
     if FOREIGN.get(typed) in known:
         ours = FOREIGN[typed]
-        return UnknownName(f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours)
+        return UnknownName(
+            f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours
+        )
     if typed in _IN_FEW_BITS and "quantization" not in known:
-        what = f"{name} is not a {kind} here: only fine-tuning trains an adapter on a base in few bits"
+        what = (
+            f"{name} is not a {kind} here: only fine-tuning trains an adapter on a base in few bits"
+        )
         return UnknownName(what, where, "remove it; finetune.sft has --quantization nf4 and int8")
     if typed in OTHERWISE:
         why, fix = OTHERWISE[typed]
         return UnknownName(f"{name} is not a {kind} here: {why}", where, fix)
     if typed.startswith("no_") and typed[3:] in known:
-        return UnknownName(f"unknown {kind} {name}", where, f"write {shown(typed[3:])} false", typed[3:])
+        return UnknownName(
+            f"unknown {kind} {name}", where, f"write {shown(typed[3:])} false", typed[3:]
+        )
     guess = nearest(name, known)
     fix = f"did you mean {shown(guess)}?" if guess else "see --help for the names"
     return UnknownName(f"unknown {kind} {name}", where, fix, guess)

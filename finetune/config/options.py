@@ -1,7 +1,7 @@
 """The options of a command, made from a schema as a run's settings are (`config.flags`).
 
-A command declares a subclass of `Options` and calls `read_options`. Of a repeated flag the last counts; lists are
-joined.
+A command declares a subclass of `Options` and calls `read_options`. Of a repeated flag the last
+counts; lists are joined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
 class Options(Strict):
-    """The options of a command; a subclass adds fields, each a `setting(...)` whose group is one of `groups`.
+    """The options of a command; a subclass adds fields, each a `setting(...)` whose group is one of
+    `groups`.
 
     Attributes:
         usage: the line after "usage: "; the first words are the command.
@@ -45,9 +46,15 @@ class SpokenOptions(Options):
     """The options of a command that speaks English and Chinese, to people and to programs."""
 
     # `json` itself is a method of pydantic's models.
-    as_json: bool = setting(False, alias="json", group="output", description="Write JSON instead of text.")
+    as_json: bool = setting(
+        False, alias="json", group="output", description="Write JSON instead of text."
+    )
     lang: Literal["en", "zh"] | None = setting(
-        None, group="output", unit="en|zh", shown_default="the locale's", description="Language of the output."
+        None,
+        group="output",
+        unit="en|zh",
+        shown_default="the locale's",
+        description="Language of the output.",
     )
 
 
@@ -67,14 +74,20 @@ def read_options(options_class: type[AnyOptions], arguments: Sequence[str] | Non
 def read_known_options(
     options_class: type[AnyOptions], arguments: Sequence[str] | None, *, keep_rest: bool = True
 ) -> tuple[AnyOptions, list[str]]:
-    """The same, of a command whose other arguments are a run's: the options, and those arguments in their order."""
-    parsed = _parsed(options_class, sys.argv[1:] if arguments is None else arguments, keep_rest=keep_rest)
+    """The same, of a command whose other arguments are a run's: the options, and those arguments in
+    their order.
+    """
+    parsed = _parsed(
+        options_class, sys.argv[1:] if arguments is None else arguments, keep_rest=keep_rest
+    )
     if parsed.help:
         sys.stdout.write(options_help(options_class))
         raise SystemExit(0)
     problems, options = list(parsed.problems), None
     try:
-        options = options_class.model_validate({name: sourced.value for name, sourced in parsed.values.items()})
+        options = options_class.model_validate(
+            {name: sourced.value for name, sourced in parsed.values.items()}
+        )
     except ValidationError as error:
         problems += new_problems(problems_of(error, parsed.values, options_class), problems)
     raise_problems(problems)
@@ -104,7 +117,9 @@ def asks_for_json(options_class: type[SpokenOptions], arguments: Sequence[str]) 
 
 def options_help(options_class: type[Options]) -> str:
     lines = [*fitted(f"usage: {options_class.usage}"), "", *fitted(options_class.summary)]
-    lines += flag_lines(options_class, options_class.groups, options_class.positional, short_switches=True)
+    lines += flag_lines(
+        options_class, options_class.groups, options_class.positional, short_switches=True
+    )
     if options_class.epilog:
         lines += ["", *fitted(options_class.epilog)]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,6 @@
-"""Files and folders that a configuration names: whether they are there. The only part of the checks that looks."""
+"""Files and folders that a configuration names: whether they are there. The only part of the checks
+that looks.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,33 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no file or folder."""
+    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no
+    file or folder.
+    """
     return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """`org/name@revision` -> `org/name` and the branch, tag or commit; None of a model without one, and of a folder."""
+    """`org/name@revision` -> `org/name` and the branch, tag or commit; None of a model without one,
+    and of a folder.
+    """
     found = _HUB_ID.fullmatch(model) if is_hub_id(model) else None
     return (model, None) if found is None else (found[1], found[2])
 
 
 @cache
 def near_folder(model: str) -> str:
-    """`; did you mean 'x'?` where there is no folder `model` and one beside it has nearly its name; said once.
+    """`; did you mean 'x'?` where there is no folder `model` and one beside it has nearly its name;
+    said once.
 
     To be called before a hub is asked for it, which takes a minute where none answers.
     """
     parent = Path(model).parent
     if Path(model).exists() or not parent.is_dir():
         return ""
-    near = did_you_mean(model, [str(parent / path.name) for path in parent.iterdir() if path.is_dir()])
+    near = did_you_mean(
+        model, [str(parent / path.name) for path in parent.iterdir() if path.is_dir()]
+    )
     if near:
         logger.warning("%s is no folder here%s The hub is asked for it", model, near)
     return near
@@ -53,7 +62,12 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
 
     Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
     """
-    return [*_check_model(config.model), *_check_data(config), *check_folders(config), *_check_template(config)]
+    return [
+        *_check_model(config.model),
+        *_check_data(config),
+        *check_folders(config),
+        *_check_template(config),
+    ]
 
 
 def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
@@ -65,7 +79,11 @@ def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
 def _check_model(model: str) -> Iterator[ConfigError]:
     path = Path(model)
     if path.is_file():
-        yield ConfigError(f"model {model} is a file, not a folder", flag("model"), f"give its folder, {path.parent}")
+        yield ConfigError(
+            f"model {model} is a file, not a folder",
+            flag("model"),
+            f"give its folder, {path.parent}",
+        )
     elif not path.is_dir() and not is_hub_id(model):
         yield ConfigError(f"the model folder {model} does not exist", flag("model"), _remedy(path))
 
@@ -78,7 +96,11 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
                 continue
             if not path.exists() and not any(glob.iglob(entry, recursive=True)):
                 together = [part for part in entry.split(",") if part]
-                fix = f"write {flag(name)} {' '.join(together)}" if len(together) > 1 else _remedy(path)
+                fix = (
+                    f"write {flag(name)} {' '.join(together)}"
+                    if len(together) > 1
+                    else _remedy(path)
+                )
                 yield ConfigError(f"the file {entry} does not exist", flag(name), fix)
 
 
@@ -87,16 +109,30 @@ def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
     for name in ("output_dir", "cache_dir"):
         folder = getattr(config, name)
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
-            yield ConfigError(f"{folder} is a file, and {name} must be a folder", flag(name), "name another folder")
+            yield ConfigError(
+                f"{folder} is a file, and {name} must be a folder",
+                flag(name),
+                "name another folder",
+            )
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         fix = f"give auto, never, or the folder of a checkpoint; {_remedy(Path(config.resume))}"
-        yield ConfigError(f"resume is {config.resume}, and there is no such folder", flag("resume"), fix)
+        yield ConfigError(
+            f"resume is {config.resume}, and there is no such folder", flag("resume"), fix
+        )
 
 
 def _check_template(config: RunConfig) -> Iterator[ConfigError]:
     template = config.template
-    if template is not None and ("/" in template or "." in template) and not Path(template).is_file():
-        yield ConfigError(f"the template file {template} does not exist", flag("template"), _remedy(Path(template)))
+    if (
+        template is not None
+        and ("/" in template or "." in template)
+        and not Path(template).is_file()
+    ):
+        yield ConfigError(
+            f"the template file {template} does not exist",
+            flag("template"),
+            _remedy(Path(template)),
+        )
 
 
 def _remedy(path: Path) -> str:

@@ -11,7 +11,9 @@ from finetune.errors import ConfigError
 
 
 class Precedence(IntEnum):
-    """Of two sources the higher wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the order given."""
+    """Of two sources the higher wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
+    order given.
+    """
 
     DEFAULT = 0
     FILE = 1
@@ -27,7 +29,8 @@ class SourcedValue:
     Args:
         value: the value as read.
         precedence: that of its source, a `Precedence` or one of the files above `FILE`.
-        origin: what `--print-config` says, e.g. `default`, `ds_configs/zero3.json`, `--learning-rate`.
+        origin: what `--print-config` says, e.g. `default`, `ds_configs/zero3.json`,
+            `--learning-rate`.
         location: the exact location for an error message; the origin where empty.
     """
 
@@ -47,7 +50,8 @@ class Resolution:
     """What the sources gave, being made into one configuration.
 
     Args:
-        values: the winning value of every field, defaults included where they depend on nothing else.
+        values: the winning value of every field, defaults included where they depend on nothing
+            else.
         world_size: number of processes.
         defaults: the defaults alone.
         derived: names that were computed here rather than decided by anyone.
@@ -63,7 +67,9 @@ class Resolution:
     def precedence(self, name: str) -> int:
         """That of the value that counts; None is no value and has the precedence of a default."""
         sourced = self.values.get(name)
-        return Precedence.DEFAULT if sourced is None or sourced.value is None else sourced.precedence
+        return (
+            Precedence.DEFAULT if sourced is None or sourced.value is None else sourced.precedence
+        )
 
     def value(self, name: str) -> Any:
         """The value that counts, None where there is none."""
@@ -76,7 +82,9 @@ class Resolution:
         self.derived.add(name)
 
     def instead_of(self, name: str, value: Any) -> str:
-        """` instead of 8 (ds.json)` where `value` replaces another, else nothing. Ask before `derive`."""
+        """` instead of 8 (ds.json)` where `value` replaces another, else nothing. Ask before
+        `derive`.
+        """
         before = self.values.get(name)
         if before is None or before.value in (None, "auto", value):
             return ""
@@ -88,5 +96,6 @@ class Resolution:
         self.problems.append(ConfigError(what, where, fix))
 
 
-# Derives what the user left open, or notes a problem. A value of the wrong type is left alone: the schema refuses it.
+# Derives what the user left open, or notes a problem. A value of the wrong type is left alone: the
+# schema refuses it.
 Rule = Callable[[Resolution], None]

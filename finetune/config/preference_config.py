@@ -1,7 +1,7 @@
 """Every setting of a run on preferences: those of fine-tuning, and the loss that compares answers.
 
-Defaults follow from the loss, and are those of its authors where they name one (the equations, and what the settings
-are in them, stand in modeling/preference_loss.py).
+Defaults follow from the loss, and are those of its authors where they name one (the equations, and
+what the settings are in them, stand in modeling/preference_loss.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 class LossKind:
     """What a loss compares, and its defaults: beta as in its paper and in TRL.
 
-    Rates of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within SimPO's 3e-7 to 1e-6.
-    Adapters take ten times that, as Zephyr's own recipe for adapters does.
+    Rates of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within
+    SimPO's 3e-7 to 1e-6. Adapters take ten times that, as Zephyr's own recipe for adapters does.
     """
 
     by_token: bool  # means over an answer's tokens instead of sums
@@ -50,14 +50,19 @@ class LossKind:
 LOSSES: dict[PreferenceLossName, LossKind] = {
     "dpo": LossKind(by_token=False, reference=True, settings=("label_smoothing", "sft_weight")),
     "ipo": LossKind(by_token=True, reference=True),
-    "orpo": LossKind(by_token=True, reference=False, sft_weight=1.0, full_rate=8e-6, adapter_rate=8e-5),  # its paper's
+    # its paper's
+    "orpo": LossKind(
+        by_token=True, reference=False, sft_weight=1.0, full_rate=8e-6, adapter_rate=8e-5
+    ),
     "simpo": LossKind(
         by_token=True,
         reference=False,
         beta=2.0,  # 2.0 to 2.5 in its paper
         settings=("label_smoothing", "simpo_gamma", "sft_weight"),
     ),
-    "kto": LossKind(by_token=False, reference=True, settings=("desirable_weight", "undesirable_weight")),
+    "kto": LossKind(
+        by_token=False, reference=True, settings=("desirable_weight", "undesirable_weight")
+    ),
 }
 _preference_setting = partial(setting, group="preferences")
 Weight = Annotated[float, Field(ge=0)]
@@ -73,7 +78,9 @@ def _learning_rate(values: dict[str, Any]) -> float:
 
 
 class PreferenceSettings(Strict):
-    """The settings of the loss; a base class so that they are declared before those whose defaults follow from them."""
+    """The settings of the loss; a base class so that they are declared before those whose defaults
+    follow from them.
+    """
 
     loss: PreferenceLossName = _preference_setting(
         "dpo", "What compares the answers; kto takes single answers with a label, the others pairs."
@@ -101,7 +108,9 @@ class PreferenceSettings(Strict):
         shown_default="0.0, 1.0 for orpo",
     )
     desirable_weight: Weight = _preference_setting(1.0, "kto: weight of the answers that are good.")
-    undesirable_weight: Weight = _preference_setting(1.0, "kto: weight of the answers that are bad.")
+    undesirable_weight: Weight = _preference_setting(
+        1.0, "kto: weight of the answers that are bad."
+    )
 
 
 def note_unused_by_loss(resolution: Resolution) -> None:
@@ -122,14 +131,18 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         32, "Samples per optimizer step over all devices; a pair is one sample.", unit="samples"
     )
     cutoff_len: int = redefined(
-        RunConfig, "cutoff_len", description="Longest prompt with an answer; longer ones are trimmed."
+        RunConfig,
+        "cutoff_len",
+        description="Longest prompt with an answer; longer ones are trimmed.",
     )
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
         unit="loss|accuracy|margin[/DIFFICULTY]",
     )
-    num_epochs: float = batch_setting(1.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
+    num_epochs: float = batch_setting(
+        1.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes"
+    )
     learning_rate: float = optimizer_setting(
         default_factory=_learning_rate,
         description="Highest learning rate, reached after the warm-up.",
@@ -140,8 +153,13 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def metrics(self) -> dict[str, bool]:
-        # Of answers with labels only the loss: validation records may all have the same one, and then have no margin.
-        return {"loss": False} if self.loss == "kto" else {"loss": False, "accuracy": True, "margin": True}
+        # Of answers with labels only the loss: validation records may all have the same one, and
+        # then have no margin.
+        return (
+            {"loss": False}
+            if self.loss == "kto"
+            else {"loss": False, "accuracy": True, "margin": True}
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -173,17 +191,35 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
         if self.eval_generate is not None:
-            what = f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing while it trains"
-            found.append((what, f"leave {flag('eval_generate')} out, and use python -m finetune eval on its result"))
+            what = (
+                f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing"
+                " while it trains"
+            )
+            found.append(
+                (
+                    what,
+                    (
+                        f"leave {flag('eval_generate')} out, and use python -m finetune eval on its"
+                        " result"
+                    ),
+                )
+            )
         return found + (self._kto_problems() if self.loss == "kto" else [])
 
     def _kto_problems(self) -> list[tuple[str, str]]:
         found = []
         if self.global_batch_size < 2:
-            what = "loss is kto, which mismatches the samples of a global batch, and global_batch_size is 1"
+            what = (
+                "loss is kto, which mismatches the samples of a global batch, and global_batch_size"
+                " is 1"
+            )
             found.append((what, f"set {flag('global_batch_size')} to 2 or more"))
         if self.sft_weight:
-            found.append(("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out"))
+            found.append(
+                ("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out")
+            )
         if not (self.desirable_weight or self.undesirable_weight):
-            found.append(("both weights of kto are 0", f"give {flag('desirable_weight')} a value above 0"))
+            found.append(
+                ("both weights of kto are 0", f"give {flag('desirable_weight')} a value above 0")
+            )
         return found

@@ -1,6 +1,8 @@
-"""Every setting of a pretraining run: its name, default, unit and rule. See `base_config` for what is shared.
+"""Every setting of a pretraining run: its name, default, unit and rule. See `base_config` for what
+is shared.
 
-A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one optimizer step.
+A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one
+optimizer step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class PretrainConfig(BaseConfig):
 
     command: ClassVar[str] = "python -m finetune.pretrain"
     rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_PRETRAINING
-    machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps", "distributed", "world_size"})
+    machine_fields: ClassVar[frozenset[str]] = frozenset(
+        {"gradient_accumulation_steps", "distributed", "world_size"}
+    )
     aliases: ClassVar[Mapping[str, str]] = {
         "train_data": "train_data_path",
         "data": "train_data_path",
@@ -58,10 +62,13 @@ class PretrainConfig(BaseConfig):
         "run": "wandb_run_name",
     }
 
-    train_data_path: Paths = data_setting(..., "Token files (.bin), folders, globs.", unit="file...", min_length=1)
+    train_data_path: Paths = data_setting(
+        ..., "Token files (.bin), folders, globs.", unit="file...", min_length=1
+    )
     data_weights: Weights = data_setting(
         (),
-        "Mix the entries of train_data_path by these weights, one for each; natural is its number of windows.",
+        "Mix the entries of train_data_path by these weights, one for each; natural is its number"
+        " of windows.",
         unit="weight...",
     )
     valid_data_path: Paths = data_setting((), "Token files to validate on.", unit="file...")
@@ -74,7 +81,10 @@ class PretrainConfig(BaseConfig):
     hub: Literal["auto", "huggingface", "modelscope"] = redefined(RunConfig, "hub")
     trust_remote_code: bool = redefined(RunConfig, "trust_remote_code")
     finetuning: Literal["lora", "full"] = redefined(
-        RunConfig, "finetuning", default="full", description="With model: train a LoRA adapter, or all parameters."
+        RunConfig,
+        "finetuning",
+        default="full",
+        description="With model: train a LoRA adapter, or all parameters.",
     )
     lora_r: int = redefined(RunConfig, "lora_r")
     lora_alpha: int = redefined(RunConfig, "lora_alpha")
@@ -84,7 +94,9 @@ class PretrainConfig(BaseConfig):
     arch: Literal["nanochat", "qwen3", "llama", "lfm2", "lfm2_value"] = data_setting(
         "nanochat", "Architecture, as transformers has it; lfm2_value is of this package."
     )
-    depth: Positive = data_setting(12, "Layers; width (64 x depth) and heads follow from it.", unit="layers")
+    depth: Positive = data_setting(
+        12, "Layers; width (64 x depth) and heads follow from it.", unit="layers"
+    )
     vocab_size: Positive | None = data_setting(
         None,
         "Vocabulary; needed for token files without a header.",
@@ -97,9 +109,15 @@ class PretrainConfig(BaseConfig):
         unit="FOLDER|NAME",
         shown_default="the one beside the token files",
     )
-    max_seq_len: Annotated[int, Field(ge=2)] = batch_setting(2048, "Targets of a window.", unit="tokens")
-    device_batch_size: Positive = batch_setting(32, "Windows that one device holds at a time.", unit="windows")
-    total_batch_size: Positive = batch_setting(524288, "Tokens per optimizer step over all devices.", unit="tokens")
+    max_seq_len: Annotated[int, Field(ge=2)] = batch_setting(
+        2048, "Targets of a window.", unit="tokens"
+    )
+    device_batch_size: Positive = batch_setting(
+        32, "Windows that one device holds at a time.", unit="windows"
+    )
+    total_batch_size: Positive = batch_setting(
+        524288, "Tokens per optimizer step over all devices.", unit="tokens"
+    )
     gradient_accumulation_steps: Positive | None = batch_setting(
         None,
         "Micro-batches per device and step; given without total_batch_size, it decides that.",
@@ -117,8 +135,9 @@ class PretrainConfig(BaseConfig):
     )
     windows: Literal["stream", "document", "best-fit"] = batch_setting(
         "stream",
-        "stream: one after another without gap; document: each begins where a document begins; best-fit: each is "
-        "filled with documents, the longest that fits first, and one is cut only where none fits.",
+        "stream: one after another without gap; document: each begins where a document begins;"
+        " best-fit: each is filled with documents, the longest that fits first, and one is cut only"
+        " where none fits.",
     )
     document_aligned: bool = batch_setting(False, "The same as --windows document.")
     optimizer: Literal["normuon", "muon", "adamw"] = optimizer_setting(
@@ -131,7 +150,9 @@ class PretrainConfig(BaseConfig):
         shown_default="0.02, for adamw 0.003",
     )
     embedding_lr: Rate = optimizer_setting(0.3, "Learning rate of the embedding.")
-    unembedding_lr: Rate = optimizer_setting(0.008, "Learning rate of the output head and of vectors.")
+    unembedding_lr: Rate = optimizer_setting(
+        0.008, "Learning rate of the output head and of vectors."
+    )
     learning_rate: Rate | None = optimizer_setting(
         None,
         "One learning rate for everything, instead of the three above.",
@@ -140,14 +161,16 @@ class PretrainConfig(BaseConfig):
     lr_scale: float = optimizer_setting(1.0, "Factor on all learning rates.", gt=0)
     lr_scaling: bool = optimizer_setting(
         True,
-        "Scale rates by batch and the run's length, those of AdamW also by width, and the weight decay by batch and "
-        "length; false takes all as written.",
+        "Scale rates by batch and the run's length, those of AdamW also by width, and the weight"
+        " decay by batch and length; false takes all as written.",
     )
     lr_batch_exponent: float = optimizer_setting(
         0.25, "With lr_scaling, rates go as (batch / 524,288 tokens) to this power.", ge=0, le=1
     )
     warmup_steps: Warmup = redefined(BaseConfig, "warmup_steps", default=40)
-    lr_scheduler: PretrainingScheduleName = redefined(BaseConfig, "lr_scheduler", default="warmdown")
+    lr_scheduler: PretrainingScheduleName = redefined(
+        BaseConfig, "lr_scheduler", default="warmdown"
+    )
     warmdown_ratio: float = optimizer_setting(
         0.65, "Share of the steps in which the learning rate goes down.", ge=0, le=1
     )
@@ -178,19 +201,32 @@ class PretrainConfig(BaseConfig):
     fp8: bool = device_setting(
         False, "Matrix products in float8 where the device has it; else ignored, with a warning."
     )
-    distributed: bool = device_setting(False, "Start the processes of world_size here; no effect under a launcher.")
+    distributed: bool = device_setting(
+        False, "Start the processes of world_size here; no effect under a launcher."
+    )
     world_size: Positive | None = device_setting(
-        None, "Processes that --distributed starts.", unit="processes", shown_default="all devices here"
+        None,
+        "Processes that --distributed starts.",
+        unit="processes",
+        shown_default="all devices here",
     )
     save_steps: int = redefined(BaseConfig, "save_steps", default=250)
     eval_steps: int = redefined(BaseConfig, "eval_steps", default=250)
     eval_tokens: Positive = logging_setting(
         10 * 2**20, "Most validation tokens to evaluate on, from their beginning.", unit="tokens"
     )
-    sample_every: int = logging_setting(1000, "Steps between printed samples; 0: none.", ge=0, unit="steps")
-    sample_temperature: float = logging_setting(0.0, "Temperature of samples; 0 takes the likeliest token.", ge=0)
-    use_wandb: bool = logging_setting(False, "Report to Weights & Biases (the same as --report-to wandb).")
-    wandb_project: Text | None = logging_setting(None, "Project there; sets WANDB_PROJECT.", unit="NAME")
+    sample_every: int = logging_setting(
+        1000, "Steps between printed samples; 0: none.", ge=0, unit="steps"
+    )
+    sample_temperature: float = logging_setting(
+        0.0, "Temperature of samples; 0 takes the likeliest token.", ge=0
+    )
+    use_wandb: bool = logging_setting(
+        False, "Report to Weights & Biases (the same as --report-to wandb)."
+    )
+    wandb_project: Text | None = logging_setting(
+        None, "Project there; sets WANDB_PROJECT.", unit="NAME"
+    )
     wandb_run_name: Text | None = logging_setting(
         None, "Name of the run in trackers.", unit="NAME", shown_default="the name of output_dir"
     )
@@ -222,33 +258,53 @@ class PretrainConfig(BaseConfig):
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1
-        text = _("{tokens:,} tokens a step = {windows} x {length} x {processes} processes x {accumulation}").format(
+        text = _(
+            "{tokens:,} tokens a step = {windows} x {length} x {processes} processes x"
+            " {accumulation}"
+        ).format(
             tokens=self.total_batch_size,
             windows=self.device_batch_size,
             length=self.max_seq_len,
             processes=world_size,
             accumulation=accumulation,
         )
-        return text, {"windows": self.global_batch_size, "tokens": self.total_batch_size, "accumulation": accumulation}
+        return text, {
+            "windows": self.global_batch_size,
+            "tokens": self.total_batch_size,
+            "accumulation": accumulation,
+        }
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
         if self.deepspeed:
             what = "pretraining does not run under DeepSpeed: Muon needs whole matrices"
-            found.append((what, "remove the DeepSpeed keys; torchrun or --distributed use several devices"))
+            found.append(
+                (what, "remove the DeepSpeed keys; torchrun or --distributed use several devices")
+            )
         if self.data_weights and len(self.data_weights) != len(self.train_data_path):
             entries = len(self.train_data_path)
-            what = f"data_weights are {len(self.data_weights)}, and train_data_path has {entries} entries"
+            what = (
+                f"data_weights are {len(self.data_weights)}, and train_data_path has {entries}"
+                " entries"
+            )
             found.append((what, "give one weight for each entry"))
         if self.finetuning == "lora" and self.model is None:
-            found.append(("finetuning is lora, and there is no model", "give --model FOLDER, or leave finetuning out"))
+            found.append(
+                (
+                    "finetuning is lora, and there is no model",
+                    "give --model FOLDER, or leave finetuning out",
+                )
+            )
         if self.finetuning == "lora" and self.fp8:
-            found.append(("fp8 is for training all weights, and finetuning is lora", "leave one of them out"))
+            found.append(
+                ("fp8 is for training all weights, and finetuning is lora", "leave one of them out")
+            )
         if self.resume.endswith((".pt", ".pth", ".bin", ".ckpt")):
             what = f"resume is {self.resume}: a pickle of another program, which is never read"
             fix = (
-                "name a checkpoint-<step> folder of a run of finetune.pretrain; to continue from foreign weights, "
-                "convert them to a transformers folder and fine-tune that (python -m finetune.sft --model)"
+                "name a checkpoint-<step> folder of a run of finetune.pretrain; to continue from"
+                " foreign weights, convert them to a transformers folder and fine-tune that (python"
+                " -m finetune.sft --model)"
             )
             found.append((what, fix))
         return found

@@ -20,10 +20,11 @@ from finetune.config.rules import (
 
 # What is the model's own when one is continued.
 OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
-# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are ours, to begin a search
-# with: for all weights about where the pretraining of a large model ends (Parmar et al. 2024 go on from one of 15B with
-# a schedule between height and steepness, arXiv 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that
-# Biderman et al. 2024 tell to search (arXiv 2405.09673).
+# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are
+# ours, to begin a search with: for all weights about where the pretraining of a large model ends
+# (Parmar et al. 2024 go on from one of 15B with a schedule between height and steepness, arXiv
+# 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that Biderman et al. 2024 tell
+# to search (arXiv 2405.09673).
 CONTINUED_RATES = {"full": 4.5e-5, "lora": 2e-4}
 CONTINUED = {
     "optimizer": "adamw",
@@ -39,15 +40,18 @@ DEVICE, TOTAL, LENGTH = "device_batch_size", "total_batch_size", "max_seq_len"
 
 
 def resolve_tokens(resolution: Resolution) -> None:
-    """Total batch in tokens = device batch x sequence x processes x accumulation; what is open is derived.
+    """Total batch in tokens = device batch x sequence x processes x accumulation; what is open is
+    derived.
 
-    The total batch is the training itself and accumulation only how it is made; so accumulation is derived, unless it
-    was given by a source that comes before the total's (an old script with --batch_size and
-    --gradient_accumulation_steps and no total).
+    The total batch is the training itself and accumulation only how it is made; so accumulation is
+    derived, unless it was given by a source that comes before the total's (an old script with
+    --batch_size and --gradient_accumulation_steps and no total).
     """
     device, total, length = (resolution.value(name) for name in (DEVICE, TOTAL, LENGTH))
     accumulation = resolution.value(ACCUMULATION)
-    if not all(map(is_count, (device, total, length))) or not (accumulation is None or is_count(accumulation)):
+    if not all(map(is_count, (device, total, length))) or not (
+        accumulation is None or is_count(accumulation)
+    ):
         return
     at_once = device * length * resolution.world_size
     if accumulation is not None and accumulation * at_once != total:
@@ -55,7 +59,9 @@ def resolve_tokens(resolution: Resolution) -> None:
             _derive_total(resolution, accumulation * at_once)
             return
         if resolution.precedence(ACCUMULATION) == resolution.precedence(TOTAL):
-            refuse_product(resolution, TOTAL, (DEVICE, LENGTH, ACCUMULATION), accumulation * at_once)
+            refuse_product(
+                resolution, TOTAL, (DEVICE, LENGTH, ACCUMULATION), accumulation * at_once
+            )
             return
     if total % at_once:
         _refuse_indivisible(resolution, at_once)
@@ -66,17 +72,22 @@ def resolve_tokens(resolution: Resolution) -> None:
         f"{resolution.instead_of(ACCUMULATION, derived)} "
         f"({device} windows x {length:,} tokens x {processes(resolution.world_size)} at a time)"
     )
-    resolution.derive(ACCUMULATION, derived, f"derived from {TOTAL}, {DEVICE}, {LENGTH} and processes")
+    resolution.derive(
+        ACCUMULATION, derived, f"derived from {TOTAL}, {DEVICE}, {LENGTH} and processes"
+    )
 
 
 def _derive_total(resolution: Resolution, total: int) -> None:
     before = resolution.values[TOTAL]
     resolution.notes.append(
-        f"{TOTAL} {total:,} instead of {before.value:,} ({before.where}): {DEVICE} {resolution.value(DEVICE)} x "
-        f"{LENGTH} {resolution.value(LENGTH)} x {processes(resolution.world_size)} x {ACCUMULATION} "
-        f"{resolution.value(ACCUMULATION)}; give {flag(TOTAL)} for the same training on any number of processes"
+        f"{TOTAL} {total:,} instead of {before.value:,} ({before.where}): {DEVICE}"
+        f" {resolution.value(DEVICE)} x {LENGTH} {resolution.value(LENGTH)} x"
+        f" {processes(resolution.world_size)} x {ACCUMULATION} {resolution.value(ACCUMULATION)};"
+        f" give {flag(TOTAL)} for the same training on any number of processes"
     )
-    resolution.derive(TOTAL, total, f"derived from {DEVICE}, {ACCUMULATION}, {LENGTH} and processes")
+    resolution.derive(
+        TOTAL, total, f"derived from {DEVICE}, {ACCUMULATION}, {LENGTH} and processes"
+    )
 
 
 def _refuse_indivisible(resolution: Resolution, at_once: int) -> None:
@@ -94,7 +105,9 @@ def _refuse_indivisible(resolution: Resolution, at_once: int) -> None:
 
 
 def resolve_continued(resolution: Resolution) -> None:
-    """With a model: what is its own is refused, and rates and optimizer are those of training that goes on."""
+    """With a model: what is its own is refused, and rates and optimizer are those of training that
+    goes on.
+    """
     model, how = resolution.value("model"), resolution.value("finetuning")
     if not isinstance(model, str):
         return
@@ -115,7 +128,11 @@ def resolve_continued(resolution: Resolution) -> None:
         if resolution.precedence(name) == Precedence.DEFAULT:
             resolution.derive(name, value, "default with model")
     if resolution.value("learning_rate") == rate:
-        why = "as in fine-tuning" if how == "lora" else "where a large model's pretraining ends; smaller ones take more"
+        why = (
+            "as in fine-tuning"
+            if how == "lora"
+            else "where a large model's pretraining ends; smaller ones take more"
+        )
         resolution.notes.append(f"learning_rate {rate:g} for continuing {model} ({how}): {why}")
 
 
@@ -159,7 +176,11 @@ def _note_unused(resolution: Resolution) -> None:
         (
             (adapter, resolution.value("finetuning") != "lora", "finetuning is full"),
             (rates, given("learning_rate"), "learning_rate is the rate of everything"),
-            (("lr_batch_exponent",), resolution.value("lr_scaling") is False, "lr_scaling is false"),
+            (
+                ("lr_batch_exponent",),
+                resolution.value("lr_scaling") is False,
+                "lr_scaling is false",
+            ),
             (("world_size",), resolution.value("distributed") is False, "distributed is false"),
             (("target_param_data_ratio",), given("num_iterations"), "num_iterations is set"),
             (prepared, True, "token files need no preparation; see finetune prepare"),

@@ -1,15 +1,20 @@
 """From files and flags to one configuration, with the origin of every value.
 
-A value goes one way through these modules and returns to none of them (the schemas of 5 say which names there are):
+A value goes one way through these modules and returns to none of them (the schemas of 5 say which
+names there are):
 
 1. `config_files`, `flags`: text -> names and values;
-2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
-3. `precedence`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a Python caller;
+2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced
+  values;
+3. `precedence`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a
+  Python caller;
 4. `rules`, `pretrain_rules`: what depends on one another is resolved;
-5. `base_config`, `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
+5. `base_config`, `run_config`, `pretrain_config`: the result is validated; `schema_errors` says
+  what is wrong with it.
 
-A relative path in a file is relative to the current folder, as DeepSpeed and accelerate users expect. Everything wrong
-is collected and reported together, before torch is imported and before anything is written.
+A relative path in a file is relative to the current folder, as DeepSpeed and accelerate users
+expect. Everything wrong is collected and reported together, before torch is imported and before
+anything is written.
 """
 
 from __future__ import annotations
@@ -26,7 +31,12 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
+from finetune.config.config_sources import (
+    ConfigSource,
+    source_of_deepspeed_file,
+    source_of_file,
+    source_of_values,
+)
 from finetune.config.fields import ordered_fields, shown_of
 from finetune.config.flag_help import help_text
 from finetune.config.flags import Parsed, flags_of, parse, shown
@@ -76,7 +86,10 @@ def resolve(
         sys.stdout.write(help_text(model_class))
         raise SystemExit(0)
     sources = [
-        *(source_of_file(path, Precedence.FILE + n, model_class) for n, path in enumerate(parsed.config_files)),
+        *(
+            source_of_file(path, Precedence.FILE + n, model_class)
+            for n, path in enumerate(parsed.config_files)
+        ),
         _deepspeed_source(parsed, model_class),
         ConfigSource(parsed.values, problems=parsed.problems),
         source_of_values(overrides or {}, "override", Precedence.OVERRIDE, model_class),
@@ -92,7 +105,8 @@ def resolve_object(
     """The configuration of what a Python caller gave to `finetune.run`, under the same checks.
 
     Args:
-        source: a configuration object, a dict in the form of a run file or a DeepSpeed JSON, or the path of a file.
+        source: a configuration object, a dict in the form of a run file or a DeepSpeed JSON, or the
+            path of a file.
         world_size: number of processes, for the batch sizes.
 
     Raises:
@@ -120,13 +134,20 @@ def _deepspeed_source(parsed: Parsed, model_class: type[BaseConfig]) -> ConfigSo
 
 
 def _resolve(
-    sources: Sequence[ConfigSource], world_size: int, model_class: type[BaseConfig], print_config: bool = False
+    sources: Sequence[ConfigSource],
+    world_size: int,
+    model_class: type[BaseConfig],
+    print_config: bool = False,
 ) -> Resolved:
     """Let the later sources win, resolve what depends on one another, and check the result."""
     assert world_size >= 1, f"world_size is {world_size}"
     fields = model_class.model_fields.items()
-    defaults = {name: info.default for name, info in fields if info.default is not PydanticUndefined}
-    values = {name: SourcedValue(value, Precedence.DEFAULT, "default") for name, value in defaults.items()}
+    defaults = {
+        name: info.default for name, info in fields if info.default is not PydanticUndefined
+    }
+    values = {
+        name: SourcedValue(value, Precedence.DEFAULT, "default") for name, value in defaults.items()
+    }
     for source in sources:
         values.update(source.values)
     resolution = Resolution(values, world_size, defaults)
@@ -142,7 +163,9 @@ def _resolve(
     return Resolved(config, _origins(config, resolution), notes, print_config)
 
 
-def _validate(resolution: Resolution, model_class: type[BaseConfig]) -> tuple[BaseConfig | None, list[ConfigError]]:
+def _validate(
+    resolution: Resolution, model_class: type[BaseConfig]
+) -> tuple[BaseConfig | None, list[ConfigError]]:
     decided = {
         name: sourced.value
         for name, sourced in resolution.values.items()
@@ -161,14 +184,19 @@ def _origins(config: BaseConfig, resolution: Resolution) -> dict[str, str]:
         origins[name] = "default" if sourced is None else sourced.origin
         if sourced is None and depends_on:
             value = getattr(config, depends_on)
-            origins[name] = f"default for {value}" if isinstance(value, str) else f"default for {depends_on} {value}"
+            origins[name] = (
+                f"default for {value}"
+                if isinstance(value, str)
+                else f"default for {depends_on} {value}"
+            )
     return origins
 
 
 def to_yaml(config: BaseConfig) -> str:
     """The configuration as a run file.
 
-    What follows from the number of processes is left out, so that the file means the same run on another machine.
+    What follows from the number of processes is left out, so that the file means the same run on
+    another machine.
     """
     values = config.model_dump(mode="json", exclude=set(config.machine_fields))
     ordered = {name: values[name] for name in ordered_fields(type(config)) if name in values}
@@ -187,8 +215,15 @@ def format_config(resolved: Resolved) -> str:
             rows.append((f"# {group}", "", ""))
         rows += [(path, text, resolved.origins[name]) for path, text in _flat(name, values[name])]
     named, valued = (max(len(row[column]) for row in rows if row[1]) for column in (0, 1))
-    lines = [f"{name:<{named}}  {value:<{valued}}  {origin}".rstrip() for name, value, origin in rows]
-    return "\n".join(lines + ([""] if resolved.notes else []) + [f"- {note}" for note in resolved.notes]) + "\n"
+    lines = [
+        f"{name:<{named}}  {value:<{valued}}  {origin}".rstrip() for name, value, origin in rows
+    ]
+    return (
+        "\n".join(
+            lines + ([""] if resolved.notes else []) + [f"- {note}" for note in resolved.notes]
+        )
+        + "\n"
+    )
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:

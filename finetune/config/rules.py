@@ -1,4 +1,6 @@
-"""Settings that depend on one another: which of them win, and what follows from them. See `precedence.Rule`."""
+"""Settings that depend on one another: which of them win, and what follows from them. See
+`precedence.Rule`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def processes(world_size: int) -> str:
 def multiples_around(number: int, factor: int) -> str:
     """The nearest positive multiples of `factor`, as `28 or 32`."""
     below = number // factor * factor
-    return " or ".join(str(multiple) for multiple in dict.fromkeys([below, below + factor]) if multiple)
+    return " or ".join(
+        str(multiple) for multiple in dict.fromkeys([below, below + factor]) if multiple
+    )
 
 
 def divisors_around(number: int, near: int) -> str:
@@ -39,8 +43,10 @@ def batch_problem(global_batch_size: int, micro_batch_size: int) -> tuple[str, s
     """`(what, fix)` for a global batch that the micro-batch does not divide."""
     return (
         f"{GLOBAL} {global_batch_size} is not a multiple of {MICRO} {micro_batch_size}",
-        f"nearest that agree: {GLOBAL} {multiples_around(global_batch_size, micro_batch_size)}, "
-        f"or {MICRO} {divisors_around(global_batch_size, micro_batch_size)}",
+        (
+            f"nearest that agree: {GLOBAL} {multiples_around(global_batch_size, micro_batch_size)},"
+            f" or {MICRO} {divisors_around(global_batch_size, micro_batch_size)}"
+        ),
     )
 
 
@@ -49,33 +55,44 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def refuse_product(resolution: Resolution, whole: str, factors: tuple[str, ...], product: int) -> None:
+def refuse_product(
+    resolution: Resolution, whole: str, factors: tuple[str, ...], product: int
+) -> None:
     """The problem of a batch that is given with all its factors, and is not their product."""
     named = " x ".join(f"{name} {resolution.value(name)}" for name in factors)
     # Defaults that nobody touched are no place to look at, unless there is nothing else.
     names = (*factors, whole)
     given = tuple(name for name in names if resolution.precedence(name) > Precedence.DEFAULT)
     resolution.refuse(
-        f"{named} x {processes(resolution.world_size)} is {product}, not {whole} {resolution.value(whole)}",
+        f"{named} x {processes(resolution.world_size)} is {product}, not {whole}"
+        f" {resolution.value(whole)}",
         given or names,
         f"nearest that agrees: {whole} {product}; or leave {ACCUMULATION} out, it is derived",
     )
 
 
 def resolve_batch(resolution: Resolution) -> None:
-    """Of micro-batch, accumulation and global batch the two of highest precedence win, and the third is derived.
+    """Of micro-batch, accumulation and global batch the two of highest precedence win, and the
+    third is derived.
 
-    At equal precedence the micro-batch is kept before the global batch and that before accumulation: the micro-batch is
-    what fits into memory, the global batch is the training itself, accumulation is only how the one makes the other.
+    At equal precedence the micro-batch is kept before the global batch and that before
+    accumulation: the micro-batch is what fits into memory, the global batch is the training itself,
+    accumulation is only how the one makes the other.
     """
-    if resolution.value(ACCUMULATION) is not None and resolution.precedence(MICRO) == Precedence.DEFAULT:
+    if (
+        resolution.value(ACCUMULATION) is not None
+        and resolution.precedence(MICRO) == Precedence.DEFAULT
+    ):
         # auto is for where the number of microbatches follows from their size.
         resolution.derive(MICRO, 1, f"1 with {ACCUMULATION}")
     values = {name: resolution.value(name) for name in (MICRO, GLOBAL, ACCUMULATION)}
     if values[GLOBAL] == "auto" and is_count(values[MICRO]) and is_count(values[ACCUMULATION]):
         _derive_global(resolution, values[MICRO], "auto", values[ACCUMULATION])
         return
-    if not all(is_count(value) or (value is None and name == ACCUMULATION) for name, value in values.items()):
+    if not all(
+        is_count(value) or (value is None and name == ACCUMULATION)
+        for name, value in values.items()
+    ):
         return
     precedence = {name: resolution.precedence(name) for name in values}
     if values[ACCUMULATION] is not None and len(set(precedence.values())) == 1:
@@ -84,7 +101,9 @@ def resolve_batch(resolution: Resolution) -> None:
             refuse_product(resolution, GLOBAL, (MICRO, ACCUMULATION), product)
         return
     third = min(values, key=lambda name: (precedence[name], name != ACCUMULATION, name != GLOBAL))
-    derive = {ACCUMULATION: _derive_accumulation, GLOBAL: _derive_global, MICRO: _derive_micro}[third]
+    derive = {ACCUMULATION: _derive_accumulation, GLOBAL: _derive_global, MICRO: _derive_micro}[
+        third
+    ]
     derive(resolution, values[MICRO], values[GLOBAL], values[ACCUMULATION])
 
 
@@ -95,7 +114,9 @@ def _derive_accumulation(resolution: Resolution, micro: int, size: int, before: 
         return
     at_once, count = micro * resolution.world_size, processes(resolution.world_size)
     accumulation = ceil(size / at_once)
-    uneven = "" if size % at_once == 0 else ", uneven: some devices have less to do in the last of them"
+    uneven = (
+        "" if size % at_once == 0 else ", uneven: some devices have less to do in the last of them"
+    )
     resolution.notes.append(
         f"{ACCUMULATION} {accumulation}{resolution.instead_of(ACCUMULATION, accumulation)}: "
         f"{GLOBAL} {size} / ({MICRO} {micro} x {count}){uneven}"
@@ -103,7 +124,9 @@ def _derive_accumulation(resolution: Resolution, micro: int, size: int, before: 
     resolution.derive(ACCUMULATION, accumulation, f"derived from {GLOBAL}, {MICRO} and {count}")
 
 
-def _derive_global(resolution: Resolution, micro: int, before: int | str, accumulation: int) -> None:
+def _derive_global(
+    resolution: Resolution, micro: int, before: int | str, accumulation: int
+) -> None:
     size, count = micro * accumulation * resolution.world_size, processes(resolution.world_size)
     resolution.notes.append(
         f"{GLOBAL} {size}{resolution.instead_of(GLOBAL, size)}: "
@@ -131,15 +154,23 @@ def _derive_micro(resolution: Resolution, before: int, size: int, accumulation: 
 
 
 def resolve_length(resolution: Resolution) -> None:
-    """Of max_steps and num_epochs the one of higher precedence wins; at equal precedence max_steps."""
+    """Of max_steps and num_epochs the one of higher precedence wins; at equal precedence
+    max_steps.
+    """
     if resolution.value("max_steps") is None:
         return
     steps, epochs = resolution.values["max_steps"], resolution.values["num_epochs"]
     if resolution.precedence("num_epochs") > resolution.precedence("max_steps"):
         resolution.derive("max_steps", None, f"derived: num_epochs ({epochs.origin}) wins")
-        resolution.notes.append(f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins")
-    elif epochs.precedence > Precedence.DEFAULT and epochs.value != resolution.defaults.get("num_epochs"):
-        resolution.notes.append(f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins")
+        resolution.notes.append(
+            f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins"
+        )
+    elif epochs.precedence > Precedence.DEFAULT and epochs.value != resolution.defaults.get(
+        "num_epochs"
+    ):
+        resolution.notes.append(
+            f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins"
+        )
 
 
 def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
@@ -152,8 +183,8 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
     warmup, steps = resolution.value("warmup_steps"), resolution.value(total)
     if is_count(warmup) and is_count(steps) and warmup >= steps:
         resolution.notes.append(
-            f"warning: warmup_steps {warmup} is not below {total} {steps}: the learning rate never reaches its "
-            f"maximum; set {flag('warmup_steps')} to {share} of the steps"
+            f"warning: warmup_steps {warmup} is not below {total} {steps}: the learning rate never"
+            f" reaches its maximum; set {flag('warmup_steps')} to {share} of the steps"
         )
 
 
@@ -166,7 +197,8 @@ def batch_problems(config: Any) -> list[tuple[str, str]]:
             return []
         what = f"gradient_accumulation_steps is {accumulation}, and micro_batch_size is auto"
         return [(what, "leave one of them out: the number of microbatches follows from their size")]
-    # With accumulation given and the global batch left to its default, the global batch is still to be derived.
+    # With accumulation given and the global batch left to its default, the global batch is still to
+    # be derived.
     complete = accumulation is None or "global_batch_size" in given
     known = config.global_batch_size != "auto"  # else the microbatch becomes a divisor
     if complete and known and config.global_batch_size % config.micro_batch_size:
@@ -183,20 +215,34 @@ def evaluation_problems(config: Any) -> list[tuple[str, str]]:
             what = f"{name} is {str(given).lower()}, and there is no validation data"
             found.append((what, f"give validation data, or leave {flag(name)} out"))
         elif given and not config.eval_steps:
-            what = f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning and the end only"
+            what = (
+                f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning and"
+                " the end only"
+            )
             found.append((what, "set --eval-steps to a number of steps below the run's"))
     return found
 
 
 def metric_problems(config: Any) -> list[tuple[str, str]]:
-    """A metric of the best evaluation that evaluations do not have; answers that there is nothing to ask for."""
+    """A metric of the best evaluation that evaluations do not have; answers that there is nothing
+    to ask for.
+    """
     metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
-    known = [name for kind in config.metrics for name in (kind, *(f"{kind}/{level}" for level in levels))]
+    known = [
+        name for kind in config.metrics for name in (kind, *(f"{kind}/{level}" for level in levels))
+    ]
     found = []
     if metric not in known:
-        found.append((f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}"))
+        found.append(
+            (f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")
+        )
     elif metric.startswith("exact_match") and config.eval_generate is None:
-        found.append((f"best_metric is {metric}, and evaluations answer nothing", "set --eval-generate, e.g. to 50"))
+        found.append(
+            (
+                f"best_metric is {metric}, and evaluations answer nothing",
+                "set --eval-generate, e.g. to 50",
+            )
+        )
     if config.eval_generate is not None and not config.validates:
         what = f"eval_generate is {config.eval_generate}, and there is no validation data"
         found.append((what, f"give validation data, or leave {flag('eval_generate')} out"))
@@ -215,14 +261,19 @@ def optimizer_problems(config: Any, device_type: str) -> list[tuple[str, str]]:
         what = f"optimizer is {name}, and DeepSpeed shards AdamW's two flat moments"
         found.append((what, "train without DeepSpeed (--deepspeed none), or leave --optimizer out"))
     if name == "adamw-8bit" and device_type not in (*QUANTIZED_ON, "auto"):
-        what = f"optimizer is {name}, and bitsandbytes has it on CUDA and CPUs, not on {device_type}"
+        what = (
+            f"optimizer is {name}, and bitsandbytes has it on CUDA and CPUs, not on {device_type}"
+        )
         found.append((what, "take adafactor, or leave --optimizer out"))
     return found
 
 
 def check_device(config: Any, device_type: str) -> None:
     """Raise ConfigError where the run asks for what this kind of device does not have."""
-    for setting, problems in (("quantization", quantization_problems), ("optimizer", optimizer_problems)):
+    for setting, problems in (
+        ("quantization", quantization_problems),
+        ("optimizer", optimizer_problems),
+    ):
         for what, fix in problems(config, device_type):
             raise ConfigError(what, where=flag(setting), fix=fix)
 
@@ -233,16 +284,25 @@ def split_problems(config: Any) -> list[tuple[str, str]]:
     if field is None:
         return []
     if config.valid_split is None:
-        return [("split_by is given, and nothing is split", "give valid_split as well, or leave it out")]
-    mappings = [source.columns or {} for source in with_columns(as_sources(config.data), config.columns)]
-    hides = next((columns for columns in mappings if field in columns and field not in columns.values()), None)
+        return [
+            ("split_by is given, and nothing is split", "give valid_split as well, or leave it out")
+        ]
+    mappings = [
+        source.columns or {} for source in with_columns(as_sources(config.data), config.columns)
+    ]
+    hides = next(
+        (columns for columns in mappings if field in columns and field not in columns.values()),
+        None,
+    )
     if hides is None:
         return []
     what = f"split_by is {field}, a name that columns gives to '{hides[field]}'"
     return [(what, f"split by {hides[field]}, or by another field")]
 
 
-def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]) -> None:
+def note_unused(
+    resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]
+) -> None:
     """Note settings that somebody gave and that this run does not read.
 
     Args:
@@ -256,7 +316,9 @@ def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], 
 
 
 def resolve_validation_data(resolution: Resolution) -> None:
-    """`--data` by flag drops the validation data of the files, which belongs to the data that was replaced."""
+    """`--data` by flag drops the validation data of the files, which belongs to the data that was
+    replaced.
+    """
     data, valid = resolution.values.get("data"), resolution.values.get("valid_data")
     if data and valid and valid.value and data.precedence >= Precedence.FLAG > valid.precedence:
         resolution.derive("valid_data", [], f"dropped: data is from {data.origin}")
@@ -266,7 +328,9 @@ def resolve_validation_data(resolution: Resolution) -> None:
         )
         return
     for path in sorted(_listed(resolution.value("data")) & _listed(resolution.value("valid_data"))):
-        resolution.notes.append(f"warning: {path} is in data and in valid_data: the validation loss will look too good")
+        resolution.notes.append(
+            f"warning: {path} is in data and in valid_data: the validation loss will look too good"
+        )
 
 
 def _listed(value: Any) -> set[str]:
@@ -277,7 +341,8 @@ def _listed(value: Any) -> set[str]:
 
 
 def resolve_data_weights(resolution: Resolution, *, data: str = "data") -> None:
-    """Of weights from different places the higher count, and weights of data that was replaced go with it.
+    """Of weights from different places the higher count, and weights of data that was replaced go
+    with it.
 
     Args:
         data: the setting with the entries that are weighted.
@@ -287,24 +352,38 @@ def resolve_data_weights(resolution: Resolution, *, data: str = "data") -> None:
         return
     if named.precedence >= Precedence.FLAG > weights.precedence:
         resolution.derive("data_weights", [], f"dropped: {data} is from {named.origin}")
-        resolution.notes.append(f"data_weights ({weights.where}) is dropped, because {data} is from {named.origin}")
+        resolution.notes.append(
+            f"data_weights ({weights.where}) is dropped, because {data} is from {named.origin}"
+        )
     elif weights.precedence > named.precedence and isinstance(named.value, list | tuple | dict):
         given = [named.value] if isinstance(named.value, dict) else list(named.value)
         entries = [_unweighted(entry) for entry in given]
         if entries != given:
             resolution.values[data] = replace(named, value=entries)
             resolution.notes.append(
-                f"the weights in {data} ({named.where}) are not used: data_weights is {weights.where}"
+                f"the weights in {data} ({named.where}) are not used: data_weights is"
+                f" {weights.where}"
             )
 
 
 def _unweighted(entry: Any) -> Any:
-    return {name: value for name, value in entry.items() if name != "weight"} if isinstance(entry, dict) else entry
+    return (
+        {name: value for name, value in entry.items() if name != "weight"}
+        if isinstance(entry, dict)
+        else entry
+    )
 
 
 def _note_unused(resolution: Resolution) -> None:
     follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
-    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora", *BEYOND_PLAIN_LORA)
+    adapter = (
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "fused_lora",
+        *BEYOND_PLAIN_LORA,
+    )
     adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
@@ -313,7 +392,11 @@ def _note_unused(resolution: Resolution) -> None:
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
             (adam, resolution.value("optimizer") == "adafactor", "optimizer is adafactor"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
-            (("answer_field", "max_new_tokens"), resolution.value("eval_generate") is None, "eval_generate is not set"),
+            (
+                ("answer_field", "max_new_tokens"),
+                resolution.value("eval_generate") is None,
+                "eval_generate is not set",
+            ),
             (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),
     )

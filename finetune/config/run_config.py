@@ -1,7 +1,8 @@
 """Every setting of a fine-tuning run: its name, default, unit and rule.
 
-Pure: reads no file and no environment variable, imports no torch. Where the values come from (files, flags, DeepSpeed
-keys) and which source wins is the business of `resolution`; what a value may be is decided here and nowhere else.
+Pure: reads no file and no environment variable, imports no torch. Where the values come from
+(files, flags, DeepSpeed keys) and which source wins is the business of `resolution`; what a value
+may be is decided here and nowhere else.
 
 Words: a sample is one conversation, a global batch is the samples of one optimizer step.
 """
@@ -60,9 +61,14 @@ class RunConfig(AdapterSettings, BaseConfig):
     rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_FINE_TUNING
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
-    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]")
+    model: Text = data_setting(
+        ..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]"
+    )
     data: DataEntries = data_setting(
-        ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
+        ...,
+        "Training files, folders and globs, in any of the formats of docs/data.md.",
+        unit="file...",
+        min_length=1,
     )
     columns: Columns | None = data_setting(
         None,
@@ -75,22 +81,34 @@ class RunConfig(AdapterSettings, BaseConfig):
         "Mix the entries of data by these weights, one for each; natural is its number of samples.",
         unit="weight...",
     )
-    valid_data: DataEntries = data_setting((), "Validation files, in the same formats.", unit="file...")
+    valid_data: DataEntries = data_setting(
+        (), "Validation files, in the same formats.", unit="file..."
+    )
     valid_split: Share | None = data_setting(
         None,
-        "Validate on a part of data instead: below 1 a share of the records, else a number; by hash.",
+        "Validate on a part of data instead: below 1 a share of the records, else a number; by"
+        " hash.",
         unit="0.02|500",
         shown_default="none",
     )
     split_by: Text | None = data_setting(
-        None, "Field whose equal values stay on one side of valid_split.", unit="NAME", shown_default="the whole record"
+        None,
+        "Field whose equal values stay on one side of valid_split.",
+        unit="NAME",
+        shown_default="the whole record",
     )
-    drop_duplicates: bool = data_setting(False, "Leave out records of data that say the same as an earlier one.")
+    drop_duplicates: bool = data_setting(
+        False, "Leave out records of data that say the same as an earlier one."
+    )
     hub: Literal["auto", "huggingface", "modelscope"] = data_setting(
-        "auto", "Where a model comes from by its name; auto is ModelScope where USE_MODELSCOPE_HUB is 1."
+        "auto",
+        "Where a model comes from by its name; auto is ModelScope where USE_MODELSCOPE_HUB is 1.",
     )
     template: Text | None = data_setting(
-        None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
+        None,
+        "Chat template: a known name or a file.",
+        unit="NAME|FILE",
+        shown_default="the tokenizer's own",
     )
     trust_remote_code: bool = data_setting(False, "Run Python code that comes with the model.")
     micro_batch_size: Positive | Literal["auto"] = batch_setting(
@@ -106,13 +124,25 @@ class RunConfig(AdapterSettings, BaseConfig):
         shown_default="derived",
     )
     global_batch_size: Positive | Literal["auto"] = batch_setting(
-        "auto", "Samples per optimizer step over all devices; auto by how many samples the run sees.", unit="samples"
+        "auto",
+        "Samples per optimizer step over all devices; auto by how many samples the run sees.",
+        unit="samples",
     )
-    cutoff_len: int = batch_setting(2048, "Longest sample; longer ones are trimmed.", ge=2, unit="tokens")
-    max_steps: Positive | None = batch_setting(None, "Optimizer steps; wins over num_epochs.", unit="steps")
-    num_epochs: float = batch_setting(3.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
-    packing: bool = batch_setting(True, "Pack several samples into a microbatch; the training stays the same.")
-    finetuning: Literal["lora", "full"] = adapter_setting("lora", "Train a LoRA adapter, or all parameters.")
+    cutoff_len: int = batch_setting(
+        2048, "Longest sample; longer ones are trimmed.", ge=2, unit="tokens"
+    )
+    max_steps: Positive | None = batch_setting(
+        None, "Optimizer steps; wins over num_epochs.", unit="steps"
+    )
+    num_epochs: float = batch_setting(
+        3.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes"
+    )
+    packing: bool = batch_setting(
+        True, "Pack several samples into a microbatch; the training stays the same."
+    )
+    finetuning: Literal["lora", "full"] = adapter_setting(
+        "lora", "Train a LoRA adapter, or all parameters."
+    )
     lora_r: int = adapter_setting(16, "Rank of the LoRA matrices.", ge=1)
     lora_alpha: int = adapter_setting(
         default_factory=lambda values: 2 * values.get("lora_r", 16),
@@ -121,23 +151,32 @@ class RunConfig(AdapterSettings, BaseConfig):
         depends_on="lora_r",
         shown_default="2 x lora_r",
     )
-    lora_dropout: float = adapter_setting(0.0, "Dropout in front of the LoRA matrices, as a probability.", ge=0, lt=1)
+    lora_dropout: float = adapter_setting(
+        0.0, "Dropout in front of the LoRA matrices, as a probability.", ge=0, lt=1
+    )
     lora_target_modules: Names = adapter_setting(
         "all-linear", "Modules that get an adapter, by their names.", min_length=1
     )
     fused_lora: bool = adapter_setting(
-        True, "Compute each linear layer and its adapter as one function; off takes peft's own, slower one."
+        True,
+        "Compute each linear layer and its adapter as one function; off takes peft's own, slower"
+        " one.",
     )
     learning_rate: Rate | Literal["auto"] = optimizer_setting(
         "auto",
-        "Highest learning rate, reached after the warm-up; auto by finetuning, the model's width, and the batch.",
+        "Highest learning rate, reached after the warm-up; auto by finetuning, the model's width,"
+        " and the batch.",
         shown_default="auto: 4e-4 for lora, 4e-5 for full at width 4096 and a batch of 32",
     )
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = optimizer_setting(
-        "adamw", "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks' matrices."
+        "adamw",
+        "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks'"
+        " matrices.",
     )
     lr_scheduler: ScheduleName = redefined(
-        BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(pretraining=False)}."
+        BaseConfig,
+        "lr_scheduler",
+        description=f"Learning rate after the warm-up. {described(pretraining=False)}.",
     )
     use_curriculum: bool = curriculum_setting(
         True, "Mix the difficulties by stages, where the data has a difficulty field."
@@ -145,21 +184,31 @@ class RunConfig(AdapterSettings, BaseConfig):
     curriculum_seed: int = curriculum_setting(
         42, "Seed of the order of the samples within each difficulty.", ge=0, lt=2**32
     )
-    difficulty_field: Text = curriculum_setting("difficulty", "Field that holds a record's difficulty.")
+    difficulty_field: Text = curriculum_setting(
+        "difficulty", "Field that holds a record's difficulty."
+    )
     curriculum: CurriculumConfig = curriculum_setting(
         default_factory=CurriculumConfig, description="Difficulties and stages; set it in a file."
     )
-    train_thinking: bool = data_setting(True, "Train the think blocks of answers; false leaves them as context.")
+    train_thinking: bool = data_setting(
+        True, "Train the think blocks of answers; false leaves them as context."
+    )
     on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
-        "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
+        "refuse",
+        "What to do about a record with images, video or sound; drop-media trains its text.",
     )
     eval_generate: Positive | None = logging_setting(
-        None, "Answer so many validation records at each evaluation, for exact_match.", unit="N", shown_default="none"
+        None,
+        "Answer so many validation records at each evaluation, for exact_match.",
+        unit="N",
+        shown_default="none",
     )
     answer_field: Text = logging_setting(
         "answer", "With eval_generate: field with the answer of a validation record.", unit="NAME"
     )
-    max_new_tokens: Positive = logging_setting(512, "With eval_generate: most tokens of an answer.", unit="tokens")
+    max_new_tokens: Positive = logging_setting(
+        512, "With eval_generate: most tokens of an answer.", unit="tokens"
+    )
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
@@ -171,7 +220,9 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def sources(self) -> tuple[DataSource, ...]:
-        """The entries of `data`; each has a weight where they are mixed, and none has where they are not."""
+        """The entries of `data`; each has a weight where they are mixed, and none has where they
+        are not.
+        """
         return with_columns(weighted(self.data, self.data_weights), self.columns)
 
     @property
@@ -196,7 +247,11 @@ class RunConfig(AdapterSettings, BaseConfig):
     @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
-        return 1 if self.micro_batch_size == "auto" else min(self.micro_batch_size, self.samples_per_step)
+        return (
+            1
+            if self.micro_batch_size == "auto"
+            else min(self.micro_batch_size, self.samples_per_step)
+        )
 
     @property
     def samples_per_step(self) -> int:
@@ -231,12 +286,22 @@ class RunConfig(AdapterSettings, BaseConfig):
         accumulation, size = self.gradient_accumulation_steps or 1, self.global_batch_size
         if size == "auto":
             text = _("the number of samples says how many a step has: {smallest} to {largest}")
-            return text.format(smallest=AUTO_BATCHES[0], largest=AUTO_BATCHES[-1]), {"world_size": world_size}
+            return text.format(smallest=AUTO_BATCHES[0], largest=AUTO_BATCHES[-1]), {
+                "world_size": world_size
+            }
         if self.micro_batch_size == "auto":
-            text = _("{samples} samples a step on {processes} processes, in microbatches that the start chooses")
-            return text.format(samples=size, processes=world_size), {"samples": size, "world_size": world_size}
+            text = _(
+                "{samples} samples a step on {processes} processes, in microbatches that the start"
+                " chooses"
+            )
+            return text.format(samples=size, processes=world_size), {
+                "samples": size,
+                "world_size": world_size,
+            }
         whole = self.micro_batch_size * world_size * accumulation
-        text = _("{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}").format(
+        text = _(
+            "{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}"
+        ).format(
             samples=size,
             relation="=" if whole == size else "<=",
             micro=self.micro_batch_size,
@@ -250,6 +315,15 @@ class RunConfig(AdapterSettings, BaseConfig):
         levels = self.curriculum.levels if self.use_curriculum else None
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.valid_split is not None and self.valid_data:
-            found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
-        found += split_problems(self) + quantization_problems(self, self.device_type) + adapter_problems(self)
+            found.append(
+                (
+                    "valid_split and valid_data are both given",
+                    "keep one: a part of data, or files of its own",
+                )
+            )
+        found += (
+            split_problems(self)
+            + quantization_problems(self, self.device_type)
+            + adapter_problems(self)
+        )
         return found + optimizer_problems(self, self.device_type) + batch_problems(self)

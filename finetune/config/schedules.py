@@ -1,6 +1,7 @@
 """Learning-rate schedules: functions of the step, so that nothing has to be restored on resume.
 
-A new schedule is a function here and its entry in `SCHEDULES`: the setting takes its name, and the help its meaning.
+A new schedule is a function here and its entry in `SCHEDULES`: the setting takes its name, and the
+help its meaning.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ class ScheduleSettings:
 def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
     """Steps of warm-up: a number below 1 is a fraction of all steps, rounded up.
 
-    The fraction is the decimal that was written: 0.55 of 180 steps are 99, though 0.55 * 180 is 99.00000000000001.
+    The fraction is the decimal that was written: 0.55 of 180 steps are 99, though 0.55 * 180 is
+    99.00000000000001.
     """
-    return math.ceil(Fraction(str(warmup_steps)) * total_steps) if warmup_steps < 1 else int(warmup_steps)
+    return (
+        math.ceil(Fraction(str(warmup_steps)) * total_steps)
+        if warmup_steps < 1
+        else int(warmup_steps)
+    )
 
 
 def learning_rate_schedule(name: str, settings: ScheduleSettings) -> Callable[[int], float]:
-    """Step (0-based) -> factor on the learning rate, for the update that takes the run from there to the next step.
+    """Step (0-based) -> factor on the learning rate, for the update that takes the run from there
+    to the next step.
 
     Raises:
         ValueError: there is no schedule of this name.
@@ -47,8 +54,9 @@ def learning_rate_schedule(name: str, settings: ScheduleSettings) -> Callable[[i
     return lambda step: factor(step, settings)
 
 
-# The first three are transformers' get_scheduler, with which a test compares them: linear warm-up from 0, then
-# constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without restarts).
+# The first three are transformers' get_scheduler, with which a test compares them: linear warm-up
+# from 0, then constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without
+# restarts).
 
 
 def constant(step: int, settings: ScheduleSettings) -> float:
@@ -56,7 +64,11 @@ def constant(step: int, settings: ScheduleSettings) -> float:
 
 
 def linear(step: int, settings: ScheduleSettings) -> float:
-    return _rise(step, settings) if step < settings.warmup_steps else max(0.0, 1.0 - _progress(step, settings))
+    return (
+        _rise(step, settings)
+        if step < settings.warmup_steps
+        else max(0.0, 1.0 - _progress(step, settings))
+    )
 
 
 def cosine(step: int, settings: ScheduleSettings) -> float:
@@ -68,8 +80,9 @@ def cosine(step: int, settings: ScheduleSettings) -> float:
 def warmdown(step: int, settings: ScheduleSettings) -> float:
     """Warm-up, stable, and linearly down in the last share of the run.
 
-    As in nanochat (base_train.py get_lr_multiplier): the first update has 1 / warmup_steps, not 0, and the rate ends at
-    `final_fraction`. Where warm-up and warm-down overlap, the lower of the two counts.
+    As in nanochat (base_train.py get_lr_multiplier): the first update has 1 / warmup_steps, not 0,
+    and the rate ends at `final_fraction`. Where warm-up and warm-down overlap, the lower of the two
+    counts.
     """
     up = (step + 1) / settings.warmup_steps if step < settings.warmup_steps else 1.0
     warmdown_steps = round(settings.warmdown_ratio * settings.total_steps)
@@ -98,12 +111,16 @@ class Schedule:
 
 
 SCHEDULES = {
-    "warmdown": Schedule(warmdown, "constant, then a straight line to final_lr_fraction", pretraining_only=True),
+    "warmdown": Schedule(
+        warmdown, "constant, then a straight line to final_lr_fraction", pretraining_only=True
+    ),
     "cosine": Schedule(cosine, "half a cosine to 0"),
     "linear": Schedule(linear, "a straight line to 0"),
     "constant": Schedule(constant, "stays at its maximum"),
 }
-_FINE_TUNING = {name: schedule for name, schedule in SCHEDULES.items() if not schedule.pretraining_only}
+_FINE_TUNING = {
+    name: schedule for name, schedule in SCHEDULES.items() if not schedule.pretraining_only
+}
 if TYPE_CHECKING:
     ScheduleName = str
     PretrainingScheduleName = str

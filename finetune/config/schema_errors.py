@@ -39,7 +39,8 @@ def problems_of(
     found: dict[tuple[Any, ...], list[ConfigError]] = {}
     entries = error.errors()
     for entry in sorted(
-        map(_untagged, entries), key=lambda entry: order.index(str(entry["loc"][0])) if entry["loc"] else len(order)
+        map(_untagged, entries),
+        key=lambda entry: order.index(str(entry["loc"][0])) if entry["loc"] else len(order),
     ):
         name = str(entry["loc"][0]) if entry["loc"] else ""
         is_nested = name == "curriculum" or (name in NESTED and len(entry["loc"]) > 2)
@@ -48,7 +49,9 @@ def problems_of(
         if entry["type"] == "rule_broken":
             where = values[name].where if name in values else _origins(values)
             stem = f"{name}: " if name else ""
-            problems = [ConfigError(stem + what, where, fix) for what, fix in entry["ctx"]["problems"]]
+            problems = [
+                ConfigError(stem + what, where, fix) for what, fix in entry["ctx"]["problems"]
+            ]
         elif is_nested and len(entry["loc"]) > 1:
             problems = [_nested(entry, values[name].where)]
         elif entry["type"] == "missing":
@@ -86,12 +89,18 @@ def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
     else:
         stands_alone = wanted.name in getattr(model_class, "positional", ())
         where = "the command line"
-        fix = f"give {wanted.metavar}" if stands_alone else f"give {flag(wanted.name)} {wanted.metavar}"
+        fix = (
+            f"give {wanted.metavar}"
+            if stands_alone
+            else f"give {flag(wanted.name)} {wanted.metavar}"
+        )
     return MissingSetting(f"{wanted.name} is not set, and has no default", where, fix, wanted.name)
 
 
 def _wrong(wanted: Flag, given: SourcedValue, *, null: bool) -> ConfigError:
-    """Args: null: whether `null` can be given, as in a run file; a command's option is left out instead."""
+    """Args: null: whether `null` can be given, as in a run file; a command's option is left out
+    instead.
+    """
     what = f"{wanted.name} is {given.value!r}"
     typed = normal(given.value) if isinstance(given.value, str) else ""
     if wanted.choices and typed in OTHERWISE:
@@ -104,10 +113,14 @@ def _wrong(wanted: Flag, given: SourcedValue, *, null: bool) -> ConfigError:
 
 
 def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"]).lstrip(".")
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"]
+    ).lstrip(".")
     if entry["type"] == "extra_forbidden":
         guess = nearest(str(entry["loc"][-1]), NESTED[entry["loc"][0]])
-        return ConfigError(f"unknown setting {path}", where, f"did you mean {guess!r}?" if guess else "remove it")
+        return ConfigError(
+            f"unknown setting {path}", where, f"did you mean {guess!r}?" if guess else "remove it"
+        )
     if entry["type"] == "missing":
         return ConfigError(f"{path} is not set", where, "give it")
     rule = entry["msg"].removeprefix("Input should be ")
@@ -118,11 +131,13 @@ def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:
     return ConfigError(f"{path} is {entry['input']!r}", where, f"give {rule}")
 
 
-def new_problems(found: list[ConfigError], known: list[ConfigError], *, unread: bool = False) -> list[ConfigError]:
+def new_problems(
+    found: list[ConfigError], known: list[ConfigError], *, unread: bool = False
+) -> list[ConfigError]:
     """Problems of the schema that are not consequences of those already known.
 
-    A field is not called missing where its name was misspelt, or where a file that may set it could not be read
-    (`unread`).
+    A field is not called missing where its name was misspelt, or where a file that may set it could
+    not be read (`unread`).
     """
     reported = {problem.what for problem in known}
     guessed = {problem.guess for problem in known if isinstance(problem, UnknownName)}

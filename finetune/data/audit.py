@@ -1,7 +1,8 @@
-"""What should be known of data before training: duplicates, scripts, and what it shares with held-out data.
+"""What should be known of data before training: duplicates, scripts, and what it shares with
+held-out data.
 
-Streams of parts through processes, as preparation has them. Of each record that can be used some 30 bytes are held, and
-112 bytes of MinHash lie on disk while it lasts.
+Streams of parts through processes, as preparation has them. Of each record that can be used some 30
+bytes are held, and 112 bytes of MinHash lie on disk while it lasts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from finetune.data.selection import content_hash
 from finetune.errors import DataError
 
 OVERLAP_WORDS = 13  # Brown et al. 2020 (GPT-3), appendix C
-COMMON_GRAM_RECORDS = 10  # an n-gram of more held-out records than this is a form of words, not a leak
+# an n-gram of more held-out records than this is a form of words, not a leak
+COMMON_GRAM_RECORDS = 10
 EXAMPLES = 5
 
 
 @dataclass
 class Found:
-    """Of one part: what the passes below give, by name; `rows` and `lines` are of the records that have a text."""
+    """Of one part: what the passes below give, by name; `rows` and `lines` are of the records that
+    have a text.
+    """
 
     file: int
     records: int
@@ -58,10 +62,17 @@ class AuditJob:
         found = Found(part.file, len(part_records), lines_read, rows, lines)
         words = words_of([text for _, _, text, _ in texts])
         if what == "duplicates":
-            hashes = [content_hash(conversation) for *_, conversation in texts if conversation is not None]
+            hashes = [
+                content_hash(conversation) for *_, conversation in texts if conversation is not None
+            ]
             near, keys = band_keys(words)
             scripts = np.bincount(words.scripts, minlength=len(SCRIPTS))
-            found.values = {"content": np.array(hashes, np.uint64), "near": near, "keys": keys, "scripts": scripts}
+            found.values = {
+                "content": np.array(hashes, np.uint64),
+                "near": near,
+                "keys": keys,
+                "scripts": scripts,
+            }
             return found
         grams, owners = words.ngrams(OVERLAP_WORDS)
         if what == "overlap":
@@ -74,13 +85,21 @@ class AuditJob:
         return found
 
     def _texts(
-        self, part: Part, records: list[tuple[int, Any]], chosen: np.ndarray | None, *, any_text: bool
+        self,
+        part: Part,
+        records: list[tuple[int, Any]],
+        chosen: np.ndarray | None,
+        *,
+        any_text: bool,
     ) -> Iterator[tuple[int, int, str, Conversation | None]]:
         """Number in the part, line, text, and what the record is read as.
 
-        The text is questions and answers; of a benchmark's record that is no conversation all texts that it has.
+        The text is questions and answers; of a benchmark's record that is no conversation all texts
+        that it has.
         """
-        for number, (line, record, found) in enumerate(self.readers[part.file].conversations(records, part.form)):
+        for number, (line, record, found) in enumerate(
+            self.readers[part.file].conversations(records, part.form)
+        ):
             if chosen is not None and not chosen[number]:
                 continue
             if not isinstance(found, RecordProblem):
@@ -106,7 +125,8 @@ class Rows:
         """Take the records of the next part; return how many came before them."""
         before = self.count
         if found.file != self._file:
-            self._file, self._lines = found.file, 0
+            self._file = found.file
+            self._lines = 0
         self.file.append(np.full(len(found.rows), found.file, dtype=np.int32))
         self.line.append(found.lines + self._lines)
         self._lines += found.lines_read
@@ -152,7 +172,9 @@ class Audit:
         near: list[np.ndarray] = []
         scripts = np.zeros(len(SCRIPTS), dtype=np.int64)
         with tempfile.TemporaryFile(dir=scratch) as file:
-            for found in self._pass("duplicates", AuditJob(self.readers), self.files, self.readers, None):
+            for found in self._pass(
+                "duplicates", AuditJob(self.readers), self.files, self.readers, None
+            ):
                 before = self.rows.add(found)
                 contents.append(found.values["content"])
                 near.append(found.values["near"] + before)
@@ -160,27 +182,42 @@ class Audit:
                 file.write(found.values["keys"].tobytes())
             file.flush()
             compared = np.concatenate(near) if near else np.zeros(0, np.int64)
-            keys = np.memmap(file, np.uint64, "r", shape=(len(compared), BANDS)) if len(compared) else None
+            keys = (
+                np.memmap(file, np.uint64, "r", shape=(len(compared), BANDS))
+                if len(compared)
+                else None
+            )
             nearest = compared if keys is None else compared[_earliest(keys)]
         exact = _first_equal(np.concatenate(contents)) if contents else np.zeros(0, np.int64)
         is_exact = exact != np.arange(len(exact))
         is_near = (nearest != compared) & ~is_exact[compared]
-        pairs = zip(compared[is_near][:EXAMPLES].tolist(), nearest[is_near][:EXAMPLES].tolist(), strict=True)
+        pairs = zip(
+            compared[is_near][:EXAMPLES].tolist(), nearest[is_near][:EXAMPLES].tolist(), strict=True
+        )
         twice = np.flatnonzero(is_exact)[:EXAMPLES].tolist()
         return {
             "records": self.rows.count,
-            "scripts": {name: int(count) for name, count in zip(SCRIPTS, scripts, strict=True) if count},
+            "scripts": {
+                name: int(count) for name, count in zip(SCRIPTS, scripts, strict=True) if count
+            },
             "exact_duplicates": int(is_exact.sum()),
-            "exact_examples": [self.rows.places(pair) for pair in ((row, int(exact[row])) for row in twice)],
+            "exact_examples": [
+                self.rows.places(pair) for pair in ((row, int(exact[row])) for row in twice)
+            ],
             "near_duplicates": int(is_near.sum()),
             "near_examples": [self.rows.places(pair) for pair in pairs],
         }
 
-    def held_out(self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None) -> HeldOut:
+    def held_out(
+        self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None
+    ) -> HeldOut:
         """N-grams of files, or of the records with these numbers of the training files."""
         readers = self.readers
         if files is not None:
-            readers = tuple(RecordReader(source=file.source, on_media=self.readers[0].on_media) for file in files)
+            readers = tuple(
+                RecordReader(source=file.source, on_media=self.readers[0].on_media)
+                for file in files
+            )
         files = files or self.files
         rows, grams, owners = Rows(files), [], []
         for found in self._pass("held out", AuditJob(readers), files, readers, record_ids):
@@ -188,7 +225,9 @@ class Audit:
             grams.append(found.values["grams"])
             owners.append(found.values["owners"] + before)
         if not rows.count:
-            raise DataError("has no record to compare with", where=name, fix="name a file with records")
+            raise DataError(
+                "has no record to compare with", where=name, fix="name a file with records"
+            )
         unique, numbers = np.unique(np.concatenate(grams), return_inverse=True)
         pairs = np.unique(np.stack([numbers.reshape(-1), np.concatenate(owners)], axis=1), axis=0)
         common = np.bincount(pairs[:, 0], minlength=len(unique)) > COMMON_GRAM_RECORDS
@@ -196,7 +235,9 @@ class Audit:
         return HeldOut(name, rows, unique, pairs)
 
     def overlap(self, held_out: HeldOut, record_ids: np.ndarray | None) -> dict[str, Any]:
-        """What of the held-out records is in the training records with these numbers; `duplicates` came before."""
+        """What of the held-out records is in the training records with these numbers; `duplicates`
+        came before.
+        """
         job = AuditJob(self.readers, held_out.grams)
         first = np.full(len(held_out.grams), -1, dtype=np.int64)  # training row that has it
         wanted = np.zeros(len(held_out.grams), dtype=bool)
@@ -212,13 +253,17 @@ class Audit:
             first[fresh] = owners[at] + before
         seen = held_out.pairs[first[held_out.pairs[:, 0]] >= 0]
         found_rows, at = np.unique(seen[:, 1], return_index=True)
-        examples = list(zip(found_rows[:EXAMPLES].tolist(), first[seen[at, 0]][:EXAMPLES].tolist(), strict=True))
+        examples = list(
+            zip(found_rows[:EXAMPLES].tolist(), first[seen[at, 0]][:EXAMPLES].tolist(), strict=True)
+        )
         return {
             "name": held_out.name,
             "records": held_out.rows.count,
             "found": len(found_rows),
             "training_records": training,
-            "examples": [[*held_out.rows.places([own]), *rows.places([other])] for own, other in examples],
+            "examples": [
+                [*held_out.rows.places([own]), *rows.places([other])] for own, other in examples
+            ],
         }
 
     def _pass(
@@ -236,7 +281,10 @@ class Audit:
             mask = np.zeros(sum(counts), dtype=bool)
             mask[record_ids] = True
             chosen = np.split(mask, np.cumsum(counts)[:-1])
-        pace, input_bytes = Pace(f"auditing data ({what})", sum(path.stat().st_size for path in paths)), 0
+        pace, input_bytes = (
+            Pace(f"auditing data ({what})", sum(path.stat().st_size for path in paths)),
+            0,
+        )
         sizes: list[int] = []
 
         def items() -> Iterator[tuple[str, Part, np.ndarray | None]]:
@@ -245,7 +293,9 @@ class Audit:
                 yield what, part, mask
 
         done = 0
-        with ordered_map(job, self.processes, start="fork", option="--preprocessing-num-workers") as apply:
+        with ordered_map(
+            job, self.processes, start="fork", option="--preprocessing-num-workers"
+        ) as apply:
             for number, found in enumerate(apply(items())):
                 input_bytes += sizes[number]
                 done += found.records
@@ -260,7 +310,9 @@ def _first_equal(hashes: np.ndarray) -> np.ndarray:
 
 
 def _earliest(keys: np.ndarray) -> np.ndarray:
-    """For each row of uint64 (N, BANDS) the first row with which it has a band in common, int64 (N,)."""
+    """For each row of uint64 (N, BANDS) the first row with which it has a band in common, int64
+    (N,).
+    """
     earliest = np.arange(len(keys))
     for band in range(BANDS):
         earliest = np.minimum(earliest, _first_equal(np.array(keys[:, band])))

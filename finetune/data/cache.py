@@ -1,7 +1,9 @@
-"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and checked when read.
+"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and
+checked when read.
 
-Of the processes that a launcher starts on a node one reads all of an entry to check it, and the others take its word:
-hundreds would read the same gigabytes one after another. Nodes check side by side.
+Of the processes that a launcher starts on a node one reads all of an entry to check it, and the
+others take its word: hundreds would read the same gigabytes one after another. Nodes check side by
+side.
 """
 
 from __future__ import annotations
@@ -50,18 +52,21 @@ def open_or_make(
     make: Callable[[Path], Mapping[str, Any]],
     what: str = "tokenized data",
 ) -> Path:
-    """The folder for `parts`: found and verified, or made by `make` once among all processes that ask.
+    """The folder for `parts`: found and verified, or made by `make` once among all processes that
+    ask.
 
     Args:
         cache_dir: where entries live; made where missing.
-        parts: what the contents depend on, by name ("data", "tokenizer", ...); each a hash or a short text.
-        make: fills the folder it is given and returns JSON values to keep in its meta.json; `files` among them are
-            SHA-256 that it knows already, by name. The folder may hold what a process that was stopped left there.
+        parts: what the contents depend on, by name ("data", "tokenizer", ...); each a hash or a
+            short text.
+        make: fills the folder it is given and returns JSON values to keep in its meta.json; `files`
+            among them are SHA-256 that it knows already, by name. The folder may hold what a
+            process that was stopped left there.
         what: is kept there, for messages.
 
     Raises:
-        DataError: the cache folder cannot be written.
-        whatever `make` raises. After a DataError nothing stays behind; else what lies in its folder is there again the
+        DataError: the cache folder cannot be written. whatever `make` raises. After a DataError
+        nothing stays behind; else what lies in its folder is there again the
             next time, and after a kill too.
     """
     key = key_of(parts)
@@ -106,24 +111,36 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _make_anew(
-    cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]], what: str
+    cache_dir: Path,
+    key: str,
+    parts: Mapping[str, str],
+    make: Callable[[Path], Mapping[str, Any]],
+    what: str,
 ) -> None:
     folder = cache_dir / key
     with locked(cache_dir / f"{key}.lock", what):
         fault = _fault(folder)  # another node may have made it meanwhile
         if fault is not None:
-            logger.info("%s: making %s (%s)", what, folder, fault or _what_changed(cache_dir, parts))
+            logger.info(
+                "%s: making %s (%s)", what, folder, fault or _what_changed(cache_dir, parts)
+            )
             if fault:
                 durable_files.remove_tree(folder)
             _make(cache_dir, key, parts, make)
 
 
 def this_start() -> list[Any] | None:
-    """What the processes of one start on one node have in common: their launcher. None without one."""
+    """What the processes of one start on one node have in common: their launcher. None without
+    one.
+    """
     if launch_world().world_size == 1:
         return None
     launcher = process_start(os.getppid())
-    return None if launcher.start_ticks is None else [os.getppid(), launcher.boot_id, launcher.start_ticks]
+    return (
+        None
+        if launcher.start_ticks is None
+        else [os.getppid(), launcher.boot_id, launcher.start_ticks]
+    )
 
 
 def _seen(folder: Path) -> dict[str, list[int]]:
@@ -133,7 +150,9 @@ def _seen(folder: Path) -> dict[str, list[int]]:
 
 
 def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
-    """Whether another process of this start has checked the folder, and nothing was written there since."""
+    """Whether another process of this start has checked the folder, and nothing was written there
+    since.
+    """
     start = this_start()
     if start is None:
         return False
@@ -151,8 +170,12 @@ def _note_verified(note: IO[str], folder: Path) -> None:
     note.flush()
 
 
-def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Fill a temporary folder and rename it; we hold the lock, so what is in it is of a process that was stopped."""
+def _make(
+    cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]
+) -> None:
+    """Fill a temporary folder and rename it; we hold the lock, so what is in it is of a process
+    that was stopped.
+    """
     temporary = cache_dir / f".making-{key}"
     temporary.mkdir(exist_ok=True)
     try:
@@ -162,14 +185,18 @@ def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[P
         raise
     known = meta.get("files", {})
     rest = [path for path in sorted(temporary.iterdir()) if path.name not in known]
-    files = known | dict(zip((path.name for path in rest), durable_files.hash_files(rest), strict=True))
+    files = known | dict(
+        zip((path.name for path in rest), durable_files.hash_files(rest), strict=True)
+    )
     meta |= {"parts": dict(parts), "files": files}
     (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
     _publish(temporary, cache_dir / key)
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Give a made folder its name; what another node has put there, whole, is kept: others may read it already."""
+    """Give a made folder its name; what another node has put there, whole, is kept: others may read
+    it already.
+    """
     try:
         durable_files.move(temporary, folder)
     except OSError as error:
@@ -196,7 +223,9 @@ def _fault(folder: Path) -> str | None:
 def _damage(folder: Path) -> str | None:
     try:
         files = read_meta(folder)["files"]
-        for name, digest in zip(files, durable_files.hash_files([folder / name for name in files]), strict=True):
+        for name, digest in zip(
+            files, durable_files.hash_files([folder / name for name in files]), strict=True
+        ):
             if digest != files[name]:
                 return f"{name} was damaged"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -207,10 +236,16 @@ def _damage(folder: Path) -> str | None:
 def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     """How the nearest older entry differs, for people who wonder why the cache was not used."""
     nearest: list[str] | None = None
-    for path in sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)[:_COMPARED_ENTRIES]:
+    for path in sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)[
+        :_COMPARED_ENTRIES
+    ]:
         try:
             older = json.loads(path.read_text(encoding="utf-8"))["parts"]
-            changed = [change for name, now in parts.items() for change in _changes(name, older.get(name, ""), now)]
+            changed = [
+                change
+                for name, now in parts.items()
+                for change in _changes(name, older.get(name, ""), now)
+            ]
         except (OSError, ValueError, KeyError, AttributeError):
             continue  # a damaged entry says nothing; it is remade when its turn comes
         if nearest is None or len(changed) < len(nearest):
@@ -235,19 +270,24 @@ def _changes(name: str, before: str, after: str) -> list[str]:
     if not (before.startswith("{") and after.startswith("{")):
         return [f"{name} changed"]
     old, new = json.loads(before), json.loads(after)
-    return [f"{key} {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
+    return [
+        f"{key} {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value
+    ]
 
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays.
+    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file
+    stays.
 
-    Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands for it.
+    Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands
+    for it.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
         is_locked = try_flock(file.fileno(), mode, path)
-        if is_locked is None and not shared:  # what is there whole is only read, and made under another name
+        # what is there whole is only read, and made under another name
+        if is_locked is None and not shared:
             stack.enter_context(claimed(path.with_suffix(".claim"), what))
         elif is_locked is False:
             logger.info("%s: another process is making or checking it; waiting", what)

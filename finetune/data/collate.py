@@ -14,7 +14,8 @@ from finetune.runtime.device import DEVICE_KINDS
 
 @dataclass(frozen=True)
 class Answers:
-    """What a loss of preferences needs of a microbatch besides its targets: S samples, whose D documents lie in order.
+    """What a loss of preferences needs of a microbatch besides its targets: S samples, whose D
+    documents lie in order.
 
     A pair has two documents, the chosen answer's first; a record with a label has one.
     """
@@ -30,21 +31,26 @@ class Answers:
 class Microbatch:
     """One microbatch, made as CPU tensors.
 
-    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the targets. What the model's
-    forward needs is made here once: anything made of these tensors on the device would have the host wait for it.
+    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the
+    targets. What the model's forward needs is made here once: anything made of these tensors on the
+    device would have the host wait for it.
     """
 
     input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded
     position_ids: torch.Tensor  # int64, the same shape; restarts at 0 in each document
-    # Where the *next* token is a target, so that its logits are needed. Packed: int64 `(n,)`, positions in the sequence
-    # (a mask has as many entries as the host can only know by waiting for the device). Padded: bool, the shape of
-    # input_ids, because samples have different numbers of targets. None: everywhere, and the last tokens of the
-    # samples, which are only targets, are not among the inputs.
+    # Where the *next* token is a target, so that its logits are needed. Packed: int64 `(n,)`,
+    # positions in the sequence (a mask has as many entries as the host can only know by waiting for
+    # the device). Padded: bool, the shape of input_ids, because samples have different numbers of
+    # targets. None: everywhere, and the last tokens of the samples, which are only targets, are not
+    # among the inputs.
     keep: torch.Tensor | None
     targets: torch.Tensor  # int64 `(n,)`: the next tokens there, in row-major order
-    groups: torch.Tensor  # int64 `(n,)`: what each target's loss is summed by, of `LossGroups`; -1 for none
-    document_lengths: tuple[int, ...] | None  # tokens of each document of a packed microbatch; None for a padded one
-    cu_seq_lens: torch.Tensor | None = None  # int32 `(documents + 1,)`: their running sum, where there are lengths
+    # int64 `(n,)`: what each target's loss is summed by, of `LossGroups`; -1 for none
+    groups: torch.Tensor
+    # tokens of each document of a packed microbatch; None for a padded one
+    document_lengths: tuple[int, ...] | None
+    # int32 `(documents + 1,)`: their running sum, where there are lengths
+    cu_seq_lens: torch.Tensor | None = None
     answers: Answers | None = None  # of preferences
 
     @property
@@ -54,9 +60,10 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on `device`; neither host nor device waits for the copies."""
-        # Page-locked first, where that is what makes a copy asynchronous: CUDA stages others through a buffer of its
-        # own, torch_npu waits for the stream after each. Here and not in the loader: microbatches of evaluation,
-        # rehearsal and retries do not come through one, and torch keeps the few pages for the next.
+        # Page-locked first, where that is what makes a copy asynchronous: CUDA stages others
+        # through a buffer of its own, torch_npu waits for the stream after each. Here and not in
+        # the loader: microbatches of evaluation, rehearsal and retries do not come through one, and
+        # torch keeps the few pages for the next.
         kind = DEVICE_KINDS.get(device.type)
         pinned = kind is not None and kind.pinned_copies
 
@@ -85,7 +92,11 @@ class Microbatch:
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
         """Keyword arguments of the model's forward, on `device`."""
         here = self.to(device)
-        inputs: dict[str, Any] = {"input_ids": here.input_ids, "position_ids": here.position_ids, "use_cache": False}
+        inputs: dict[str, Any] = {
+            "input_ids": here.input_ids,
+            "position_ids": here.position_ids,
+            "use_cache": False,
+        }
         if here.keep is not None:
             inputs["logits_to_keep"] = here.keep
         if here.document_lengths is not None:
@@ -107,8 +118,8 @@ Sample = tuple[np.ndarray, np.ndarray | None, int]
 def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Microbatch:
     """Make the microbatch of these samples, in their order; no samples make the empty one.
 
-    The empty microbatch has two tokens and no targets: it keeps every rank at the same number of forwards and backwards
-    (collectives match), and its loss is 0.
+    The empty microbatch has two tokens and no targets: it keeps every rank at the same number of
+    forwards and backwards (collectives match), and its loss is 0.
     """
     if not samples:
         samples = [(np.full(2, pad_token_id, dtype=np.int32), np.zeros(2, dtype=bool), -1)]
@@ -118,13 +129,22 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
     lines = [ids for ids, _, _ in samples]
     kept = [np.append(mask[1:], False) for mask in masks]
     targets = [line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)]
-    return _joined(lines, kept, targets, [group for _, _, group in samples], packing=packing, pad_token_id=pad_token_id)
+    return _joined(
+        lines,
+        kept,
+        targets,
+        [group for _, _, group in samples],
+        packing=packing,
+        pad_token_id=pad_token_id,
+    )
 
 
 def collate_windows(
     windows: Sequence[tuple[np.ndarray, np.ndarray, int]], *, packing: bool, pad_token_id: int
 ) -> Microbatch:
-    """The same of windows of any length, whose last tokens are only targets: not among the inputs."""
+    """The same of windows of any length, whose last tokens are only targets: not among the
+    inputs.
+    """
     return _joined(
         [ids[:-1] for ids, _, _ in windows],
         [mask[1:] for _, mask, _ in windows],
@@ -159,7 +179,9 @@ def _joined(
 
 
 def _whole(samples: Sequence[Sample]) -> Microbatch:
-    """The padded microbatch of windows of one length, in which every token but the first is a target."""
+    """The padded microbatch of windows of one length, in which every token but the first is a
+    target.
+    """
     block = _tensor(np.stack([ids for ids, _, _ in samples]))
     inputs, targets = block[:, :-1], block[:, 1:]
     return Microbatch(

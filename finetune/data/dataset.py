@@ -1,4 +1,6 @@
-"""Data files -> samples on disk: read, checked, rendered in parallel and cached, before any process group exists."""
+"""Data files -> samples on disk: read, checked, rendered in parallel and cached, before any process
+group exists.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,11 @@ def prepare_samples(
     train_thinking: bool = True,
     preference: PreferenceForm | None = None,
 ) -> Samples:
-    """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
+    """Read data files and make their samples, or reuse them from the cache. Logs warnings of the
+    report.
 
-    Every rank may call this at the same time, before any process group exists: one does the work, the others wait.
+    Every rank may call this at the same time, before any process group exists: one does the work,
+    the others wait.
 
     Args:
         entries: files, folders and globs, in order, or sources that say more of theirs.
@@ -84,13 +88,15 @@ def prepare_samples(
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
         selection: which of the records; None: all.
-        on_media: what becomes of records with images, video or sound: "refuse", "drop-row", or "drop-media", which
-            reads their text.
+        on_media: what becomes of records with images, video or sound: "refuse", "drop-row", or
+            "drop-media", which reads their text.
         train_thinking: whether the think blocks of answers are targets, or context only.
-        preference: the records are pairs of answers, or answers with labels; returns `PreferenceSamples`.
+        preference: the records are pairs of answers, or answers with labels; returns
+            `PreferenceSamples`.
 
     Raises:
-        DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
+        DataError: files, records, template or cutoff are wrong (the message names them), or no
+            record is left.
     """
     if on_bad_row not in ("refuse", "drop"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
@@ -98,7 +104,9 @@ def prepare_samples(
         tokenizer.chat_template = template_source(template)
     task = Preparation(
         files=expand_sources(entries),
-        renderer=(PreferenceRenderer if preference else Renderer)(tokenizer, cutoff_len, train_thinking=train_thinking),
+        renderer=(PreferenceRenderer if preference else Renderer)(
+            tokenizer, cutoff_len, train_thinking=train_thinking
+        ),
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
@@ -114,7 +122,9 @@ def prepare_samples(
     return prepared
 
 
-def _made_or_cached(task: Preparation, tokenizer: PreTrainedTokenizerBase, folder_of_caches: Path) -> Samples:
+def _made_or_cached(
+    task: Preparation, tokenizer: PreTrainedTokenizerBase, folder_of_caches: Path
+) -> Samples:
     """The samples of a task, of data files that do not change while they are read."""
     with cache.said_if_unwritable(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
@@ -123,14 +133,19 @@ def _made_or_cached(task: Preparation, tokenizer: PreTrainedTokenizerBase, folde
     def make(folder: Path) -> dict[str, Any]:
         made = task.write_samples(folder)
         if source_hashes(task.paths, folder_of_caches) != hashes:
-            raise DataError("the data files were changed while they were read", fix="start again when they are whole")
+            raise DataError(
+                "the data files were changed while they were read",
+                fix="start again when they are whole",
+            )
         return made
 
     folder = cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make)
     return (PreferenceSamples if task.preference else Samples)(folder, task.files)
 
 
-def _cache_key(task: Preparation, tokenizer: PreTrainedTokenizerBase, hashes: Sequence[str]) -> dict[str, str]:
+def _cache_key(
+    task: Preparation, tokenizer: PreTrainedTokenizerBase, hashes: Sequence[str]
+) -> dict[str, str]:
     """All that samples depend on, of data files with these hashes."""
     return {
         "data": _hash(*hashes),
@@ -169,7 +184,9 @@ def samples_of(
         "train_thinking": config.train_thinking,
         "preference": config.preference_form,
     }
-    return prepare_samples(config.sources if side == "train" else config.held_out, tokenizer, **(arguments | changed))
+    return prepare_samples(
+        config.sources if side == "train" else config.held_out, tokenizer, **(arguments | changed)
+    )
 
 
 def _hash(*parts: str) -> str:
@@ -182,20 +199,39 @@ def _hash(*parts: str) -> str:
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that decides a text's tokens: the serialized backend (vocabulary, merges, rules) and special tokens.
+    """Everything that decides a text's tokens: the serialized backend (vocabulary, merges, rules)
+    and special tokens.
 
     Truncation and padding are left out: they are states of the moment, and we use neither.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["truncation"] = backend["padding"] = None
-    specials = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    specials = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if name != "pad_token"
+    }
     return _hash(json.dumps(backend, sort_keys=True), json.dumps(specials, sort_keys=True))
 
 
 def _code_hash() -> str:
-    """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
+    """The source of the modules that turn records into samples, and the versions of the libraries
+    that they lean on.
+    """
     modules = (
-        *(data_files, file_kinds, json_array, problems, formats, media, records, spans, thinking, encode, truncate),
+        *(
+            data_files,
+            file_kinds,
+            json_array,
+            problems,
+            formats,
+            media,
+            records,
+            spans,
+            thinking,
+            encode,
+            truncate,
+        ),
         *(render, report),
         *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
         *(preference_records, preference_render),

@@ -1,8 +1,9 @@
-"""Records -> conversations, in the forms that the field has, checked so that nothing wrong is trained on in silence.
+"""Records -> conversations, in the forms that the field has, checked so that nothing wrong is
+trained on in silence.
 
-Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of from/value) from
-FastChat, messages (role/content) from the OpenAI chat format; prompt and completion, as texts or as lists of messages,
-and plain text are those of TRL's data formats.
+Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of
+from/value) from FastChat, messages (role/content) from the OpenAI chat format; prompt and
+completion, as texts or as lists of messages, and plain text are those of TRL's data formats.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
     "function_call": "assistant",  # its text is the call
 }
-# Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold something: without
-# them the record says something else.
-_MEDIA = "only text is trained: --on-media drop-row leaves such records out, drop-media trains their text"
+# Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold
+# something: without them the record says something else.
+_MEDIA = (
+    "only text is trained: --on-media drop-row leaves such records out, drop-media trains their"
+    " text"
+)
 _NOT_READ_OF_RECORD = dict.fromkeys(MEDIA_KEYS, _MEDIA)
 _NOT_READ_OF_TURN = {
     **_NOT_READ_OF_RECORD,
@@ -46,10 +50,14 @@ _MAY_FOLLOW = {
 class Message:
     """One turn."""
 
-    role: str  # system, user, assistant or tool; text: a plain text, which is trained whole and is the only message
+    # system, user, assistant or tool; text: a plain text, which is trained whole and is the only
+    # message
+    role: str
     content: str
-    trained: bool = True  # False for an answer with `"weight": 0`; without meaning for the other roles
-    reasoning: str = ""  # what the assistant thought before it answered, for templates that read `reasoning_content`
+    # False for an answer with `"weight": 0`; without meaning for the other roles
+    trained: bool = True
+    # what the assistant thought before it answered, for templates that read `reasoning_content`
+    reasoning: str = ""
     calls: tuple[Call, ...] = ()  # of tools, by the assistant, behind the content
     call_id: str = ""  # of the call that this turn of a tool answers
     name: str = ""  # of the tool
@@ -57,7 +65,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one record says: turns in a legal order, ending with an answer; the difficulty where the record has one."""
+    """What one record says: turns in a legal order, ending with an answer; the difficulty where the
+    record has one.
+    """
 
     messages: tuple[Message, ...]
     difficulty: str | None = None
@@ -71,7 +81,8 @@ class Conversation:
 
 
 def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
-    """Which of `FORMATS` a record has, by its key; of `columns`, which a mapping names, if there is a key among them.
+    """Which of `FORMATS` a record has, by its key; of `columns`, which a mapping names, if there is
+    a key among them.
 
     Raises:
         RecordProblem: the record is not an object, or has none of the keys.
@@ -90,9 +101,13 @@ def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
 
 
 def to_conversation(
-    record: Any, format_name: str, difficulties: Sequence[str] | None = None, difficulty_field: str = "difficulty"
+    record: Any,
+    format_name: str,
+    difficulties: Sequence[str] | None = None,
+    difficulty_field: str = "difficulty",
 ) -> Conversation:
-    """Read one record of a format (see `detect_format`); without `difficulties`, difficulties are not looked at.
+    """Read one record of a format (see `detect_format`); without `difficulties`, difficulties are
+    not looked at.
 
     Raises:
         RecordProblem: anything that makes the record unfit for training, by kind.
@@ -101,14 +116,19 @@ def to_conversation(
         raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
     key, reader = FORMATS[format_name]
     if record.get(key) is None:
-        raise RecordProblem("unknown format", f"no '{key}', which the records before it in this file have")
+        raise RecordProblem(
+            "unknown format", f"no '{key}', which the records before it in this file have"
+        )
     refuse_media(record)
     messages = checked(reader(record, key))
-    return Conversation(tuple(messages), difficulty_of(record, difficulties, difficulty_field), tools_of(record))
+    return Conversation(
+        tuple(messages), difficulty_of(record, difficulties, difficulty_field), tools_of(record)
+    )
 
 
 def checked(messages: Sequence[Message]) -> list[Message]:
-    """Turns in a legal order with contents that can be trained, results with the id and name of their call.
+    """Turns in a legal order with contents that can be trained, results with the id and name of
+    their call.
 
     Raises:
         RecordProblem: they are not.
@@ -138,7 +158,9 @@ def with_matched_results(messages: Sequence[Message]) -> list[Message]:
     """
     found = list(messages)
     for number, message in enumerate(messages):
-        results = list(itertools.takewhile(lambda other: other.role == "tool", messages[number + 1 :]))
+        results = list(
+            itertools.takewhile(lambda other: other.role == "tool", messages[number + 1 :])
+        )
         if not message.calls or number + 1 == len(messages):
             continue
         calls = match_results(message.calls, [result.call_id for result in results], number + 1)
@@ -161,30 +183,46 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
     if history is not None and not isinstance(history, (list, tuple)):
         raise RecordProblem("wrong type", f"'history' is {kind_of(history)}, not a list of pairs")
     for pair in history or ():
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RecordProblem("wrong type", "'history' must be a list of [question, answer] pairs of texts")
+        if (
+            not isinstance(pair, (list, tuple))
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+        ):
+            raise RecordProblem(
+                "wrong type", "'history' must be a list of [question, answer] pairs of texts"
+            )
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     return [*messages, Message("user", "\n".join(part for part in parts if part))]
 
 
 def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
-    """A question and its answer; or TRL's conversational form, whose prompt is context with all its answers."""
+    """A question and its answer; or TRL's conversational form, whose prompt is context with all its
+    answers.
+    """
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
     if len(answer_keys) != 1:
         what = "'completion' and 'response'" if answer_keys else "no 'completion' or 'response'"
-        raise RecordProblem("two answers" if answer_keys else "no answer", what + _if_preference(record))
+        raise RecordProblem(
+            "two answers" if answer_keys else "no answer", what + _if_preference(record)
+        )
     prompt, completion = record[key], record[answer_keys[0]]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [*leading_system(record), Message("user", prompt), Message("assistant", completion)]
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise RecordProblem("wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none")
+        raise RecordProblem(
+            "wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none"
+        )
     context = [replace(message, trained=False) for message in read_turns(record, key)]
     return context + read_turns({answer_keys[0]: completion}, answer_keys[0], len(context))
 
 
 def _if_preference(record: Mapping[str, Any]) -> str:
     """What to add about a record of another kind of run."""
-    return ", but 'chosen': a pair of answers, for python -m finetune.dpo" if record.get("chosen") is not None else ""
+    return (
+        ", but 'chosen': a pair of answers, for python -m finetune.dpo"
+        if record.get("chosen") is not None
+        else ""
+    )
 
 
 def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:
@@ -192,19 +230,25 @@ def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def leading_system(record: Mapping[str, Any]) -> list[Message]:
-    """The system message of a column: an empty one there means none. A system *turn* may be empty and stays."""
+    """The system message of a column: an empty one there means none. A system *turn* may be empty
+    and stays.
+    """
     system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
 def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
-    """The turns of a list, `before` of them being there already, behind the record's system message."""
+    """The turns of a list, `before` of them being there already, behind the record's system
+    message.
+    """
     turns = record[key]
     if not isinstance(turns, (list, tuple)):
         raise RecordProblem("wrong type", f"'{key}' is {kind_of(turns)}, not a list of turns")
     if not turns:
         raise RecordProblem("no answer", f"'{key}' is empty")
-    messages = [_turn(turn, f"{key}[{number}]", before + number) for number, turn in enumerate(turns)]
+    messages = [
+        _turn(turn, f"{key}[{number}]", before + number) for number, turn in enumerate(turns)
+    ]
     leading = leading_system(record)
     if leading and messages[0].role == "system":
         raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
@@ -214,7 +258,9 @@ def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Mes
 def _turn(turn: Any, where: str, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise RecordProblem("wrong type", f"{where} is {kind_of(turn)}, not an object")
-    role_key, content_key = ("role", "content") if turn.get("role") is not None else ("from", "value")
+    role_key, content_key = (
+        ("role", "content") if turn.get("role") is not None else ("from", "value")
+    )
     given = turn.get(role_key)
     if not isinstance(given, str):
         raise RecordProblem("wrong type", f"{where} has no role (a text under 'role' or 'from')")
@@ -235,7 +281,9 @@ def _turn(turn: Any, where: str, number: int) -> Message:
             raise RecordProblem("no answer", f"{where} has no '{content_key}'")
         content = ""
     if not isinstance(content, str):
-        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {kind_of(content)}, not a text")
+        raise RecordProblem(
+            "wrong type", f"{where}: '{content_key}' is {kind_of(content)}, not a text"
+        )
     if role == "assistant":
         return Message(role, content, weight != 0, _text(turn, "reasoning_content"), calls)
     if role == "tool":
@@ -243,7 +291,9 @@ def _turn(turn: Any, where: str, number: int) -> Message:
     return Message(role, content)
 
 
-def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, number: int) -> tuple[Call, ...]:
+def _calls(
+    turn: Mapping[str, Any], given: str, content_key: str, where: str, number: int
+) -> tuple[Call, ...]:
     """The calls of a turn: a key of it, or the text of ShareGPT's turn by `function_call`."""
     keys = [key for key in ("tool_calls", "function_call") if turn.get(key)]
     if given.lower() == "function_call":
@@ -251,7 +301,9 @@ def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, nu
     if not keys:
         return ()
     if len(keys) > 1 or _ROLES[given.lower()] != "assistant":
-        raise RecordProblem("unsupported key", f"{where} is by {given!r} and has {' and '.join(keys)}")
+        raise RecordProblem(
+            "unsupported key", f"{where} is by {given!r} and has {' and '.join(keys)}"
+        )
     calls = read_calls(turn[keys[0]], f"{where}.{keys[0]}", number)
     if not calls:
         raise RecordProblem("no answer", f"{where} calls nothing")
@@ -270,15 +322,24 @@ def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: 
 
 
 def _part(part: Any, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         return part["text"]
     if has_media(part):
-        raise RecordProblem("unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}")
+        raise RecordProblem(
+            "unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}"
+        )
     kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
-    raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
+    raise RecordProblem(
+        "wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained"
+    )
 
 
-# name -> (the key it is known by, what reads a record of it). A format is added here; the first that fits counts.
+# name -> (the key it is known by, what reads a record of it). A format is added here; the first
+# that fits counts.
 FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]] = {
     "messages": ("messages", read_turns),
     "sharegpt": ("conversations", read_turns),
@@ -300,17 +361,23 @@ def _text(record: Mapping[str, Any], key: str) -> str:
 
 
 def _check_order(messages: Sequence[Message]) -> None:
-    """System first if at all, then question and answer in turn; tool results between answers; an answer last."""
+    """System first if at all, then question and answer in turn; tool results between answers; an
+    answer last.
+    """
     if not any(message.role in _TRAINED_ROLES for message in messages):
         raise RecordProblem("no answer", "no turn is by the assistant")
     before = None
     for number, message in enumerate(messages):
         if message.role not in _MAY_FOLLOW[before]:
             position = f"after {before}" if before else "at the start"
-            raise RecordProblem("roles out of order", f"turn {number + 1} is {message.role}, {position}")
+            raise RecordProblem(
+                "roles out of order", f"turn {number + 1} is {message.role}, {position}"
+            )
         before = message.role
     if before not in _TRAINED_ROLES:
-        raise RecordProblem("no answer", f"the last turn is by the {before}, and nothing answers it")
+        raise RecordProblem(
+            "no answer", f"the last turn is by the {before}, and nothing answers it"
+        )
     if not any(message.role in _TRAINED_ROLES and message.trained for message in messages):
         raise RecordProblem("no answer", "every answer has weight 0")
 
@@ -322,10 +389,14 @@ def _check_contents(messages: Sequence[Message]) -> None:
         try:
             (message.reasoning + message.content).encode()
         except UnicodeEncodeError:
-            raise RecordProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
+            raise RecordProblem(
+                "not UTF-8", f"turn {number + 1} holds half of a surrogate pair"
+            ) from None
 
 
-def difficulty_of(record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str) -> str | None:
+def difficulty_of(
+    record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str
+) -> str | None:
     """The difficulty that a record names.
 
     Raises:
@@ -335,15 +406,29 @@ def difficulty_of(record: Mapping[str, Any], difficulties: Sequence[str] | None,
     if difficulties is None or value is None or value == "":
         return None
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise RecordProblem("wrong type", f"'{difficulty_field}' is {kind_of(value)}, not a difficulty's name")
+        raise RecordProblem(
+            "wrong type", f"'{difficulty_field}' is {kind_of(value)}, not a difficulty's name"
+        )
     difficulty = str(value).strip()
     if difficulty not in difficulties:
-        detail = f"{difficulty[:60]!r}, not one of {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}"
+        detail = (
+            f"{difficulty[:60]!r}, not one of"
+            f" {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}"
+        )
         raise RecordProblem("unknown difficulty", detail)
     return difficulty
 
 
 def kind_of(value: Any) -> str:
     """What a value is, in the words of JSON."""
-    names = {type(None): "null", bool: "true/false", int: "a number", float: "a number", str: "a text", list: "a list"}
-    return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)
+    names = {
+        type(None): "null",
+        bool: "true/false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+    }
+    return names.get(
+        type(value), "an object" if isinstance(value, Mapping) else type(value).__name__
+    )

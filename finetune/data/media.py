@@ -1,4 +1,6 @@
-"""Pictures, video and sound in records, which nothing here trains: found, or taken out, and the text stands alone."""
+"""Pictures, video and sound in records, which nothing here trains: found, or taken out, and the
+text stands alone.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,21 @@ class MediaLeftOut(RecordProblem):
 
 def holds_something(value: Any) -> bool:
     """Whether a key's value says anything; some files write an empty list as a text."""
-    return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
+    return bool(value) and not (
+        isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")
+    )
 
 
 def _holds_media(value: Any) -> bool:
-    """As `holds_something`; a list or struct of nothing, as parquet has it of a missing image, says nothing."""
+    """As `holds_something`; a list or struct of nothing, as parquet has it of a missing image, says
+    nothing.
+    """
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return any(inner is not None and (_is_number(inner) or _holds_media(inner)) for inner in value)
+        return any(
+            inner is not None and (_is_number(inner) or _holds_media(inner)) for inner in value
+        )
     return holds_something(value)
 
 
@@ -70,7 +78,11 @@ def _stripped(value: Any) -> Any:
     if isinstance(value, str):
         return _PLACEHOLDER.sub("", value)
     if isinstance(value, (list, tuple)):
-        return [_stripped(one) for one in value if not (isinstance(one, Mapping) and _is_media_part(one))]
+        return [
+            _stripped(one)
+            for one in value
+            if not (isinstance(one, Mapping) and _is_media_part(one))
+        ]
     if not isinstance(value, Mapping):
         return value
     if value.get("type") == "text":

@@ -1,9 +1,11 @@
-"""Texts as n-grams of words, their MinHash, and the scripts that they are written in: arrays over many texts at once.
+"""Texts as n-grams of words, their MinHash, and the scripts that they are written in: arrays over
+many texts at once.
 
-Words are runs of letters, digits and marks in lower case; of Chinese, Japanese and Thai, which write no spaces, each
-character is one. MinHash (Broder, 1997) of 5-grams in 14 bands of 8, as FineWeb's deduplication has it: two texts have
-a band in common with probability 1 - (1 - s^8)^14, where s is the share of their 5-grams that they share: 5% at 0.5,
-56% at 0.7, 92% at 0.8. It is as fast as rensa's in Rust, which hashes words that were joined to n-grams before.
+Words are runs of letters, digits and marks in lower case; of Chinese, Japanese and Thai, which
+write no spaces, each character is one. MinHash (Broder, 1997) of 5-grams in 14 bands of 8, as
+FineWeb's deduplication has it: two texts have a band in common with probability 1 - (1 - s^8)^14,
+where s is the share of their 5-grams that they share: 5% at 0.5, 56% at 0.7, 92% at 0.8. It is as
+fast as rensa's in Rust, which hashes words that were joined to n-grams before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy as np
 
 SHINGLE_WORDS = 5
 BANDS, BAND_ROWS = 14, 8
-_BASE, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so that powers have inverses modulo 2**64
+# odd, so that powers have inverses modulo 2**64
+_BASE, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _RANGES = {
     "Latin": ((0x41, 0x24F), (0x1E00, 0x1EFF)),
     "Greek": ((0x370, 0x3FF),),
@@ -51,14 +54,18 @@ def _kinds() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Words:
-    """The words of N texts: their hashes, uint64 (W,), and their texts, int64 (W,), which do not decrease."""
+    """The words of N texts: their hashes, uint64 (W,), and their texts, int64 (W,), which do not
+    decrease.
+    """
 
     hashes: np.ndarray
     texts: np.ndarray
     scripts: np.ndarray  # int64 (N,): index into `SCRIPTS` of what most letters of a text belong to
 
     def ngrams(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all runs of so many words within a text, uint64 (G,), and their texts, int64 (G,)."""
+        """Hashes of all runs of so many words within a text, uint64 (G,), and their texts, int64
+        (G,).
+        """
         count = max(0, len(self.hashes) - length + 1)
         grams = np.zeros(count, dtype=np.uint64)
         for place in range(length):
@@ -70,7 +77,9 @@ class Words:
 def words_of(texts: Sequence[str]) -> Words:
     """The words of some texts, and the script of each."""
     lowered = [text.lower() for text in texts]
-    points = np.frombuffer("\n".join([*lowered, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    points = np.frombuffer(
+        "\n".join([*lowered, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4"
+    )
     ends = np.cumsum([len(text) + 1 for text in lowered], dtype=np.int64)
     kinds = _kinds()[points]
     alone = np.isin(kinds, _ALONE)
@@ -80,13 +89,17 @@ def words_of(texts: Sequence[str]) -> Words:
     stops = np.flatnonzero(~joined)  # of words; the last character is a line's end
     stops = np.where(alone[starts], starts + 1, stops[np.searchsorted(stops, starts)])
     powers = _powers(_BASE, len(points))
-    sums = np.concatenate(([np.uint64(0)], np.cumsum((points.astype(np.uint64) + 1) * powers, dtype=np.uint64)))
+    sums = np.concatenate(
+        ([np.uint64(0)], np.cumsum((points.astype(np.uint64) + 1) * powers, dtype=np.uint64))
+    )
     hashes = (sums[stops] - sums[starts]) * _powers(pow(_BASE, -1, 2**64), len(points))[starts]
     return Words(_mixed(hashes), np.searchsorted(ends, starts, "right"), _scripts(kinds, ends))
 
 
 def band_keys(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The texts that have `SHINGLE_WORDS` words, int64 (N,), and the MinHash of each in bands, uint64 (N, BANDS)."""
+    """The texts that have `SHINGLE_WORDS` words, int64 (N,), and the MinHash of each in bands,
+    uint64 (N, BANDS).
+    """
     grams, texts = words.ngrams(SHINGLE_WORDS)
     firsts = np.flatnonzero(np.diff(texts, prepend=-1))
     keys = np.zeros((len(firsts), BANDS), dtype=np.uint64)
@@ -105,7 +118,9 @@ def _scripts(kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Of texts that end at `ends`. Chinese characters among kana are Japanese."""
     lengths = np.diff(ends, prepend=0)
     owners = np.repeat(np.arange(len(ends)), lengths)
-    counts = np.bincount(owners * (_WORD + 1) + kinds, minlength=len(ends) * (_WORD + 1)).reshape(-1, _WORD + 1)
+    counts = np.bincount(owners * (_WORD + 1) + kinds, minlength=len(ends) * (_WORD + 1)).reshape(
+        -1, _WORD + 1
+    )
     letters = counts[:, :_WORD].copy()
     letters[:, 0] = 0
     chinese, japanese = SCRIPTS.index("Chinese"), SCRIPTS.index("Japanese")

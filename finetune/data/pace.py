@@ -23,18 +23,28 @@ class Pace:
     """
 
     def __init__(self, what: str, total: int, begun: int = 0) -> None:
-        self._what, self._total, self._begun = what, total, begun
+        self._what = what
+        self._total = total
+        self._begun = begun
         self._begin = self._said = time.monotonic()
 
     def at(self, done: int, records: int, written_bytes: int | None = None) -> None:
-        """Say something if it is time to; `records` are done, and `done` of the total, which may be in bytes."""
+        """Say something if it is time to; `records` are done, and `done` of the total, which may be
+        in bytes.
+        """
         now = time.monotonic()
         if now - self._said < SAID_EVERY_SECONDS:
             return
         self._said = now
         left = (now - self._begin) * (self._total - done) / max(done - self._begun, 1)
         facts = self._facts(records, written_bytes, now)
-        logger.info("%s: %.0f%%, %s, %s left", self._what, 100 * done / self._total, facts, format_seconds(left))
+        logger.info(
+            "%s: %.0f%%, %s, %s left",
+            self._what,
+            100 * done / self._total,
+            facts,
+            format_seconds(left),
+        )
 
     def finish(self, records: int, written_bytes: int, processes: int) -> None:
         """Say the final figures."""
@@ -44,5 +54,9 @@ class Pace:
 
     def _facts(self, records: int, written_bytes: int | None, now: float) -> str:
         rate = (records - self._begun) / max(now - self._begin, 1e-9)
-        size = "" if written_bytes is None else f", {format_bytes(round(written_bytes / max(records, 1)))} a record"
+        size = (
+            ""
+            if written_bytes is None
+            else f", {format_bytes(round(written_bytes / max(records, 1)))} a record"
+        )
         return f"{records:,} records, {rate:,.0f} records/s{size}"

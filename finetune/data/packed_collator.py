@@ -14,22 +14,24 @@ IGNORED = -100  # a label that has no loss
 
 
 class PackedCollator:
-    """Joins rows into one sequence without padding; positions restart in each, which keeps their attention apart.
+    """Joins rows into one sequence without padding; positions restart in each, which keeps their
+    attention apart.
 
-    A row has `input_ids` and, where not every token is trained, `labels` with -100 for those that are not. transformers
-    tells the documents by their positions, with `sdpa`, `flex_attention` and `eager` attention; see
-    `transformers.masking_utils`. Loss and gradients are then those of the rows one by one, weighted by their targets;
-    not where layers carry a state from row to row, as Mamba's and LFM2's do (the trainers here keep LFM2's apart).
+    A row has `input_ids` and, where not every token is trained, `labels` with -100 for those that
+    are not. transformers tells the documents by their positions, with `sdpa`, `flex_attention` and
+    `eager` attention; see `transformers.masking_utils`. Loss and gradients are then those of the
+    rows one by one, weighted by their targets; not where layers carry a state from row to row, as
+    Mamba's and LFM2's do (the trainers here keep LFM2's apart).
 
-    Returns, called:
-        `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False: with a cache, positions are not
-        looked at.
+    Returns, called: `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False:
+        with a cache, positions are not looked at.
 
     Raises:
         ValueError: a row has no tokens, or labels are not its own tokens.
 
     >>> from finetune import PackedCollator
-    >>> batch = PackedCollator()([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9]}]
+    >>> batch = PackedCollator()(rows)
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]], [[-100, 6, 7, -100, 9]])
     """

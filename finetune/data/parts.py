@@ -1,4 +1,6 @@
-"""Data files in parts that any process reads alone: lines by their bytes, the other kinds as batches of records."""
+"""Data files in parts that any process reads alone: lines by their bytes, the other kinds as
+batches of records.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,23 @@ class Part:
 
     file: int  # its number among the data files
     path: Path
-    size_bytes: int  # of the file, for the progress; all but JSON Lines count whole with their first part
-    span: tuple[int, int] | None = None  # JSON Lines: from the beginning of a line to the end of one, in bytes
+    # of the file, for the progress; all but JSON Lines count whole with their first part
+    size_bytes: int
+    # JSON Lines: from the beginning of a line to the end of one, in bytes
+    span: tuple[int, int] | None = None
     raw: bytes | None = None  # JSON Lines of a compressed file: some of its lines
-    records: RecordBatch | list[tuple[int, Any]] | None = None  # of parquet and arrow, or (line, record)
+    # of parquet and arrow, or (line, record)
+    records: RecordBatch | list[tuple[int, Any]] | None = None
     first_record: int = 1  # of parquet and arrow: the number of the first record
     begins: bool = True  # whether it is the first part of the file
     form: str | None = None  # the file's format, where a part before this one has shown it
 
     def read(self) -> tuple[list[tuple[int, Any]], int]:
-        """`(line, record)` or `(line, RecordProblem)` as of `read_records`, and how many lines to count on by.
+        """`(line, record)` or `(line, RecordProblem)` as of `read_records`, and how many lines to
+        count on by.
 
-        Lines of JSON Lines count from 1 in each part; the others are numbered as in their file, and count on by 0.
+        Lines of JSON Lines count from 1 in each part; the others are numbered as in their file, and
+        count on by 0.
 
         Raises:
             DataError: the file cannot be read, or is one object over several lines.
@@ -67,8 +74,11 @@ class Part:
         return records, raw.count(b"\n") + (not raw.endswith(b"\n"))
 
 
-def parts_of(files: Sequence[Path], readers: Sequence[RecordReader] | None = None) -> Iterator[Part]:
-    """The parts of all files in order, each with its file's format where a part before it has shown one.
+def parts_of(
+    files: Sequence[Path], readers: Sequence[RecordReader] | None = None
+) -> Iterator[Part]:
+    """The parts of all files in order, each with its file's format where a part before it has shown
+    one.
 
     Args:
         readers: how the records of each file are read; None: under their own names.
@@ -96,11 +106,16 @@ def _parts(number: int, path: Path) -> Iterator[Part]:
                 yield replace(first, raw=raw)
                 first = replace(first, size_bytes=0, begins=False)
             return
-        whole: dict[str, Callable[[Path, int], Iterable[Any]]] = {"parquet": parquet_batches, "arrow": arrow_batches}
+        whole: dict[str, Callable[[Path, int], Iterable[Any]]] = {
+            "parquet": parquet_batches,
+            "arrow": arrow_batches,
+        }
         batches = whole[kind](path, PART_RECORDS) if kind in whole else _batches(read_records(path))
         for batch in batches:
             yield replace(first, records=batch)
-            first = replace(first, size_bytes=0, begins=False, first_record=first.first_record + len(batch))
+            first = replace(
+                first, size_bytes=0, begins=False, first_record=first.first_record + len(batch)
+            )
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

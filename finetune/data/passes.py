@@ -1,4 +1,6 @@
-"""What is done to each part of the data, in any process: its records are checked; then they become samples."""
+"""What is done to each part of the data, in any process: its records are checked; then they become
+samples.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,17 @@ from finetune.errors import DataError
 
 NO_DIFFICULTY = -1
 
-# What is known of a sample besides its tokens: number of its record, number and line of its file, index of its
-# difficulty, tokens, targets; for the rest see `Rendered`.
+# What is known of a sample besides its tokens: number of its record, number and line of its file,
+# index of its difficulty, tokens, targets; for the rest see `Rendered`.
 SAMPLE_FACTS = np.dtype(
-    [("row", "<i8"), ("file", "<i4"), ("line", "<i8"), ("level", "<i2"), ("length", "<i4"), ("targets", "<i4")]
+    [
+        ("row", "<i8"),
+        ("file", "<i4"),
+        ("line", "<i8"),
+        ("level", "<i2"),
+        ("length", "<i4"),
+        ("targets", "<i4"),
+    ]
     + [("first_length", "<i4"), ("first_targets", "<i4"), ("label", "<i1")]
 )
 
@@ -38,7 +47,8 @@ class Checked:
     problems: Lines = field(default_factory=list)
     unlabelled: list[int] = field(default_factory=list)  # lines of the records without difficulty
     columns: set[str] = field(default_factory=set)  # keys of the mapping that a record has
-    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, KEYS))  # where some are to be left out; from 0
+    # where some are to be left out; from 0
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, KEYS))
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ class PartJob:
         report.records_read = len(part_records)
         reader = self.readers[part.file]
         keys = []
-        for number, (line, record, found) in enumerate(reader.conversations(part_records, part.form)):
+        for number, (line, record, found) in enumerate(
+            reader.conversations(part_records, part.form)
+        ):
             checked.columns |= reader.mapped_in(record)
             try:
                 if isinstance(found, RecordProblem):
@@ -110,16 +122,27 @@ class PartJob:
         part_records, lines = part.read()
         kept = _Kept(self.difficulties or ())
         refused: Lines = []
-        numbers = range(len(part_records)) if wanted.chosen is None else np.flatnonzero(wanted.chosen).tolist()
+        numbers = (
+            range(len(part_records))
+            if wanted.chosen is None
+            else np.flatnonzero(wanted.chosen).tolist()
+        )
         reader = self.readers[part.file]
         # As for the check: a record that is not chosen may be the one that shows the form.
         form = part.form or reader.form_shown(part_records)
         records = reader.conversations([part_records[number] for number in numbers], form)
         for number, (line, _record, found) in zip(numbers, records, strict=True):
-            if isinstance(found, RecordProblem) or (wanted.labelled_only and found.difficulty is None):
+            if isinstance(found, RecordProblem) or (
+                wanted.labelled_only and found.difficulty is None
+            ):
                 if wanted.chosen is not None:
-                    what = f"record {number + 1} of a part was good when it was checked, and is not any more"
-                    raise DataError(what, where=str(part.path), fix="leave the file unchanged, and start again")
+                    what = (
+                        f"record {number + 1} of a part was good when it was checked, and is not"
+                        " any more"
+                    )
+                    raise DataError(
+                        what, where=str(part.path), fix="leave the file unchanged, and start again"
+                    )
                 continue
             try:
                 samples = self.renderer(found)
@@ -129,20 +152,26 @@ class PartJob:
             kept.add(samples, number, part.file, line, found.difficulty)
         facts = np.array(kept.facts, dtype=SAMPLE_FACTS)
         tokens, supervised = (np.concatenate(arrays) for arrays in (kept.tokens, kept.supervised))
-        return Tokenized(_named(part), len(part_records), lines, kept.report, refused, facts, tokens, supervised)
+        return Tokenized(
+            _named(part), len(part_records), lines, kept.report, refused, facts, tokens, supervised
+        )
 
 
 class _Kept:
     """The samples of a part that are kept, and what the report says of them."""
 
     def __init__(self, difficulties: tuple[str, ...]) -> None:
-        self._levels = {None: NO_DIFFICULTY} | {name: number for number, name in enumerate(difficulties)}
+        self._levels = {None: NO_DIFFICULTY} | {
+            name: number for number, name in enumerate(difficulties)
+        }
         self.report = DataReport()
         self.facts: list[tuple[int, ...]] = []
         self.tokens = [np.zeros(0, np.int32)]
         self.supervised = [np.zeros(0, np.bool_)]
 
-    def add(self, samples: list[Rendered], row: int, file: int, line: int, difficulty: str | None) -> None:
+    def add(
+        self, samples: list[Rendered], row: int, file: int, line: int, difficulty: str | None
+    ) -> None:
         """Take the samples of a record that have a target."""
         report = self.report
         with_room = [sample for sample in samples if sample.supervised.any()]
@@ -152,11 +181,15 @@ class _Kept:
             return
         report.records_kept += 1
         if difficulty is not None:
-            report.records_per_difficulty[difficulty] = report.records_per_difficulty.get(difficulty, 0) + 1
+            report.records_per_difficulty[difficulty] = (
+                report.records_per_difficulty.get(difficulty, 0) + 1
+            )
         for sample in with_room:
             length, targets = len(sample.input_ids), int(sample.supervised.sum())
             of_preference = (sample.first_length, sample.first_targets, sample.label)
-            self.facts.append((row, file, line, self._levels[difficulty], length, targets, *of_preference))
+            self.facts.append(
+                (row, file, line, self._levels[difficulty], length, targets, *of_preference)
+            )
             self.tokens.append(sample.input_ids)
             self.supervised.append(sample.supervised)
             report.samples += 1

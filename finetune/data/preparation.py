@@ -1,9 +1,11 @@
-"""The work behind `prepare_samples`: data files in parts -> checked -> rendered, tokenized and written in shards.
+"""The work behind `prepare_samples`: data files in parts -> checked -> rendered, tokenized and
+written in shards.
 
-Two passes over the data, each a stream of parts (see parts.py) through the same processes, with a few parts a process
-under way: what is held in memory does not grow with the data. Records that are bad are found by the first pass, before
-anything is tokenized; records that only the chat template refuses, by the second. What the first pass found and the
-shards that the second has finished are kept through a kill (see sample_shards.py).
+Two passes over the data, each a stream of parts (see parts.py) through the same processes, with a
+few parts a process under way: what is held in memory does not grow with the data. Records that are
+bad are found by the first pass, before anything is tokenized; records that only the chat template
+refuses, by the second. What the first pass found and the shards that the second has finished are
+kept through a kill (see sample_shards.py).
 
 Nothing in the result depends on how many processes work, or on how often the work was stopped.
 """
@@ -54,7 +56,9 @@ Apply = Callable[[Iterable[tuple[Part, Wanted | None]]], Iterator[Any]]
 def processes_for(paths: Sequence[Path], num_proc: int | None) -> int:
     """As many processes as are asked for, or pay."""
     input_bytes = sum(path.stat().st_size for path in paths)
-    return num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
+    return num_proc or max(
+        1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS)
+    )
 
 
 @dataclass
@@ -103,10 +107,14 @@ class Preparation:
     def readers(self) -> tuple[RecordReader, ...]:
         """How the records of each file are read."""
         make = reader_of(self.preference)
-        return tuple(make(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files)
+        return tuple(
+            make(self.difficulties, self.difficulty_field, file.source, self.on_media)
+            for file in self.files
+        )
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
-        """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
+        """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that
+        are known already.
 
         A folder that a killed process left is gone on with.
 
@@ -117,23 +125,33 @@ class Preparation:
         job = PartJob(self.renderer, self.readers, self.difficulties, self.selection)
         processes = processes_for(self.paths, self.num_proc)
         (folder / SCRATCH).mkdir(exist_ok=True)
-        with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
+        with ordered_map(
+            job, processes, start="fork", option="--preprocessing-num-workers"
+        ) as apply:
             checked = self._check(apply, folder / SCRATCH / _CHECKED_FILE)
             with closing(ShardWriter(folder)) as writer:
-                chosen = chosen_in_parts(folder / SCRATCH / _CHOSEN_FILE) if self.selection else itertools.repeat(None)
+                chosen = (
+                    chosen_in_parts(folder / SCRATCH / _CHOSEN_FILE)
+                    if self.selection
+                    else itertools.repeat(None)
+                )
                 done = self._tokenize(apply, checked, chosen, writer, processes)
         report = self._complete(checked, done)
         content = write_arrays(folder, writer.states, of_preferences=self.preference is not None)
         shutil.rmtree(folder / SCRATCH)
         names = list(self.difficulties or ())
-        hashes = {name: digest for state in writer.states for name, digest in state["files"].items()}
+        hashes = {
+            name: digest for state in writer.states for name, digest in state["files"].items()
+        }
         return {
             "fingerprint": hashlib.sha256(json.dumps([content, names]).encode()).hexdigest(),
             "level_names": names,
             "report": asdict(report),
             "highest_id": done.highest_id,
             "shards": [[state["samples"], state["tokens"]] for state in writer.states],
-            "files": {name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)},
+            "files": {
+                name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)
+            },
         }
 
     # ------------------------------------------------------------------ first pass
@@ -143,7 +161,9 @@ class Preparation:
         if kept.is_file():
             return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
-        missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
+        missing = RecordProblem(
+            "no difficulty", f"other records have a '{self.difficulty_field}', this one has none"
+        )
         pace = Pace("checking data", sum(path.stat().st_size for path in self.paths))
         place, input_bytes = _Place(), 0
         columns: dict[int, set[str]] = {}
@@ -158,15 +178,23 @@ class Preparation:
             columns.setdefault(checked.part.file, set()).update(checked.columns)
             self._note(problems, checked.part, before, checked.problems)
             if self.difficulties is not None and checked.unlabelled:
-                listed, rest = checked.unlabelled[:LISTED_RECORDS], checked.unlabelled[LISTED_RECORDS:]
+                listed, rest = (
+                    checked.unlabelled[:LISTED_RECORDS],
+                    checked.unlabelled[LISTED_RECORDS:],
+                )
                 self._note(unlabelled, checked.part, before, [(line, missing) for line in listed])
-                unlabelled.counts[missing.kind] += len(rest)  # of data without difficulties that is every record
+                # of data without difficulties that is every record
+                unlabelled.counts[missing.kind] += len(rest)
             input_bytes += checked.part.size_bytes
             pace.at(input_bytes, report.records_read)
         if report.difficulty_field_found:
             problems.merge(unlabelled)
         if not report.records_read:
-            raise DataError("the data files hold no record", where=self._where(), fix="give --data files with records")
+            raise DataError(
+                "the data files hold no record",
+                where=self._where(),
+                fix="give --data files with records",
+            )
         refuse_unmapped(self.readers, self.paths, columns)
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
@@ -174,11 +202,15 @@ class Preparation:
         if problems.total + report.left_out_media == report.records_read:
             raise self._none_left(report)
         if self.selection:
-            self._choose(report, np.concatenate(keys), np.array(counts), kept.with_name(_CHOSEN_FILE))
+            self._choose(
+                report, np.concatenate(keys), np.array(counts), kept.with_name(_CHOSEN_FILE)
+            )
         replace_file(kept, json.dumps(asdict(report)).encode())
         return report
 
-    def _choose(self, report: DataReport, keys: np.ndarray, part_records: np.ndarray, kept: Path) -> None:
+    def _choose(
+        self, report: DataReport, keys: np.ndarray, part_records: np.ndarray, kept: Path
+    ) -> None:
         """Which records are taken, for the second pass; what is left out is counted."""
         chosen = self.selection.choose(keys, report.records_read, f"{self.paths[0]}:1")
         chosen.save(kept, part_records)
@@ -199,8 +231,12 @@ class Preparation:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(zip(parts_of(self.paths, self.readers), chosen, strict=False), done.parts, None)
-        for tokenized in apply((part, Wanted(checked.difficulty_field_found, mask)) for part, mask in parts):
+        parts = islice(
+            zip(parts_of(self.paths, self.readers), chosen, strict=False), done.parts, None
+        )
+        for tokenized in apply(
+            (part, Wanted(checked.difficulty_field_found, mask)) for part, mask in parts
+        ):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
             if writer.is_full:
@@ -222,19 +258,27 @@ class Preparation:
             raise self._none_left(report)
         if report.difficulty_field_found:
             counts = report.records_per_difficulty
-            report.records_per_difficulty = {name: counts.get(name, 0) for name in self.difficulties or ()}
+            report.records_per_difficulty = {
+                name: counts.get(name, 0) for name in self.difficulties or ()
+            }
         return report
 
     # ------------------------------------------------------------------ what is said of records
 
     def _none_left(self, report: DataReport) -> DataError:
-        counts = report.dropped | {"duplicates": report.duplicates, "on the other side of the split": report.other_side}
+        counts = report.dropped | {
+            "duplicates": report.duplicates,
+            "on the other side of the split": report.other_side,
+        }
         counts["with images, video or sound"] = report.left_out_media
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         return DataError(
             f"no record is left to train on ({reasons})",
             where=self._where(),
-            fix="see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len gives answers room",
+            fix=(
+                "see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len"
+                " gives answers room"
+            ),
         )
 
     def _note(self, log: ProblemLog, part: Part, lines_before: int, lines: Lines) -> None:
@@ -258,7 +302,8 @@ class _Place:
     def at(self, result: Checked | Tokenized) -> int:
         """Go on by a part; return how many lines of its file came before it."""
         if result.part.file != self.file:
-            self.file, self.lines = result.part.file, 0
+            self.file = result.part.file
+            self.lines = 0
         before = self.lines
         self.lines += result.lines
         return before
@@ -295,7 +340,9 @@ class _Done:
         }
 
     def take(self, part: Tokenized, writer: ShardWriter) -> None:
-        """Give the part's samples to the writer, with records and lines counted through the data."""
+        """Give the part's samples to the writer, with records and lines counted through the
+        data.
+        """
         self.lines_before = self.place.at(part)
         part.facts["row"] += self.place.records
         part.facts["line"] += self.lines_before

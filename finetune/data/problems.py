@@ -16,26 +16,34 @@ class RecordProblem(Exception):
 
     Args:
         kind: a few words that are the same for all records with this problem; reports count by it.
-        detail: what is special about this record; names keys, types and roles, never the record's text.
+        detail: what is special about this record; names keys, types and roles, never the record's
+            text.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
-        self.kind, self.detail = kind, detail
+        self.kind = kind
+        self.detail = detail
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
 class ProblemLog:
-    """The bad records of one reading: the first ten as file:line with the reason, all of them counted by reason."""
+    """The bad records of one reading: the first ten as file:line with the reason, all of them
+    counted by reason.
+    """
 
     def __init__(self, counts: Mapping[str, int] | None = None, first: Iterable[Any] = ()) -> None:
         self.counts: Counter[str] = Counter(counts)
-        self.first: list[tuple[tuple[int, int], str]] = [((file, line), text) for (file, line), text in first]
+        self.first: list[tuple[tuple[int, int], str]] = [
+            ((file, line), text) for (file, line), text in first
+        ]
 
     def add(self, file_and_line: tuple[int, int], location: str, problem: RecordProblem) -> None:
-        """Note a problem; (file number, line) orders the list, `location` is file:line for people."""
+        """Note a problem; (file number, line) orders the list, `location` is file:line for
+        people.
+        """
         self.counts[problem.kind] += 1
         self.first.append((file_and_line, f"{location}: {problem}"))
         if len(self.first) > 4 * LISTED_RECORDS:
@@ -78,10 +86,18 @@ class ProblemLog:
         more = self.total - len(shown)
         listed = "\n".join(shown)
         rest = f"\n    ... and {more} more" if more else ""
-        named = "name their keys (--columns prompt=question,response=answer), " if self.counts["unknown format"] else ""
+        named = (
+            "name their keys (--columns prompt=question,response=answer), "
+            if self.counts["unknown format"]
+            else ""
+        )
         raise DataError(
-            f"{self.total} of {records_read} records cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
-            fix=f"{named}correct these records, or pass --on-bad-row drop to train without them (they are counted)",
+            f"{self.total} of {records_read} records cannot be trained on"
+            f" ({_by_kind(self.counts)}):\n{listed}{rest}",
+            fix=(
+                f"{named}correct these records, or pass --on-bad-row drop to train without them"
+                " (they are counted)"
+            ),
         )
 
     def _shorten(self) -> None:

@@ -1,4 +1,6 @@
-"""Records of a file one by one as conversations, with the data's own keys read as those that our formats know."""
+"""Records of a file one by one as conversations, with the data's own keys read as those that our
+formats know.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class RecordReader:
     Attributes:
         difficulties: their names; None: difficulties are not looked at.
         difficulty_field: the key that holds a record's difficulty.
-        on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media" reads their text.
-        source: what the entry of `data` says: what it calls the keys of our formats, and the difficulty of all.
+        on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media"
+            reads their text.
+        source: what the entry of `data` says: what it calls the keys of our formats, and the
+            difficulty of all.
     """
 
     difficulties: Sequence[str] | None = None
@@ -37,7 +41,9 @@ class RecordReader:
         return (self.source.columns if self.source else None) or {}
 
     def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
-        """`(line, record, conversation or what is wrong with it)` of a whole file. Errors are `read_records`'s."""
+        """`(line, record, conversation or what is wrong with it)` of a whole file. Errors are
+        `read_records`'s.
+        """
         return self.conversations(read_records(path))
 
     def conversations(
@@ -72,7 +78,9 @@ class RecordReader:
             return self._to_conversation(record, form, self.difficulties)
         return replace(self._to_conversation(record, form, None), difficulty=difficulty)
 
-    def _to_conversation(self, record: Any, form: str, difficulties: Sequence[str] | None) -> Conversation:
+    def _to_conversation(
+        self, record: Any, form: str, difficulties: Sequence[str] | None
+    ) -> Conversation:
         return to_conversation(record, form, difficulties, self.difficulty_field)
 
     def _detect(self, record: Any) -> str:
@@ -104,26 +112,39 @@ class RecordReader:
 
     def mapped_in(self, record: Any) -> set[str]:
         """The keys of the mapping that a record, as `conversations` gives it, has."""
-        return set() if not self.columns or not isinstance(record, Mapping) else set(self.columns) & record.keys()
+        return (
+            set()
+            if not self.columns or not isinstance(record, Mapping)
+            else set(self.columns) & record.keys()
+        )
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
         """What the data has under a key of its own, of a record as `conversations` gives it.
 
-        None where it has nothing, or has it under a name of our formats that the mapping gives to another key.
+        None where it has nothing, or has it under a name of our formats that the mapping gives to
+        another key.
         """
         if name in self.columns and name not in self.columns.values():
             return None
-        return record.get(next((ours for ours, theirs in self.columns.items() if theirs == name), name))
+        return record.get(
+            next((ours for ours, theirs in self.columns.items() if theirs == name), name)
+        )
 
     def _renamed(self, record: Any) -> Any:
         if not self.columns or not isinstance(record, Mapping):
             return record
         theirs = set(self.columns.values())
-        kept = {name: value for name, value in record.items() if name not in theirs and name not in self.columns}
+        kept = {
+            name: value
+            for name, value in record.items()
+            if name not in theirs and name not in self.columns
+        }
         return kept | {ours: record[name] for ours, name in self.columns.items() if name in record}
 
 
-def refuse_unmapped(readers: Sequence[RecordReader], paths: Sequence[Path], found: Mapping[int, set[str]]) -> None:
+def refuse_unmapped(
+    readers: Sequence[RecordReader], paths: Sequence[Path], found: Mapping[int, set[str]]
+) -> None:
     """Refuse columns that no record of the files that share them has.
 
     Args:

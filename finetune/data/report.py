@@ -1,4 +1,6 @@
-"""What became of the records: the numbers of the start-up table, and the warnings that they call for."""
+"""What became of the records: the numbers of the start-up table, and the warnings that they call
+for.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class DataReport:
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
     difficulty_field_found: bool = False  # whether any record has a difficulty
     unended_samples: int = 0  # samples in which no whole answer ends with a special token
-    off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
+    # samples with an answer that does not follow the template's own generation prompt
+    off_prompt_samples: int = 0
     cut_texts: int = 0  # plain texts that lost their end to the cutoff
     cut_text_tokens: int = 0  # tokens lost so
     pairs: int = 0  # samples of two answers
@@ -54,7 +57,11 @@ class DataReport:
             elif isinstance(value, bool):
                 setattr(self, name, mine or value)
             elif isinstance(value, dict):
-                setattr(self, name, mine | {key: mine.get(key, 0) + count for key, count in value.items()})
+                setattr(
+                    self,
+                    name,
+                    mine | {key: mine.get(key, 0) + count for key, count in value.items()},
+                )
             else:
                 setattr(self, name, mine + value)
 
@@ -63,45 +70,57 @@ class DataReport:
         found = []
         if self.unended_samples:
             found.append(
-                f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so the model will not "
-                "learn to stop there: the chat template ends answers with nothing that is a special token of this "
-                "tokenizer; pass --template with one that does (alpaca ends with the tokenizer's own end token)"
+                f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so"
+                " the model will not learn to stop there: the chat template ends answers with"
+                " nothing that is a special token of this tokenizer; pass --template with one that"
+                " does (alpaca ends with the tokenizer's own end token)"
             )
         if self.off_prompt_samples:
             found.append(
-                f"{self.off_prompt_samples} of {self.samples} samples train answers that do not follow the chat "
-                "template's generation prompt (it opens a think block that the records do not have, for instance), so "
-                "inference will start differently; give the records reasoning, or pass a --template whose prompt fits"
+                f"{self.off_prompt_samples} of {self.samples} samples train answers that do not"
+                " follow the chat template's generation prompt (it opens a think block that the"
+                " records do not have, for instance), so inference will start differently; give"
+                " the records reasoning, or pass a --template whose prompt fits"
             )
         if self.control_token_records:
             found.append(
-                f"{self.control_token_records} of {self.records_read} records spell special tokens of the tokenizer in "
-                "their text, which are read as such; remove them unless they are meant"
+                f"{self.control_token_records} of {self.records_read} records spell special tokens"
+                " of the tokenizer in their text, which are read as such; remove them unless they"
+                " are meant"
             )
         if equal := self.dropped.get(NO_DIFFERENCE, 0):
             found.append(
-                f"{equal} of {self.records_read} pairs differ only behind the cutoff and are left out; "
-                "a larger --cutoff-len keeps them"
+                f"{equal} of {self.records_read} pairs differ only behind the cutoff and are left"
+                " out; a larger --cutoff-len keeps them"
             )
         if self.cut_answers:
             found.append(
-                f"{self.cut_answers} of {self.samples} samples lost the end of an answer to the cutoff; "
-                "a larger --cutoff-len keeps them whole"
+                f"{self.cut_answers} of {self.samples} samples lost the end of an answer to the"
+                " cutoff; a larger --cutoff-len keeps them whole"
             )
         return found
 
     def lines(self) -> list[tuple[str, str]]:
-        """The table's lines as (name, value) texts; what is zero is left out where it is only bad news."""
+        """The table's lines as (name, value) texts; what is zero is left out where it is only bad
+        news.
+        """
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
-        lines = [("records read", f"{self.records_read:,}"), ("records kept", f"{self.records_kept:,}")]
+        lines = [
+            ("records read", f"{self.records_read:,}"),
+            ("records kept", f"{self.records_kept:,}"),
+        ]
         if self.samples != self.records_kept:
-            lines.append(("samples", f"{self.samples:,} (one per answer where the template asks for it)"))
+            lines.append(
+                ("samples", f"{self.samples:,} (one per answer where the template asks for it)")
+            )
         if self.pairs:
             lines.append(("pairs", f"{self.pairs:,}"))
         if self.good_answers or self.bad_answers:
             lines.append(("labels", f"{self.good_answers:,} true, {self.bad_answers:,} false"))
         if self.trimmed_records:
-            lines.append(("prompts trimmed", f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)"))
+            lines.append(
+                ("prompts trimmed", f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)")
+            )
         if self.dropped_turns:
             lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
         if self.cut_answers:
@@ -120,7 +139,9 @@ class DataReport:
         lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
         for name, records in self.records_per_difficulty.items():
-            lines.append((f"difficulty {name}", f"{records:,} ({records / max(self.records_kept, 1):.1%})"))
+            lines.append(
+                (f"difficulty {name}", f"{records:,} ({records / max(self.records_kept, 1):.1%})")
+            )
         return lines
 
     def table(self, title: str = "data") -> Table:

@@ -1,7 +1,9 @@
-"""Samples on their way to the disk: shards of tokens that are kept through a kill, and the arrays made of them at last.
+"""Samples on their way to the disk: shards of tokens that are kept through a kill, and the arrays
+made of them at last.
 
-A shard is finished by its state, a JSON file that says what came before it and what its files hash to; whoever goes on
-checks the hashes, so nothing need be synced. What belongs to no finished shard is written anew.
+A shard is finished by its state, a JSON file that says what came before it and what its files hash
+to; whoever goes on checks the hashes, so nothing need be synced. What belongs to no finished shard
+is written anew.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from finetune.storage.durable_files import hash_files, replace_file, save_array
 
 SHARD_TOKENS = 16 << 20  # at most, but for the last part that goes into it
 SCRATCH = "scratch"  # folder of what is removed at the end
-TOKEN_ARRAYS = {"tokens": np.int32, "supervised": np.bool_}  # one file a shard: samples one after another
+# one file a shard: samples one after another
+TOKEN_ARRAYS = {"tokens": np.int32, "supervised": np.bool_}
 TOKEN_BYTES = 5  # in both
 
-# One file for all samples each. Sample i has the tokens from offsets[i] to offsets[i + 1], counted through all shards.
-# `places` is (N, 2): file number and line of each sample's record; `order` (N,): the samples by difficulty, those of
-# one difficulty in the order of the data. For the others see `Samples`.
+# One file for all samples each. Sample i has the tokens from offsets[i] to offsets[i + 1], counted
+# through all shards. `places` is (N, 2): file number and line of each sample's record; `order`
+# (N,): the samples by difficulty, those of one difficulty in the order of the data. For the others
+# see `Samples`.
 SAMPLE_ARRAYS = {
     "offsets": np.int64,
     "lengths": np.int32,
@@ -35,10 +39,21 @@ SAMPLE_ARRAYS = {
     "supervised_counts": np.int32,
     "order": np.int64,
 }
-PREFERENCE_ARRAYS = {"first_lengths": np.int32, "first_supervised": np.int32, "labels": np.int8}  # of preferences, too
-_COLUMNS = {"row_ids": "row", "levels": "level", "supervised_counts": "targets", "lengths": "length"}
-_PREFERENCE_COLUMNS = {"first_lengths": "first_length", "first_supervised": "first_targets", "labels": "label"}
-_HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")  # the content, in this order
+# of preferences, too
+PREFERENCE_ARRAYS = {"first_lengths": np.int32, "first_supervised": np.int32, "labels": np.int8}
+_COLUMNS = {
+    "row_ids": "row",
+    "levels": "level",
+    "supervised_counts": "targets",
+    "lengths": "length",
+}
+_PREFERENCE_COLUMNS = {
+    "first_lengths": "first_length",
+    "first_supervised": "first_targets",
+    "labels": "label",
+}
+# the content, in this order
+_HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")
 
 
 def token_file(folder: Path, name: str, shard: int) -> Path:
@@ -58,7 +73,8 @@ class ShardWriter:
         folder: where they go; a killed writer's finished shards are taken over.
 
     Attributes:
-        states: what `finish` was given for each finished shard, with its own `samples`, `tokens` and `files` (SHA-256).
+        states: what `finish` was given for each finished shard, with its own `samples`, `tokens`
+            and `files` (SHA-256).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,15 +105,22 @@ class ShardWriter:
             self._digests[name].update(data)
 
     def finish(self, state: dict[str, Any]) -> None:
-        """End the shard; `state` is what is needed to go on after it. Nothing where it has no sample."""
+        """End the shard; `state` is what is needed to go on after it. Nothing where it has no
+        sample.
+        """
         if not self._facts:
             return
         self.close()
         number = len(self.states)
         facts = np.concatenate(self._facts)
         save_array(_facts_file(self.folder, number), facts)
-        hashes = {token_file(self.folder, name, number).name: d.hexdigest() for name, d in self._digests.items()}
-        hashes[f"{SCRATCH}/{_facts_file(self.folder, number).name}"] = hash_files([_facts_file(self.folder, number)])[0]
+        hashes = {
+            token_file(self.folder, name, number).name: d.hexdigest()
+            for name, d in self._digests.items()
+        }
+        hashes[f"{SCRATCH}/{_facts_file(self.folder, number).name}"] = hash_files(
+            [_facts_file(self.folder, number)]
+        )[0]
         state = {**state, "samples": len(facts), "tokens": self._tokens, "files": hashes}
         replace_file(_state_file(self.folder, number), json.dumps(state).encode())
         self.states.append(state)
@@ -128,25 +151,36 @@ def _finished(folder: Path) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = []
     while (path := _state_file(folder, len(states))).is_file():
         states.append(json.loads(path.read_bytes()))
-    there = [path for state in states for name in state["files"] if (path := folder / name).is_file()]
+    there = [
+        path for state in states for name in state["files"] if (path := folder / name).is_file()
+    ]
     found = dict(zip(there, hash_files(there), strict=True))
-    whole = [all(found.get(folder / name) == digest for name, digest in state["files"].items()) for state in states]
+    whole = [
+        all(found.get(folder / name) == digest for name, digest in state["files"].items())
+        for state in states
+    ]
     kept = states[: [*whole, False].index(False)]
     for number in range(len(kept), len(states)):
         _state_file(folder, number).unlink()
     return kept
 
 
-def write_arrays(folder: Path, states: Sequence[dict[str, Any]], *, of_preferences: bool = False) -> str:
-    """Make `SAMPLE_ARRAYS` of all shards; return a hash of tokens, masks, difficulties and record numbers.
+def write_arrays(
+    folder: Path, states: Sequence[dict[str, Any]], *, of_preferences: bool = False
+) -> str:
+    """Make `SAMPLE_ARRAYS` of all shards; return a hash of tokens, masks, difficulties and record
+    numbers.
 
-    Where records lie in which file is not part of it. `of_preferences` makes `PREFERENCE_ARRAYS`, too.
+    Where records lie in which file is not part of it. `of_preferences` makes `PREFERENCE_ARRAYS`,
+    too.
     """
     columns = _COLUMNS | _PREFERENCE_COLUMNS if of_preferences else _COLUMNS
     samples = sum(state["samples"] for state in states)
     shapes: dict[str, tuple[int, ...]] = {"offsets": (samples + 1,), "places": (samples, 2)}
     arrays = {
-        name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shapes.get(name, (samples,)))
+        name: np.lib.format.open_memmap(
+            folder / f"{name}.npy", "w+", dtype, shapes.get(name, (samples,))
+        )
         for name, dtype in (SAMPLE_ARRAYS | (PREFERENCE_ARRAYS if of_preferences else {})).items()
     }
     done = tokens = 0
@@ -157,7 +191,9 @@ def write_arrays(folder: Path, states: Sequence[dict[str, Any]], *, of_preferenc
         for name, column in columns.items():
             arrays[name][here] = facts[column]
         arrays["places"][here, 0], arrays["places"][here, 1] = facts["file"], facts["line"]
-        arrays["offsets"][done + 1 : done + len(facts) + 1] = tokens + np.cumsum(facts["length"], dtype=np.int64)
+        arrays["offsets"][done + 1 : done + len(facts) + 1] = tokens + np.cumsum(
+            facts["length"], dtype=np.int64
+        )
         done, tokens = done + len(facts), tokens + state["tokens"]
     arrays["order"][:] = np.argsort(arrays["levels"], kind="stable")
     digest = hashlib.sha256()

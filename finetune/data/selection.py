@@ -1,8 +1,9 @@
-"""Which records of the data are trained on and which validate: a split by hash, and exact duplicates left out.
+"""Which records of the data are trained on and which validate: a split by hash, and exact
+duplicates left out.
 
-A record is known by the hash of what it says, its turns and tools, whatever its other keys and its form: equal ones are
-duplicates, and fall on one side of a split. Two different records of 64 bits are taken for equal about once in a
-thousand billion pairs of ten million records (n * n / 2**65).
+A record is known by the hash of what it says, its turns and tools, whatever its other keys and its
+form: equal ones are duplicates, and fall on one side of a split. Two different records of 64 bits
+are taken for equal about once in a thousand billion pairs of ten million records (n * n / 2**65).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from finetune.data.records import RecordReader
 from finetune.errors import DataError
 from finetune.storage.durable_files import replace_file
 
-# Of a record that can be used: its number, hash of what it says, hash that decides its side, whether it is labelled.
+# Of a record that can be used: its number, hash of what it says, hash that decides its side,
+# whether it is labelled.
 KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labelled", "?")])
 
 
@@ -35,7 +37,8 @@ class Selection:
 
     Attributes:
         side: of the split.
-        valid_split: below 1 the share of the records that validate, else their number; None: no split.
+        valid_split: below 1 the share of the records that validate, else their number; None: no
+            split.
         split_by: key of a record whose equal values stay on one side.
         drop_duplicates: whether records that say the same as an earlier one are left out.
     """
@@ -64,7 +67,8 @@ class Selection:
         if self.split_by is None:
             return number, content, content, found.difficulty is not None
         group = reader.value_of(record, self.split_by)
-        if group is None or group == "" or group != group:  # NaN, which pandas writes for what is missing
+        # NaN, which pandas writes for what is missing
+        if group is None or group == "" or group != group:
             raise RecordProblem("no group", f"no '{self.split_by}', which --split-by names")
         return number, content, _hash(_as_text(group)), found.difficulty is not None
 
@@ -83,7 +87,8 @@ class Selection:
             keys = keys[keys["labelled"]]
         read = len(keys)
         if self.drop_duplicates:
-            firsts = np.unique(keys["content"], return_index=True)[1]  # the first of each, as the sort is stable
+            # the first of each, as the sort is stable
+            firsts = np.unique(keys["content"], return_index=True)[1]
             keys = keys[np.sort(firsts)]
         different = len(keys)
         if self.valid_split is not None:
@@ -91,7 +96,8 @@ class Selection:
             if validates.all() or not validates.any():
                 rest = "training" if validates.all() else "validation"
                 raise DataError(
-                    f"--valid-split {self.valid_split:g} leaves no record for {rest} of {different}",
+                    f"--valid-split {self.valid_split:g} leaves no record for {rest} of"
+                    f" {different}",
                     where=where,
                     fix="give another share or number, or name validation files with --valid-data",
                 )
@@ -142,7 +148,13 @@ def content_hash(conversation: Conversation) -> int:
 
 def _said(messages: Sequence[Message]) -> list[Any]:
     return [
-        [turn.role, turn.content, turn.trained, turn.reasoning, [[call.name, call.arguments] for call in turn.calls]]
+        [
+            turn.role,
+            turn.content,
+            turn.trained,
+            turn.reasoning,
+            [[call.name, call.arguments] for call in turn.calls],
+        ]
         for turn in messages
     ]
 
@@ -158,7 +170,9 @@ def _hash(value: Any) -> int:
 
 
 def _as_text(group: Any) -> Any:
-    """A number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one group."""
+    """A number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one
+    group.
+    """
     if isinstance(group, bool) or not isinstance(group, (int, float)):
         return group
     return str(int(group) if isinstance(group, int) or group.is_integer() else group)

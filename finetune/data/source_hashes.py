@@ -1,8 +1,10 @@
-"""SHA-256 of the data files, remembered on each node, so that a start looks at their state instead of reading them all.
+"""SHA-256 of the data files, remembered on each node, so that a start looks at their state instead
+of reading them all.
 
-As git's index does: a file is taken for unchanged while size, times and inode are what they were when it was hashed. A
-file written to twice within one tick of its file system's clock would look unchanged, so what was young when it was
-hashed is hashed again ("racy" in git's words), but for the processes of the same start.
+As git's index does: a file is taken for unchanged while size, times and inode are what they were
+when it was hashed. A file written to twice within one tick of its file system's clock would look
+unchanged, so what was young when it was hashed is hashed again ("racy" in git's words), but for the
+processes of the same start.
 """
 
 from __future__ import annotations
@@ -18,21 +20,26 @@ from finetune.data.cache import locked, this_start
 from finetune.errors import DataError
 from finetune.storage.durable_files import hash_files, replace_file
 
-# More than the ticks of file systems' clocks (two seconds on FAT), and some seconds for a server whose clock is late.
+# More than the ticks of file systems' clocks (two seconds on FAT), and some seconds for a server
+# whose clock is late.
 YOUNG_SECONDS = 10
 
-# Name of a file -> [its state, SHA-256, "old" or, of a young one, what the processes of that start have in common].
+# Name of a file -> [its state, SHA-256, "old" or, of a young one, what the processes of that start
+# have in common].
 Notes = dict[str, list[Any]]
 
 
 def state_of(path: Path) -> list[int]:
-    """What differs when a file was written to or replaced: size, times of content and of inode, inode."""
+    """What differs when a file was written to or replaced: size, times of content and of inode,
+    inode.
+    """
     state = path.stat()
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
 
 
 def source_hashes(sources: Sequence[Path], cache_dir: Path) -> list[str]:
-    """SHA-256 of each file; those that are not known are read by one process of the node, the others wait for it.
+    """SHA-256 of each file; those that are not known are read by one process of the node, the
+    others wait for it.
 
     Raises:
         DataError: a file cannot be read.
@@ -63,7 +70,9 @@ def _hash_the_rest(notes: Path, paths: Sequence[Path]) -> dict[Path, str]:
         raise _unreadable(error) from error
     for path, state, digest, later in zip(rest, before, digests, after, strict=True):
         if state != later:
-            raise DataError("the file was changed while it was read", str(path), "start again when it is whole")
+            raise DataError(
+                "the file was changed while it was read", str(path), "start again when it is whole"
+            )
         is_young = max(state[1:3]) > now - YOUNG_SECONDS * 10**9
         written[str(path)] = [state, digest, this_start() if is_young else "old"]
     if rest:
@@ -78,7 +87,9 @@ def _read(notes: Path) -> Notes:
     except (OSError, ValueError):
         return {}
     notes_of_files = written.items() if isinstance(written, dict) else ()
-    return {name: note for name, note in notes_of_files if isinstance(note, list) and len(note) == 3}
+    return {
+        name: note for name, note in notes_of_files if isinstance(note, list) and len(note) == 3
+    }
 
 
 def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:

@@ -1,4 +1,6 @@
-"""One item = one optimizer step: the microbatches of this rank, and what every rank knows of the global batch."""
+"""One item = one optimizer step: the microbatches of this rank, and what every rank knows of the
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from finetune.data.collate import Microbatch, collate
 
 
 class SampleSource(Protocol):
-    """What training needs of a data set; `data.dataset.Samples` is one, a token stream's windows are another."""
+    """What training needs of a data set; `data.dataset.Samples` is one, a token stream's windows
+    are another.
+    """
 
     lengths: np.ndarray  # int (N,): tokens of each sample that the model computes
     supervised_counts: np.ndarray  # int (N,): targets of each sample
@@ -26,7 +30,9 @@ class SampleSource(Protocol):
 
 
 class BatchSource(Protocol):
-    """The list of global batches: `batching.sampler.GlobalBatches` for training, `InOrder` for evaluation."""
+    """The list of global batches: `batching.sampler.GlobalBatches` for training, `InOrder` for
+    evaluation.
+    """
 
     @property
     def total_steps(self) -> int: ...
@@ -56,16 +62,22 @@ class Execution:
 
     rank: int
     world_size: int
-    token_budget: int | None  # most tokens of a packed microbatch; None where microbatches are padded
+    # most tokens of a packed microbatch; None where microbatches are padded
+    token_budget: int | None
     samples_per_microbatch: int | None  # of a padded microbatch; None where microbatches are packed
 
     def plan(self, lengths: np.ndarray) -> MicrobatchSchedule:
         return schedule_microbatches(
-            lengths, self.world_size, token_budget=self.token_budget, samples_per_microbatch=self.samples_per_microbatch
+            lengths,
+            self.world_size,
+            token_budget=self.token_budget,
+            samples_per_microbatch=self.samples_per_microbatch,
         )
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
-        """Half the budget (more microbatches, the same global batch); None where a microbatch holds one sample."""
+        """Half the budget (more microbatches, the same global batch); None where a microbatch holds
+        one sample.
+        """
         if self.token_budget is not None:
             budget = max(self.token_budget // 2, longest_sample_tokens)
             return replace(self, token_budget=budget) if budget < self.token_budget else None
@@ -83,7 +95,8 @@ class StepBatch:
     """One optimizer step on one rank."""
 
     step: int  # 0-based
-    indices: np.ndarray  # int64 `(global batch,)`: the samples of the whole global batch, the same on every rank
+    # int64 `(global batch,)`: the samples of the whole global batch, the same on every rank
+    indices: np.ndarray
     execution: Execution  # how the microbatches were cut
     microbatches: list[Microbatch]  # this rank's; every rank has as many
     tokens: int  # of the global batch, padding not counted
@@ -93,14 +106,21 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class LossGroups:
-    """What losses are summed by: the difficulties or, with sources, each difficulty of each source."""
+    """What losses are summed by: the difficulties or, with sources, each difficulty of each
+    source.
+    """
 
     difficulties: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    source_starts: tuple[int, ...] = ()  # the first sample of each source, and the number of samples
+    # the first sample of each source, and the number of samples
+    source_starts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.sources) * (len(self.difficulties) + 1) if self.sources else len(self.difficulties)
+        return (
+            len(self.sources) * (len(self.difficulties) + 1)
+            if self.sources
+            else len(self.difficulties)
+        )
 
     def of(self, indices: np.ndarray, difficulty_ids: np.ndarray) -> np.ndarray:
         """The group of each sample: int64 like `indices`; -1 for none.
@@ -109,26 +129,39 @@ class LossGroups:
             difficulty_ids: of these samples, -1 for none.
         """
         if not self.sources:
-            return np.where(difficulty_ids < len(self.difficulties), difficulty_ids, -1).astype(np.int64)
+            return np.where(difficulty_ids < len(self.difficulties), difficulty_ids, -1).astype(
+                np.int64
+            )
         sources = np.searchsorted(self.source_starts, indices, side="right") - 1
         # Without difficulty: the last of its source.
-        return sources * (len(self.difficulties) + 1) + difficulty_ids % (len(self.difficulties) + 1)
+        return sources * (len(self.difficulties) + 1) + difficulty_ids % (
+            len(self.difficulties) + 1
+        )
 
     def by_difficulty(self, values: Sequence[float]) -> dict[str, float]:
         """Sums over the groups of each difficulty, by its name."""
-        sums = self._table(values).sum(axis=0)[: len(self.difficulties)] if self.sources else np.asarray(values)
+        sums = (
+            self._table(values).sum(axis=0)[: len(self.difficulties)]
+            if self.sources
+            else np.asarray(values)
+        )
         return dict(zip(self.difficulties, sums.tolist(), strict=True))
 
     def by_source(self, values: Sequence[float]) -> dict[str, float]:
         """Sums over the groups of each source, by its name; empty without sources."""
-        return dict(zip(self.sources, self._table(values).sum(axis=1).tolist(), strict=True)) if self.sources else {}
+        return (
+            dict(zip(self.sources, self._table(values).sum(axis=1).tolist(), strict=True))
+            if self.sources
+            else {}
+        )
 
     def _table(self, values: Sequence[float]) -> np.ndarray:
         return np.asarray(values).reshape(len(self.sources), len(self.difficulties) + 1)
 
 
 class StepBatches(torch.utils.data.Dataset):
-    """Map-style: step (0-based) -> `StepBatch` for this rank. All ranks make the same schedule without communication.
+    """Map-style: step (0-based) -> `StepBatch` for this rank. All ranks make the same schedule
+    without communication.
 
     Args:
         difficulty_ids: int `(N,)`: difficulty of each sample in the schedule, -1 for none.
@@ -145,8 +178,12 @@ class StepBatches(torch.utils.data.Dataset):
         groups: LossGroups,
         pad_token_id: int,
     ) -> None:
-        self.samples, self.batches, self.execution = samples, batches, execution
-        self.difficulty_ids, self.groups, self.pad_token_id = difficulty_ids, groups, pad_token_id
+        self.samples = samples
+        self.batches = batches
+        self.execution = execution
+        self.difficulty_ids = difficulty_ids
+        self.groups = groups
+        self.pad_token_id = pad_token_id
 
     def __len__(self) -> int:
         return self.batches.total_steps
@@ -167,7 +204,9 @@ class StepBatches(torch.utils.data.Dataset):
         )
 
     def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
-        """This rank's microbatches of the global batch `indices`; the execution changes after out-of-memory."""
+        """This rank's microbatches of the global batch `indices`; the execution changes after
+        out-of-memory.
+        """
         for positions in self.plan(indices, execution).of_rank(execution.rank):
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
@@ -176,7 +215,9 @@ class StepBatches(torch.utils.data.Dataset):
         return execution.plan(self.tokens_of(indices, packing=execution.token_budget is not None))
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
-        """int `(n,)`: tokens that each sample takes of a microbatch, padding beside other samples left out."""
+        """int `(n,)`: tokens that each sample takes of a microbatch, padding beside other samples
+        left out.
+        """
         return self.samples.lengths[indices]
 
     @property
@@ -185,10 +226,11 @@ class StepBatches(torch.utils.data.Dataset):
         return int(self.samples.lengths.max())
 
     def filled(self, microbatch: Microbatch) -> Microbatch:
-        """A microbatch of windows with as many lines as all others; the losses of those that were added come last.
+        """A microbatch of windows with as many lines as all others; the losses of those that were
+        added come last.
 
-        The last one of an evaluation has fewer, or none: a compiled model would be compiled anew for it, with sizes
-        that are not known, and training with it.
+        The last one of an evaluation has fewer, or none: a compiled model would be compiled anew
+        for it, with sizes that are not known, and training with it.
         """
         count, window = self.execution.samples_per_microbatch, self.samples[0]
         if count is None or window[1] is not None:
@@ -219,5 +261,7 @@ class StepBatches(torch.utils.data.Dataset):
 
 
 def as_is(item: Any) -> Any:
-    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find it by name."""
+    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find
+    it by name.
+    """
     return item

@@ -1,8 +1,8 @@
 """Tools in records: what may be called, calls, and which result answers which call.
 
-The forms are the field's own: `tools`, `tool_calls` and `tool` turns of the OpenAI chat format (with its older
-`functions` and `function_call`), and ShareGPT's `tools` as a text with turns by `function_call` and `observation`, as
-LLaMA-Factory reads them.
+The forms are the field's own: `tools`, `tool_calls` and `tool` turns of the OpenAI chat format
+(with its older `functions` and `function_call`), and ShareGPT's `tools` as a text with turns by
+`function_call` and `observation`, as LLaMA-Factory reads them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,31 @@ Tools = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function. Results name it by its id; where a record gives none, it is made of its place."""
+    """One call of a function. Results name it by its id; where a record gives none, it is made of
+    its place.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments as an object (transformers' convention), not as a text."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        """As chat templates read it: the arguments as an object (transformers' convention), not as
+        a text.
+        """
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": dict(self.arguments)},
+        }
 
 
 def read_tools(given: Any, where: str) -> Tools:
     """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
 
     Args:
-        given: a list of such objects, or of what stands under `function` alone; or the JSON text of one.
+        given: a list of such objects, or of what stands under `function` alone; or the JSON text of
+            one.
 
     Raises:
         RecordProblem: another type, no name, or two of one name.
@@ -53,10 +62,16 @@ def read_tools(given: Any, where: str) -> Tools:
 
 def _tool(given: Any, where: str) -> Mapping[str, Any]:
     function = given.get("function", given) if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         raise RecordProblem("wrong type", f"{where} is no function with a name")
     if given.get("type", "function") != "function":
-        raise RecordProblem("unsupported key", f"{where} is of type {given['type']!r}; only functions are called")
+        raise RecordProblem(
+            "unsupported key", f"{where} is of type {given['type']!r}; only functions are called"
+        )
     return given if given is not function else {"type": "function", "function": given}
 
 
@@ -76,12 +91,18 @@ def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
         listed = [listed]
     if not isinstance(listed, (list, tuple)):
         raise RecordProblem("wrong type", f"{where} is no list of calls")
-    return tuple(_call(call, f"{where}[{number}]", turn, number) for number, call in enumerate(listed))
+    return tuple(
+        _call(call, f"{where}[{number}]", turn, number) for number, call in enumerate(listed)
+    )
 
 
 def _call(given: Any, where: str, turn: int, number: int) -> Call:
     function = given.get("function", given) if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         raise RecordProblem("wrong type", f"{where} has no name of a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -109,7 +130,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[Call]:
-    """The call that each result after a turn answers: by its id, or in order where no result has one.
+    """The call that each result after a turn answers: by its id, or in order where no result has
+    one.
 
     Raises:
         RecordProblem: a call without result, a result of no call, or an id that comes twice.
@@ -123,16 +145,22 @@ def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[
     elif all(ids) and not set(ids) - known.keys():
         found = [known[identity] for identity in ids]
     else:
-        raise RecordProblem("result of no call", f"a result after turn {turn} has an id that no call of it has")
+        raise RecordProblem(
+            "result of no call", f"a result after turn {turn} has an id that no call of it has"
+        )
     if len(ids) > len(calls):
         raise RecordProblem("result of no call", f"{where}: {len(calls)}, with {len(ids)} results")
     if len(ids) < len(calls):
-        raise RecordProblem("call without result", f"{where}: {len(calls)}, with {len(ids)} results")
+        raise RecordProblem(
+            "call without result", f"{where}: {len(calls)}, with {len(ids)} results"
+        )
     return found
 
 
 def written_out(call: Call, text: str) -> bool:
-    """Whether a text without white space has the call: its name and every value of its arguments."""
+    """Whether a text without white space has the call: its name and every value of its
+    arguments.
+    """
     return squeezed(call.name) in text and all(
         any(form in text for form in _forms(value)) for value in _leaves(call.arguments)
     )
@@ -147,7 +175,9 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _forms(value: Any) -> list[str]:
-    """A name, text or number as templates may write it: as it is, or as in JSON with or without escapes."""
+    """A name, text or number as templates may write it: as it is, or as in JSON with or without
+    escapes.
+    """
     forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
     return [squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]
 
@@ -163,7 +193,10 @@ def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
         }
         for call in calls
     ]

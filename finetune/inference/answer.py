@@ -1,4 +1,6 @@
-"""One answer while it is written: its tokens become text, piece by piece, for a listener or as a stream."""
+"""One answer while it is written: its tokens become text, piece by piece, for a listener or as a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,31 @@ OnPiece = Callable[[str, "Answer | None", "GenerationError | None"], None]
 
 
 class AnswerText:
-    """The text of one answer as it grows: whole characters only, no special tokens, and nothing of a stop text.
+    """The text of one answer as it grows: whole characters only, no special tokens, and nothing of
+    a stop text.
 
-    The pieces together are the whole text, which is what the tokenizer decodes from all tokens at once.
+    The pieces together are the whole text, which is what the tokenizer decodes from all tokens at
+    once.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), shown: frozenset[str] = frozenset()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str] = (),
+        shown: frozenset[str] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        # Special tokens that are text here. A decoder leaves out all of them or none, so the others are kept from it.
+        # Special tokens that are text here. A decoder leaves out all of them or none, so the others
+        # are kept from it.
         self._hidden = frozenset()
         if shown:
             known = tokenizer.added_tokens_decoder.items()
-            special = {number for number, token in known if token.special and str(token) not in shown}
-            own = set(tokenizer.all_special_ids) - set(tokenizer.convert_tokens_to_ids(sorted(shown)))
+            special = {
+                number for number, token in known if token.special and str(token) not in shown
+            }
+            own = set(tokenizer.all_special_ids) - set(
+                tokenizer.convert_tokens_to_ids(sorted(shown))
+            )
             self._hidden = frozenset(special | own)
         self._skip = not shown
         self._decode = DecodeStream([], skip_special_tokens=self._skip)
@@ -68,10 +80,14 @@ class AnswerText:
         self.stopped = False  # a stop text came
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; what may be the beginning of a character or a stop text is kept back."""
+        """The text that these tokens complete; what may be the beginning of a character or a stop
+        text is kept back.
+        """
         token_ids = [token for token in token_ids if token not in self._hidden]
         self._ids.extend(token_ids)
-        fresh = "".join(self._decode.step(self._tokenizer.backend_tokenizer, token) or "" for token in token_ids)
+        fresh = "".join(
+            self._decode.step(self._tokenizer.backend_tokenizer, token) or "" for token in token_ids
+        )
         return self._hand_out(self.text + fresh, keep_back=True)
 
     def finish(self) -> str:
@@ -101,13 +117,17 @@ class AnswerText:
     def _possible_stop(self) -> int:
         """Characters at the end that may be the beginning of a stop text."""
         for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length):
+            if any(
+                stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length
+            ):
                 return length
         return 0
 
 
 class Generation:
-    """One answer being written; `calls` reads those of tools from it. `on_piece` is called in the engine's thread."""
+    """One answer being written; `calls` reads those of tools from it. `on_piece` is called in the
+    engine's thread.
+    """
 
     def __init__(
         self,
@@ -118,9 +138,14 @@ class Generation:
         on_piece: OnPiece,
         calls: CallReader | None = None,
     ) -> None:
-        self._calls, self._said = calls, ""
-        self.identity, self.prompt_tokens = uuid.uuid4().hex, prompt_tokens
-        self._engine, self._stop_ids, self._text, self._on_piece = engine, stop_ids, text, on_piece
+        self._calls = calls
+        self._said = ""
+        self.identity = uuid.uuid4().hex
+        self.prompt_tokens = prompt_tokens
+        self._engine = engine
+        self._stop_ids = stop_ids
+        self._text = text
+        self._on_piece = on_piece
         self._ids: list[int] = []
         self._lock = threading.Lock()
         self._over = False
@@ -140,7 +165,9 @@ class Generation:
                 return
             if error is not None:
                 self._over = True
-                failure = GenerationError(f"the answer failed: {error}", "generation", "try again; see the log")
+                failure = GenerationError(
+                    f"the answer failed: {error}", "generation", "try again; see the log"
+                )
                 self._on_piece("", None, failure)
                 return
             self._ids.extend(token_ids)
@@ -183,7 +210,9 @@ class AnswerStream(Iterator[str]):
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self.generation: Generation | None = None
-        self._pieces: queue.SimpleQueue[tuple[str, Answer | None, GenerationError | None]] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[tuple[str, Answer | None, GenerationError | None]] = (
+            queue.SimpleQueue()
+        )
 
     def put(self, piece: str, answer: Answer | None, error: GenerationError | None) -> None:
         self._pieces.put((piece, answer, error))

@@ -1,8 +1,9 @@
 """Logits -> scores whose argmax is the token to take, for sequences with settings of their own.
 
-Drawing is done with Gumbel noise (argmax of log-probability plus noise draws from the distribution; Gumbel, 1954). The
-noise of a token is a hash of (seed, position, token), computed on the device: so an answer depends on its own seed
-only, not on who else is in the batch, and a greedy sequence keeps its logits as they are.
+Drawing is done with Gumbel noise (argmax of log-probability plus noise draws from the distribution;
+Gumbel, 1954). The noise of a token is a hash of (seed, position, token), computed on the device: so
+an answer depends on its own seed only, not on who else is in the batch, and a greedy sequence keeps
+its logits as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class RunningSequence:
-    """One sequence of a batch: its settings and random numbers, and its tokens so far (prompt, then answer)."""
+    """One sequence of a batch: its settings and random numbers, and its tokens so far (prompt, then
+    answer).
+    """
 
     sampling: Sampling
     draws: Draws
@@ -33,14 +36,18 @@ class RunningSequence:
 
 
 def adjust(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Float scores (sequences, vocabulary); the argmax of each sequence's scores is its next token."""
+    """Float scores (sequences, vocabulary); the argmax of each sequence's scores is its next
+    token.
+    """
     if scores.shape[0] != len(sequences):
         raise ValueError(f"logits of {scores.shape[0]} sequences for {len(sequences)} requests")
     for number, sequence in enumerate(sequences):
         if sequence.sampling.repetition_penalty != 1:
             scores = scores.clone()
             _penalise(scores[number], sequence)
-    drawing = [number for number, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    drawing = [
+        number for number, sequence in enumerate(sequences) if sequence.sampling.temperature > 0
+    ]
     if not drawing:
         return scores
     drawn = _draw(scores[drawing], [sequences[number] for number in drawing])
@@ -54,13 +61,15 @@ def adjust(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.
 def adjust_each(
     scores: torch.Tensor, sequences: Sequence[RunningSequence]
 ) -> tuple[torch.Tensor, dict[int, Exception]]:
-    """As `adjust`; a sequence whose scores cannot be adjusted keeps them, and its number comes with the error.
+    """As `adjust`; a sequence whose scores cannot be adjusted keeps them, and its number comes with
+    the error.
 
     Requests of several clients share a batch: what one of them asks for must not end the others.
     """
     try:
         return adjust(scores, sequences), {}
-    except Exception:  # whatever it was, it is raised again below for the sequences that it belongs to
+    # whatever it was, it is raised again below for the sequences that it belongs to
+    except Exception:
         rows, failed = [], {}
         for number, sequence in enumerate(sequences):
             row = scores[number : number + 1]
@@ -85,7 +94,9 @@ def _draw(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.T
         return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
 
     # A temperature that float32 rounds to 0 would make every score infinite.
-    temperatures = [max(sequence.sampling.temperature, SMALLEST_TEMPERATURE) for sequence in sequences]
+    temperatures = [
+        max(sequence.sampling.temperature, SMALLEST_TEMPERATURE) for sequence in sequences
+    ]
     scores = scores.float() / column(temperatures, torch.float32)
     if any(sequence.sampling.top_k or sequence.sampling.top_p < 1 for sequence in sequences):
         every = scores.shape[1]
@@ -106,7 +117,8 @@ def gumbel(keys: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
     key = torch.tensor(keys, dtype=torch.int64, device=like.device)
     token = torch.arange(like.shape[1], dtype=torch.int64, device=like.device)
     number = _mix((_mix(token ^ key[:, :1]) + key[:, 1:]) & _MASK)
-    # float32 is fine near 0 and coarse near 1, and the smallest number wins: so it is kept exact, and below 1.
+    # float32 is fine near 0 and coarse near 1, and the smallest number wins: so it is kept exact,
+    # and below 1.
     uniform = ((number.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-uniform))
 

@@ -1,8 +1,8 @@
 """Many answers at once: what every engine does, and the one on transformers' continuous batching.
 
-A request joins the batch as soon as there is room and leaves it when its answer ends; prompts that begin alike share
-their part of the cache, so the turns of a conversation are read once. `static_engine` is for the models and devices
-where that does not work.
+A request joins the batch as soon as there is room and leaves it when its answer ends; prompts that
+begin alike share their part of the cache, so the turns of a conversation are read once.
+`static_engine` is for the models and devices where that does not work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from finetune.errors import ConfigError
 from finetune.inference.choose_tokens import RunningSequence, adjust_each
 from finetune.inference.sampling import Draws, Sampling
 
-PAGE_TOKENS = 32  # tokens of a page of the cache: what prompts that begin alike share is counted in whole pages
+# tokens of a page of the cache: what prompts that begin alike share is counted in whole pages
+PAGE_TOKENS = 32
 WAIT_SECONDS = 0.05
 DEFAULT_CACHE_TOKENS_PER_ANSWER = 2048
 MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, for keys and values
@@ -43,7 +44,9 @@ class Limits:
     cache_tokens: int  # tokens that the key-value cache holds, of all answers together
 
 
-def find_limits(model: Any, device: torch.device, max_batch: int, context_tokens: int | None) -> Limits:
+def find_limits(
+    model: Any, device: torch.device, max_batch: int, context_tokens: int | None
+) -> Limits:
     """Limits for a loaded model. The cache takes at most MEMORY_SHARE of what is free.
 
     Raises:
@@ -61,28 +64,37 @@ def find_limits(model: Any, device: torch.device, max_batch: int, context_tokens
         )
     context = context_tokens or made_for
     wanted = max(context, max_batch * min(context, DEFAULT_CACHE_TOKENS_PER_ANSWER))
-    affordable = int(_free_bytes(device) * MEMORY_SHARE / _cache_bytes_per_token(config, model.dtype))
+    affordable = int(
+        _free_bytes(device) * MEMORY_SHARE / _cache_bytes_per_token(config, model.dtype)
+    )
     cache_tokens = min(wanted, affordable)
     if affordable < 64:
         raise ConfigError(
-            "there is no memory left for the key-value cache", str(device), "use a smaller model, or a free device"
+            "there is no memory left for the key-value cache",
+            str(device),
+            "use a smaller model, or a free device",
         )
     return Limits(max_batch, min(context, cache_tokens), cache_tokens)
 
 
 def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values, once in the cache and once more when attention reads them."""
+    """Bytes of one token's keys and values, once in the cache and once more when attention reads
+    them.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     widths = 2 * head_dim
-    if has_latent_cache(config):  # transformers keeps them unfolded, and their head_dim is another number
+    # transformers keeps them unfolded, and their head_dim is another number
+    if has_latent_cache(config):
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     copies = 1 + config.num_attention_heads / heads / config.num_hidden_layers
     return int(config.num_hidden_layers * heads * widths * dtype.itemsize * copies)
 
 
 def has_latent_cache(config: Any) -> bool:
-    """Whether keys and values are made of a latent (DeepSeek's MLA): each has a width of its own."""
+    """Whether keys and values are made of a latent (DeepSeek's MLA): each has a width of its
+    own.
+    """
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
@@ -97,7 +109,9 @@ def _free_bytes(device: torch.device) -> int:
 
 @dataclass
 class Job:
-    """One answer in an engine. `listener` is called in the engine's thread and must return at once."""
+    """One answer in an engine. `listener` is called in the engine's thread and must return at
+    once.
+    """
 
     identity: str
     prompt_ids: Sequence[int]
@@ -109,7 +123,9 @@ class Job:
         self.draws = Draws(self.sampling.seed)
 
     def sequence(self, answer_ids: Sequence[int]) -> RunningSequence:
-        return RunningSequence(self.sampling, self.draws, [*self.prompt_ids, *answer_ids], len(self.prompt_ids))
+        return RunningSequence(
+            self.sampling, self.draws, [*self.prompt_ids, *answer_ids], len(self.prompt_ids)
+        )
 
 
 class Engine(Protocol):
@@ -127,7 +143,9 @@ class Engine(Protocol):
 
 
 class _JobSampler(ContinuousBatchingLogitsProcessor):
-    """Settings per job inside transformers' batch: scores are adjusted so that its argmax takes our token."""
+    """Settings per job inside transformers' batch: scores are adjusted so that its argmax takes our
+    token.
+    """
 
     supported_kwargs: dict[str, type] = {"job": Job}
     ignored_kwargs: tuple[str, ...] = ()
@@ -141,18 +159,21 @@ class _JobSampler(ContinuousBatchingLogitsProcessor):
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list) -> torch.Tensor:
-        self._jobs, self._sequences = [], []
+        self._jobs = []
+        self._sequences = []
         for request in requests_with_new_token:
             state = request.state
             job: Job = state.logit_processor_kwargs["job"]
-            # A request that had to give its cache away comes back with the answer so far in its prompt.
+            # A request that had to give its cache away comes back with the answer so far in its
+            # prompt.
             answer = [*state.initial_tokens[len(job.prompt_ids) :], *state.generated_tokens]
             self._jobs.append(job)
             self._sequences.append(job.sequence(answer))
         return torch.zeros(len(self._sequences), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        # What follows our jobs' sequences belongs to prompts that are still being read; nothing is taken from it.
+        # What follows our jobs' sequences belongs to prompts that are still being read; nothing is
+        # taken from it.
         count = len(self._sequences)
         adjusted, failed = adjust_each(scores[:count], self._sequences)
         for number, error in failed.items():
@@ -163,18 +184,25 @@ class _JobSampler(ContinuousBatchingLogitsProcessor):
 class ContinuousEngine:
     """transformers' continuous batching with settings per job.
 
-    Accelerator graphs and asynchronous steps are off: tokens are chosen by code that runs anew in every step.
+    Accelerator graphs and asynchronous steps are off: tokens are chosen by code that runs anew in
+    every step.
     """
 
-    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, limits: Limits) -> None:
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it would print ids of prompts
+    def __init__(
+        self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, limits: Limits
+    ) -> None:
+        # it would print ids of prompts
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         self._jobs: dict[str, tuple[Job, int]] = {}  # job, tokens that its listener has
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._stop_ids = list(stop_ids)
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
-                do_sample=False, eos_token_id=self._stop_ids, pad_token_id=pad_id, max_new_tokens=limits.context_tokens
+                do_sample=False,
+                eos_token_id=self._stop_ids,
+                pad_token_id=pad_id,
+                max_new_tokens=limits.context_tokens,
             ),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE_TOKENS,
@@ -188,7 +216,9 @@ class ContinuousEngine:
                 auto_switch_to_flash=False,
             ),
         )
-        sampler = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([_JobSampler(self._fail)]))
+        sampler = ContinuousBatchingLogitsProcessorList(
+            LogitsProcessorList([_JobSampler(self._fail)])
+        )
         sampler.tensors_required = 1
         self._manager.logit_processor = sampler
         self._manager.start()
@@ -253,7 +283,9 @@ class ContinuousEngine:
 
     def _fail_all(self) -> None:
         fatal = self._manager.background_thread_status.fatal_error
-        reason = "the model is being closed" if fatal is None else f"{type(fatal).__name__}: {fatal}"
+        reason = (
+            "the model is being closed" if fatal is None else f"{type(fatal).__name__}: {fatal}"
+        )
         with self._lock:
             jobs, self._jobs = [job for job, _ in self._jobs.values()], {}
         for job in jobs:

@@ -1,13 +1,13 @@
-"""The generation core: prompts in, answers out, whole or as a stream; chat, serve and eval all stand on it.
+"""The generation core: prompts in, answers out, whole or as a stream; chat, serve and eval all
+stand on it.
 
-    generator = load_for_generation("runs/my-run")
-    generator.generate(["a prompt", [{"role": "user", "content": "a question"}]], Sampling(max_new_tokens=64))
-    stream = generator.stream([{"role": "user", "content": "a question"}])
-    for piece in stream: ...
-    stream.answer
+    generator = load_for_generation("runs/my-run") generator.generate(["a prompt", [{"role": "user",
+    "content": "a question"}]], Sampling(max_new_tokens=64)) stream = generator.stream([{"role":
+    "user", "content": "a question"}]) for piece in stream: ... stream.answer
 
-A prompt is a text (taken as it is), messages (written by the chat template), or token ids. With temperature 0 the
-tokens are those of transformers' `model.generate(do_sample=False)`, alone and in a batch.
+A prompt is a text (taken as it is), messages (written by the chat template), or token ids. With
+temperature 0 the tokens are those of transformers' `model.generate(do_sample=False)`, alone and in
+a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
 from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits, has_latent_cache
 from finetune.inference.limited_template import limit_chat_template
-from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
+from finetune.inference.loading import (
+    check_fit,
+    end_ids,
+    find_source,
+    load_tokenizer_of,
+    load_weights,
+)
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
 from finetune.inference.tool_calls import CallForm, CallReader, find_form, shown_tokens
@@ -68,11 +74,13 @@ class Generator:
         continuous: bool | None = None,
         cpu_threads: int | None = None,
     ) -> None:
-        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
         device, eos = model.device, model.config.get_text_config().eos_token_id
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # The operations of a small model are shorter than waking another thread, and much shorter than waiting for
-            # one that the system has put aside.
+            # The operations of a small model are shorter than waking another thread, and much
+            # shorter than waiting for one that the system has put aside.
             threads = 1 if model.num_parameters() < SMALL_MODEL_PARAMETERS else cpu_threads
             if threads is not None:
                 torch.set_num_threads(threads)
@@ -82,7 +90,8 @@ class Generator:
         self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
         if continuous is None:
-            # Where it is tested; its cache has one width for keys and values, which latent attention's are not of.
+            # Where it is tested; its cache has one width for keys and values, which latent
+            # attention's are not of.
             continuous = (
                 can_pack(model.config)
                 and only_attends(model.config)
@@ -94,7 +103,8 @@ class Generator:
             model, sorted(self.stop_ids), padding_id(model.config, tokenizer), self.limits
         )
         try:
-            self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))  # it works, or says why not
+            # it works, or says why not
+            self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))
         except BaseException:
             self.close()
             raise
@@ -103,22 +113,30 @@ class Generator:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How the chat template writes calls of tools; None where it writes none, or they could not be read back."""
+        """How the chat template writes calls of tools; None where it writes none, or they could not
+        be read back.
+        """
         return find_form(self._template)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt text of a conversation, up to where the answer begins: what training has before that answer.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The prompt text of a conversation, up to where the answer begins: what training has
+        before that answer.
 
         Raises:
             DataError: no message, a wrong role or content, or a refusal of the chat template.
         """
         turns = [_message(number, message) for number, message in enumerate(messages)]
         if not turns:
-            raise DataError("there is no message", "messages", "send at least one message with role and content")
+            raise DataError(
+                "there is no message", "messages", "send at least one message with role and content"
+            )
         template = self._template.with_tools(_tools(tools))
         if tools and self.call_form is None:
             raise DataError(
-                "the model's chat template writes no calls of tools, or in a form that is not read back",
+                "the model's chat template writes no calls of tools, or in a form that is not read"
+                " back",
                 "tools",
                 "use a model or --template of the forms of Qwen, Hermes, Llama 3 or Mistral",
             )
@@ -138,7 +156,8 @@ class Generator:
             DataError: as `render`; an empty prompt; an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            # As transformers does by default: with the tokens that the tokenizer puts around a plain text.
+            # As transformers does by default: with the tokens that the tokenizer puts around a
+            # plain text.
             ids = self.tokenizer(prompt)["input_ids"]
         elif len(prompt) and all(isinstance(part, int) for part in prompt):
             ids = [int(part) for part in prompt]  # type: ignore[arg-type]
@@ -146,10 +165,13 @@ class Generator:
             ids = self.tokenizer(self.render(prompt, tools), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
         if not ids:
             raise DataError("the prompt is empty", "prompt", "send at least one token")
-        # Of texts too: a tokenizer may have ids, of images say, that the model has no embedding for.
+        # Of texts too: a tokenizer may have ids, of images say, that the model has no embedding
+        # for.
         highest = self.model.config.get_text_config().vocab_size
         if min(ids) < 0 or max(ids) >= highest:
-            raise DataError("a token id is outside the vocabulary", "prompt", f"use ids from 0 to {highest - 1}")
+            raise DataError(
+                "a token id is outside the vocabulary", "prompt", f"use ids from 0 to {highest - 1}"
+            )
         return list(ids)
 
     # ------------------------------------------------------------ answers
@@ -174,7 +196,8 @@ class Generator:
         room = self.context_tokens - len(ids)
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; the model reads at most {self.context_tokens} with the answer",
+                f"the prompt has {len(ids)} tokens; the model reads at most {self.context_tokens}"
+                " with the answer",
                 "prompt",
                 "shorten the conversation or begin a new one",
             )
@@ -182,13 +205,20 @@ class Generator:
         sampling = sampling.changed(max_new_tokens=min(sampling.max_new_tokens or room, room))
         form = self.call_form if tools else None
         shown = frozenset() if form is None else shown_tokens(form, self._template)
-        text, calls = AnswerText(self.tokenizer, sampling.stop, shown), None if form is None else CallReader(form)
+        text, calls = (
+            AnswerText(self.tokenizer, sampling.stop, shown),
+            None if form is None else CallReader(form),
+        )
         generation = Generation(self.engine, self.stop_ids, len(ids), text, on_piece, calls)
         self.engine.submit(Job(generation.identity, ids, sampling, generation.receive))
         return generation
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> AnswerStream:
         """The answer to one prompt, piece by piece. Raises as `start`."""
         stream = AnswerStream()
@@ -241,14 +271,17 @@ def load_for_generation(
     trust_remote_code: bool = False,
     limit_template: bool = False,
 ) -> Generator:
-    """Load a model to answer with. Model, adapter, device, dtype and template are as `ModelOptions` describes them.
+    """Load a model to answer with. Model, adapter, device, dtype and template are as `ModelOptions`
+    describes them.
 
     Args:
         max_batch: answers written at the same time.
         context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
         continuous: whether requests may join a running batch; None: wherever that is tested.
-        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's own number.
-        limit_template: render the chat template in a process with limits, as prompts are not the caller's own.
+        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's
+            own number.
+        limit_template: render the chat template in a process with limits, as prompts are not the
+            caller's own.
 
     Raises:
         ConfigError, DataError: no such model, adapter, device or template; files that do not fit.
@@ -259,7 +292,9 @@ def load_for_generation(
     tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
     if limit_template:
         limit_chat_template(tokenizer)
-    network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
+    network = load_weights(
+        source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code
+    )
     check_fit(network, tokenizer, source)
     return Generator(
         network,
@@ -279,14 +314,24 @@ def _message(number: int, message: Any) -> Message:
     role, content = message.get("role"), message.get("content")
     role = "system" if role == "developer" else role
     if role not in ROLES:
-        raise DataError(f"role is {str(role)[:40]!r}", f"{where}.role", f"use one of {', '.join(ROLES)}")
+        raise DataError(
+            f"role is {str(role)[:40]!r}", f"{where}.role", f"use one of {', '.join(ROLES)}"
+        )
     try:
-        calls = read_calls(message.get("tool_calls"), f"{where}.tool_calls", number) if role == "assistant" else ()
+        calls = (
+            read_calls(message.get("tool_calls"), f"{where}.tool_calls", number)
+            if role == "assistant"
+            else ()
+        )
     except RecordProblem as problem:
-        raise DataError(str(problem), where, "send calls as they were answered: id, type and function") from problem
+        raise DataError(
+            str(problem), where, "send calls as they were answered: id, type and function"
+        ) from problem
     content = "" if content is None and calls else content
     if not isinstance(content, str):
-        raise DataError("content is not a text", f"{where}.content", "send the message's text as content")
+        raise DataError(
+            "content is not a text", f"{where}.content", "send the message's text as content"
+        )
     if role == "tool":
         return Message(role, content, call_id=str(message.get("tool_call_id") or ""))
     return Message(role, content, calls=calls)
@@ -296,4 +341,6 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> Tools:
     try:
         return read_tools(list(given), "tools")
     except RecordProblem as problem:
-        raise DataError(str(problem), "tools", "send functions with name, description and parameters") from problem
+        raise DataError(
+            str(problem), "tools", "send functions with name, description and parameters"
+        ) from problem

@@ -1,8 +1,10 @@
-"""Greedy answers of a model while it is trained: in the caller's thread, through the model as training calls it.
+"""Greedy answers of a model while it is trained: in the caller's thread, through the model as
+training calls it.
 
-The engines take a model that is there to answer; this one is wrapped (DDP, DeepSpeed), under autocast, maybe in pieces
-on several ranks, and goes on training afterwards. So nothing of it is changed that is not put back, and every forward
-goes through the wrapper. What the comments say of others is of transformers 5.23 and torch 2.13.
+The engines take a model that is there to answer; this one is wrapped (DDP, DeepSpeed), under
+autocast, maybe in pieces on several ranks, and goes on training afterwards. So nothing of it is
+changed that is not put back, and every forward goes through the wrapper. What the comments say of
+others is of transformers 5.23 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def answering(wrapped: torch.nn.Module, model: PreTrainedModel) -> Iterator[None
         model.set_attn_implementation("eager" if softcapped else "sdpa")
     wrapped.eval()
     try:
-        # Compiled layers would be compiled again for each form of batch, of which torch allows a few: beyond them
-        # training would go on with another kernel.
+        # Compiled layers would be compiled again for each form of batch, of which torch allows a
+        # few: beyond them training would go on with another kernel.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -54,8 +56,9 @@ def greedy_tokens(
         wrapped: `model` as training calls it; to be called inside `answering`.
         prompts: token ids, one at least each.
         most_tokens: of each answer, its end included; 0 where none is wanted.
-        going: whether any rank goes on, given whether this one does; it is asked before every forward but the first.
-            Where weights are in pieces on all ranks (ZeRO-3), all must make as many forwards.
+        going: whether any rank goes on, given whether this one does; it is asked before every
+            forward but the first. Where weights are in pieces on all ranks (ZeRO-3), all must make
+            as many forwards.
 
     Returns:
         Token ids of each answer, with the end token where there is one.
@@ -66,7 +69,9 @@ def greedy_tokens(
     for number, prompt in enumerate(prompts):
         ids[number, longest - len(prompt) :] = torch.tensor(list(prompt))
         mask[number, longest - len(prompt) :] = 1
-    furthest = max(len(prompt) + most for prompt, most in zip(prompts, most_tokens, strict=True)) - 1
+    furthest = (
+        max(len(prompt) + most for prompt, most in zip(prompts, most_tokens, strict=True)) - 1
+    )
     decoding = _Decoding(wrapped, most_tokens, frozenset(stop_ids), furthest, going)
     settings = GenerationConfig(
         do_sample=False,
@@ -79,13 +84,17 @@ def greedy_tokens(
     device = model.device
     with torch.no_grad():
         model.generate(
-            ids.to(device), attention_mask=mask.to(device), generation_config=settings, custom_generate=decoding
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            custom_generate=decoding,
         )
     return decoding.answers
 
 
 class _Decoding:
-    """The loop of one batch, in the place of transformers' own, which would call the model below the wrapper.
+    """The loop of one batch, in the place of transformers' own, which would call the model below
+    the wrapper.
 
     Args:
         furthest: the last position of any answer.
@@ -99,8 +108,11 @@ class _Decoding:
         furthest: int,
         going: Callable[[bool], bool],
     ) -> None:
-        self.wrapped, self.most_tokens, self.stop_ids = wrapped, most_tokens, stop_ids
-        self.furthest, self.going = furthest, going
+        self.wrapped = wrapped
+        self.most_tokens = most_tokens
+        self.stop_ids = stop_ids
+        self.furthest = furthest
+        self.going = going
         self.answers: list[list[int]] = [[] for _ in most_tokens]
         self.over = [most == 0 for most in most_tokens]
 
@@ -124,7 +136,8 @@ class _Decoding:
                 prepared["logits_to_keep"] = last
             outputs = self.wrapped(**prepared, return_dict=True)
             inputs = model._update_model_kwargs_for_generation(outputs, inputs)
-            if inputs.get("position_ids") is not None:  # of answers that are over, but still go along
+            # of answers that are over, but still go along
+            if inputs.get("position_ids") is not None:
                 inputs["position_ids"] = inputs["position_ids"].clamp(max=self.furthest)
             tokens = logits_processor(ids, outputs.logits[:, -1].float()).argmax(dim=-1)
             self._take(tokens.tolist())
@@ -135,4 +148,6 @@ class _Decoding:
         for number, token in enumerate(tokens):
             if not self.over[number]:
                 self.answers[number].append(token)
-                self.over[number] = token in self.stop_ids or len(self.answers[number]) >= self.most_tokens[number]
+                self.over[number] = (
+                    token in self.stop_ids or len(self.answers[number]) >= self.most_tokens[number]
+                )

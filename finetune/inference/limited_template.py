@@ -1,8 +1,9 @@
-"""Chat templates with limits: a template is a program that came with the model, and a server runs it for each request.
+"""Chat templates with limits: a template is a program that came with the model, and a server runs
+it for each request.
 
-transformers' sandbox keeps it from the system, not from computing for ever ({% for %} in {% for %}) or filling the
-memory ('%2000000000d', a text doubled again and again). Nothing inside a process stops all of that, so it runs in one
-of its own.
+transformers' sandbox keeps it from the system, not from computing for ever ({% for %} in {% for %})
+or filling the memory ('%2000000000d', a text doubled again and again). Nothing inside a process
+stops all of that, so it runs in one of its own.
 """
 
 from __future__ import annotations
@@ -33,20 +34,25 @@ COMMAND = (sys.executable, "-m", "finetune.inference.template_process")
 def limit_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let the tokenizer render its chat template in a process with limits from now on.
 
-    A tokenizer class with a way of its own keeps it: it has none of these programs, or runs code of the model anyway.
+    A tokenizer class with a way of its own keeps it: it has none of these programs, or runs code of
+    the model anyway.
     """
     if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
-        tokenizer.apply_chat_template = TemplateProcess(tokenizer.special_tokens_map, RENDER_SECONDS).render
+        tokenizer.apply_chat_template = TemplateProcess(
+            tokenizer.special_tokens_map, RENDER_SECONDS
+        ).render
 
 
 class TemplateProcess:
-    """Renders chat templates in a process of its own; a new one is started after one had to be ended.
+    """Renders chat templates in a process of its own; a new one is started after one had to be
+    ended.
 
     `variables` are those of every template: the special tokens.
     """
 
     def __init__(self, variables: Mapping[str, Any], seconds: float) -> None:
-        self._variables, self._seconds = dict(variables), seconds
+        self._variables = dict(variables)
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
@@ -70,7 +76,12 @@ class TemplateProcess:
         assert not tokenize
         variables = {**self._variables, "add_generation_prompt": add_generation_prompt}
         with self._lock:
-            asked = {"source": chat_template, "turns": list(turns), "tools": tools, "variables": variables}
+            asked = {
+                "source": chat_template,
+                "turns": list(turns),
+                "tools": tools,
+                "variables": variables,
+            }
             answer = self._ask(asked)
         if answer["is"] == "refused":
             raise jinja2.TemplateError(answer["reason"])
@@ -85,7 +96,9 @@ class TemplateProcess:
             self._read_line(START_SECONDS, "did not start")
             self._ready = True
         self._write_line(message)
-        return json.loads(self._read_line(self._seconds, f"took longer than {self._seconds:g} seconds"))
+        return json.loads(
+            self._read_line(self._seconds, f"took longer than {self._seconds:g} seconds")
+        )
 
     def _start(self) -> None:
         self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -121,5 +134,7 @@ class TemplateProcess:
 
 def _exceeded(reason: str) -> DataError:
     return DataError(
-        f"the model's chat template {reason}", "messages", "shorten the conversation, or serve with another --template"
+        f"the model's chat template {reason}",
+        "messages",
+        "shorten the conversation, or serve with another --template",
     )

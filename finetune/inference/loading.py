@@ -1,4 +1,6 @@
-"""A model folder, a run's output, an adapter or a hub id -> the model and tokenizer to generate with."""
+"""A model folder, a run's output, an adapter or a hub id -> the model and tokenizer to generate
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from finetune.data.encoding.render import stop_token_ids
 from finetune.data.encoding.templates import load_tokenizer, read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.hub import from_modelscope
-from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
+from finetune.modeling.model_config import (
+    check_weights,
+    load_model_config,
+    warn_of_missing_embeddings,
+)
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.modeling.quantisation import NOTE_NAME, quantized_loading
 from finetune.runtime.quiet_import import import_bitsandbytes
@@ -52,7 +58,8 @@ class Source:
 
 
 def find_source(model: str | None, adapter: str | None = None) -> Source:
-    """What `--model` and `--adapter` mean. A folder with an adapter stands for that adapter on its base.
+    """What `--model` and `--adapter` mean. A folder with an adapter stands for that adapter on its
+    base.
 
     Raises:
         ConfigError: neither given, no adapter there, or its base is not to be found.
@@ -84,11 +91,14 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
     checkpoints = sorted(
-        (path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()), key=lambda path: int(path.name[11:])
+        (path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
+        key=lambda path: int(path.name[11:]),
     )
     if checkpoints or (folder / "run.yaml").is_file():
         newest = f", or give its checkpoint {checkpoints[-1].name}" if checkpoints else ""
-        raise ConfigError("the run is not finished: it has no model yet", str(folder), f"wait for it{newest}")
+        raise ConfigError(
+            "the run is not finished: it has no model yet", str(folder), f"wait for it{newest}"
+        )
 
 
 def _downloaded_adapter(name: str) -> Path:
@@ -96,7 +106,10 @@ def _downloaded_adapter(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    fix = "give --adapter a folder with adapter_config.json and adapter_model.safetensors, or a hub id"
+    fix = (
+        "give --adapter a folder with adapter_config.json and adapter_model.safetensors, or a"
+        " hub id"
+    )
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # never a pickle
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ConfigError("no adapter is there (no adapter_config.json)", name, fix)
@@ -106,7 +119,9 @@ def _downloaded_adapter(name: str) -> Path:
         except LocalEntryNotFoundError:
             folder = Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError, HFValidationError) as error:
-        raise ConfigError(f"the adapter cannot be loaded: {str(error).splitlines()[0]}", name, fix) from error
+        raise ConfigError(
+            f"the adapter cannot be loaded: {str(error).splitlines()[0]}", name, fix
+        ) from error
     if not _holds_adapter(folder):
         raise ConfigError("no adapter is there (no adapter_config.json)", name, fix)
     return folder
@@ -137,19 +152,27 @@ def _base_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that a model came from; `settings` and `identity` are empty where they cannot be read."""
+    """The run that a model came from; `settings` and `identity` are empty where they cannot be
+    read.
+    """
 
     folder: Path
     settings: dict[str, Any]
     identity: dict[str, Any]
 
     def evaluations(self, up_to_step: int | None = None) -> list[dict[str, Any]]:
-        """The run's evaluations in order, those after a step left out; none where the log cannot be read."""
+        """The run's evaluations in order, those after a step left out; none where the log cannot be
+        read.
+        """
         try:
             events = list(read_jsonl_tolerant(self.folder / "events.jsonl"))
         except (OSError, DataError):
             return []
-        found = [event for event in events if event.get("event") == "eval" and isinstance(event.get("step"), int)]
+        found = [
+            event
+            for event in events
+            if event.get("event") == "eval" and isinstance(event.get("step"), int)
+        ]
         return [event for event in found if up_to_step is None or event["step"] <= up_to_step]
 
 
@@ -163,7 +186,8 @@ def find_run(result: Path) -> Origin | None:
 
 
 def trained_on(adapter: Path) -> str:
-    """What an adapter's base was held in when it was trained, nf4 or int8, by its own note or its run; none if unknown.
+    """What an adapter's base was held in when it was trained, nf4 or int8, by its own note or its
+    run; none if unknown.
 
     Raises:
         ConfigError: the note cannot be read.
@@ -177,14 +201,17 @@ def trained_on(adapter: Path) -> str:
         if kind not in ("none", "nf4", "int8"):
             raise ValueError(f"quantization is {kind!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"the adapter's note cannot be read: {error}", str(note), "copy the adapter again") from error
+        raise ConfigError(
+            f"the adapter's note cannot be read: {error}", str(note), "copy the adapter again"
+        ) from error
     return str(kind)
 
 
 def load_tokenizer_of(
     source: Source, template: str | None, *, trust_remote_code: bool, chats: bool = True
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that was trained with: the adapter's own where it has one.
+    """The tokenizer with the chat template that was trained with: the adapter's own where it has
+    one.
 
     Args:
         chats: whether it needs a chat template.
@@ -207,7 +234,8 @@ def load_weights(
     """The model in eval mode on its device, the adapter's layers inside.
 
     Args:
-        rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the dtype again.
+        rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the
+            dtype again.
 
     Raises:
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
@@ -223,11 +251,18 @@ def load_weights(
             revision=revision,
             config=config,
             dtype=DTYPES[dtype],
-            # Softcapped attention is right in transformers' eager path only; else transformers chooses.
-            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+            # Softcapped attention is right in transformers' eager path only; else transformers
+            # chooses.
+            attn_implementation=(
+                "eager" if getattr(config, "attn_logit_softcapping", None) else None
+            ),
             use_safetensors=True,  # a .bin file is a pickle; pickles are never read
             trust_remote_code=trust_remote_code,
-            **({} if rounded == "none" else quantized_loading(rounded, DTYPES[dtype], device, zero3=False)),
+            **(
+                {}
+                if rounded == "none"
+                else quantized_loading(rounded, DTYPES[dtype], device, zero3=False)
+            ),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -236,12 +271,16 @@ def load_weights(
             "the folder needs model.safetensors (or its shards with an index)",
         ) from error
     if rounded != "none":
-        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # it says what is asked
+        # it says what is asked
+        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
         model = model.dequantize(DTYPES[dtype])
     if source.adapter is not None:
         if rounded == "none" and (kind := trained_on(source.adapter)) != "none":
-            logger.info("the adapter was trained on a base in %s; here it stands on one in %s", kind, dtype)
-        # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
+            logger.info(
+                "the adapter was trained on a base in %s; here it stands on one in %s", kind, dtype
+            )
+        # The model itself, with the adapter's layers in place: generation knows nothing of the
+        # wrapper.
         model = with_adapter(model, source.adapter).get_base_model()
     return model.to(device).eval().requires_grad_(False)
 
@@ -261,7 +300,9 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         with warnings.catch_warnings():
             # peft asks the model by a name that transformers has renamed.
             warnings.filterwarnings(
-                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+                "ignore",
+                message="`is_gradient_checkpointing` is deprecated",
+                category=FutureWarning,
             )
             return PeftModel.from_pretrained(model, str(folder))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -273,12 +314,17 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def end_ids(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, config_eos: int | list[int] | None
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    config_eos: int | list[int] | None,
 ) -> tuple[int, ...]:
-    """Every token that ends an answer: of the template's turns, of the tokenizer and of the model's settings."""
+    """Every token that ends an answer: of the template's turns, of the tokenizer and of the model's
+    settings.
+    """
     ends = set(stop_token_ids(tokenizer))
     padding = tokenizer.added_tokens_decoder.get(tokenizer.pad_token_id)
-    if padding is not None and padding.special:  # often <|endoftext|>: what follows it belongs to another document
+    # often <|endoftext|>: what follows it belongs to another document
+    if padding is not None and padding.special:
         ends.add(tokenizer.pad_token_id)
     for named in (generation.eos_token_id, config_eos):
         ends.update([named] if isinstance(named, int) else named or ())
@@ -289,4 +335,6 @@ def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source
     """Raise DataError if tokenizer and model do not belong together."""
     warn_of_missing_embeddings(model.config, tokenizer)
     if tokenizer.backend_tokenizer is None:
-        raise DataError("the tokenizer has no fast form", source.base, "use a model with a tokenizer.json")
+        raise DataError(
+            "the tokenizer has no fast form", source.base, "use a model with a tokenizer.json"
+        )

@@ -12,7 +12,8 @@ from finetune.errors import ConfigError
 
 MAX_STOPS = 8
 MAX_STOP_CHARACTERS = 256
-MAX_TOKENS = 2**31 - 1  # of what counts tokens: beyond any vocabulary or context, and a number that every tensor holds
+# of what counts tokens: beyond any vocabulary or context, and a number that every tensor holds
+MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 10
 MIN_PENALTY, MAX_PENALTY = 0.01, 10
 
@@ -22,11 +23,14 @@ class Sampling:
     """Settings of one answer.
 
     Attributes:
-        max_new_tokens: most tokens of the answer, its end included; None: as many as the context leaves room for.
-        temperature: 0 takes the likeliest token always; else logits are divided by it and a token is drawn.
+        max_new_tokens: most tokens of the answer, its end included; None: as many as the context
+            leaves room for.
+        temperature: 0 takes the likeliest token always; else logits are divided by it and a token
+            is drawn.
         top_p: draw from the fewest tokens that hold this probability together; 1 for all.
         top_k: draw from this many likeliest tokens; 0 for all.
-        repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 for none.
+        repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely;
+            1 for none.
         seed: the same seed gives the same answer, alone or in a batch; None draws a seed.
         stop: texts that end the answer; they are not part of it.
 
@@ -49,7 +53,11 @@ class Sampling:
                 self.max_new_tokens is None or 1 <= self.max_new_tokens <= MAX_TOKENS,
                 f"from 1 to {MAX_TOKENS}",
             ),
-            ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"from 0 to {MAX_TEMPERATURE}"),
+            (
+                "temperature",
+                0 <= self.temperature <= MAX_TEMPERATURE,
+                f"from 0 to {MAX_TEMPERATURE}",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k <= MAX_TOKENS, f"from 0 (all tokens) to {MAX_TOKENS}"),
             (
@@ -60,17 +68,24 @@ class Sampling:
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             (
                 "stop",
-                len(self.stop) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
+                len(self.stop) <= MAX_STOPS
+                and all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
                 f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters",
             ),
         )
         for name, fine, rule in checks:
             if not fine:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {rule}", name, f"set {name} {rule}")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; it must be {rule}",
+                    name,
+                    f"set {name} {rule}",
+                )
 
     def changed(self, **changes: Any) -> Sampling:
         """These settings with those that are given and not None."""
-        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+        return replace(
+            self, **{name: value for name, value in changes.items() if value is not None}
+        )
 
 
 def default_sampling(settings: Any) -> Sampling:
@@ -87,7 +102,9 @@ def default_sampling(settings: Any) -> Sampling:
 
 
 class Draws:
-    """The random numbers of one answer: a pure function of (seed, position), so no batch or device changes them."""
+    """The random numbers of one answer: a pure function of (seed, position), so no batch or device
+    changes them.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self.seed = secrets.randbits(63) if seed is None else seed

@@ -1,7 +1,9 @@
-"""Many answers at once with transformers' `generate`: a batch is filled, answered to its end, then the next one.
+"""Many answers at once with transformers' `generate`: a batch is filled, answered to its end, then
+the next one.
 
-For models whose layers are not all attention, and for devices where continuous batching has not been tried. Requests
-wait for the batch before theirs; the key-value cache of a single answer is kept for a prompt that continues it.
+For models whose layers are not all attention, and for devices where continuous batching has not
+been tried. Requests wait for the batch before theirs; the key-value cache of a single answer is
+kept for a prompt that continues it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,13 +30,19 @@ from finetune.inference.engine import Job, Limits
 class StaticEngine:
     """Batches through `generate`, left-padded."""
 
-    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, limits: Limits) -> None:
-        self._model, self._stop_ids, self._pad_id, self._limits = model, set(stop_ids), pad_id, limits
+    def __init__(
+        self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, limits: Limits
+    ) -> None:
+        self._model = model
+        self._stop_ids = set(stop_ids)
+        self._pad_id = pad_id
+        self._limits = limits
         self._waiting: deque[Job] = deque()
         self._cancelled: set[str] = set()
         self._change = threading.Condition()
         self._closed = False
-        self._kept: tuple[list[int], DynamicCache] | None = None  # tokens, and their keys and values
+        # tokens, and their keys and values
+        self._kept: tuple[list[int], DynamicCache] | None = None
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
@@ -68,7 +82,10 @@ class StaticEngine:
                     self._change.wait()
                 if self._closed:
                     break
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._limits.max_batch))]
+                batch = [
+                    self._waiting.popleft()
+                    for _ in range(min(len(self._waiting), self._limits.max_batch))
+                ]
             answers = _Answers(self, batch, self._stop_ids)
             try:
                 self._answer(batch, answers)
@@ -93,7 +110,8 @@ class StaticEngine:
             do_sample=False,
             eos_token_id=sorted(self._stop_ids),
             pad_token_id=self._pad_id,
-            repetition_penalty=1.0,  # ours is applied by `adjust`; unset, the model's own would be applied too
+            # ours is applied by `adjust`; unset, the model's own would be applied too
+            repetition_penalty=1.0,
             max_new_tokens=max(job.sampling.max_new_tokens or 1 for job in batch),
             return_dict_in_generate=True,
         )
@@ -113,12 +131,15 @@ class StaticEngine:
             self._kept = (result.sequences[0, : made.get_seq_length()].tolist(), made)
 
     def _cache_for(self, prompt_ids: Sequence[int]) -> DynamicCache | None:
-        """The cache of the answer before, cut to what this prompt begins with; None where nothing is shared."""
+        """The cache of the answer before, cut to what this prompt begins with; None where nothing
+        is shared.
+        """
         if self._kept is None:
             return None
         (ids, cache), self._kept = self._kept, None
         shared = 0
-        for ours, theirs in zip(prompt_ids[:-1], ids, strict=False):  # one token at least must be read anew
+        # one token at least must be read anew
+        for ours, theirs in zip(prompt_ids[:-1], ids, strict=False):
             if ours != theirs:
                 break
             shared += 1
@@ -137,7 +158,9 @@ class _Answers(BaseStreamer):
     """The answers of one batch: the tokens of each, and whether it is over."""
 
     def __init__(self, engine: StaticEngine, batch: Sequence[Job], stop_ids: set[int]) -> None:
-        self.engine, self.batch, self.stop_ids = engine, batch, stop_ids
+        self.engine = engine
+        self.batch = batch
+        self.stop_ids = stop_ids
         self.ids: list[list[int]] = [[] for _ in batch]
         self.over = [False] * len(batch)
         self._prompt_seen = False
@@ -154,7 +177,9 @@ class _Answers(BaseStreamer):
                 self.over[number] = True
                 continue
             self.ids[number].append(token)
-            self.over[number] = token in self.stop_ids or len(self.ids[number]) >= (job.sampling.max_new_tokens or 1)
+            self.over[number] = token in self.stop_ids or len(self.ids[number]) >= (
+                job.sampling.max_new_tokens or 1
+            )
             job.listener((token,), self.over[number], None)
 
     def end(self) -> None: ...
@@ -171,10 +196,13 @@ class _Answers(BaseStreamer):
 
 
 class _Settings(LogitsProcessor):
-    """The settings of each sequence. Reads the answer from `input_ids`: a streamer may be a step behind."""
+    """The settings of each sequence. Reads the answer from `input_ids`: a streamer may be a step
+    behind.
+    """
 
     def __init__(self, answers: _Answers, padded_prompt_tokens: int) -> None:
-        self.answers, self.start = answers, padded_prompt_tokens
+        self.answers = answers
+        self.start = padded_prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         texts = input_ids[:, self.start :].tolist()
@@ -186,15 +214,23 @@ class _Settings(LogitsProcessor):
 
 
 class _Finished(StoppingCriteria):
-    """Sequences that are over for a reason of their own: their length, or nobody waits for them any more."""
+    """Sequences that are over for a reason of their own: their length, or nobody waits for them any
+    more.
+    """
 
     def __init__(self, engine: StaticEngine, answers: _Answers, padded_prompt_tokens: int) -> None:
-        self.engine, self.answers, self.start = engine, answers, padded_prompt_tokens
+        self.engine = engine
+        self.answers = answers
+        self.start = padded_prompt_tokens
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         length = input_ids.shape[1] - self.start
         over = [
-            failed or length >= (job.sampling.max_new_tokens or 1) or self.engine.is_cancelled(job.identity)
+            failed
+            or length >= (job.sampling.max_new_tokens or 1)
+            or self.engine.is_cancelled(job.identity)
             for job, failed in zip(self.answers.batch, self.answers.over, strict=True)
         ]
         return torch.tensor(over, dtype=torch.bool, device=input_ids.device)

@@ -1,8 +1,9 @@
-"""The process that renders chat templates for a server. `limited_template.py` starts it and exchanges lines with it.
+"""The process that renders chat templates for a server. `limited_template.py` starts it and
+exchanges lines with it.
 
-JSON, a line each. First {"memory_bytes": most beyond what is there at the start, "characters": most of a text}, which
-{"is": "ready"} answers; then {"source": template, "turns": [...], "tools": [...] or null, "variables": {...}}, which
-one of these answers:
+JSON, a line each. First {"memory_bytes": most beyond what is there at the start, "characters": most
+of a text}, which {"is": "ready"} answers; then {"source": template, "turns": [...], "tools": [...]
+or null, "variables": {...}}, which one of these answers:
 
     {"is": "text", "text": ...}
     {"is": "refused", "reason": ...}       the template refuses the messages or fails on them
@@ -24,7 +25,8 @@ from finetune.runtime.parent_watchdog import die_with_launcher
 def main() -> int:
     """Answer until the input ends."""
     die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; our input ends in order
+    # Ctrl-C reaches the whole terminal; our input ends in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between our lines
     limits = json.loads(sys.stdin.buffer.readline())
@@ -53,12 +55,21 @@ def _render(asked: dict[str, Any], limits: dict[str, int]) -> dict[str, str]:
             **asked["variables"],
         )
         if len(text) > limits["characters"]:
-            return {"is": "exceeded", "reason": f"writes {len(text)} characters; at most {limits['characters']} may be"}
+            return {
+                "is": "exceeded",
+                "reason": f"writes {len(text)} characters; at most {limits['characters']} may be",
+            }
         return {"is": "text", "text": text}
     except MemoryError:
-        return {"is": "exceeded", "reason": f"needs more than {limits['memory_bytes'] >> 20} MiB of memory"}
+        return {
+            "is": "exceeded",
+            "reason": f"needs more than {limits['memory_bytes'] >> 20} MiB of memory",
+        }
     except Exception as error:  # a template may raise anything; it is said where it was asked for
-        return {"is": "refused", "reason": (str(error).splitlines() or [type(error).__name__])[0][:200]}
+        return {
+            "is": "refused",
+            "reason": (str(error).splitlines() or [type(error).__name__])[0][:200],
+        }
 
 
 def _limit_memory(more_bytes: int) -> None:

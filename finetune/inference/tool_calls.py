@@ -1,8 +1,10 @@
-"""Calls of tools in what a model writes: read back from the form that its chat template writes them in.
+"""Calls of tools in what a model writes: read back from the form that its chat template writes them
+in.
 
-Which form that is shows when the template writes a call: the reader that gets it back whole is the one (`find_form`).
-Known are those of Qwen and Hermes, Qwen3-Coder, Llama 3, and Mistral's older and newer one, each after the public
-template of its family. While an answer is written, what may be a call is kept back; what is none in the end is text.
+Which form that is shows when the template writes a call: the reader that gets it back whole is the
+one (`find_form`). Known are those of Qwen and Hermes, Qwen3-Coder, Llama 3, and Mistral's older and
+newer one, each after the public template of its family. While an answer is written, what may be a
+call is kept back; what is none in the end is text.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ _PROBE_TOOL = {
     "function": {
         "name": "probe_tool",
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}, "required": ["probe"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"probe": {"type": "string"}},
+            "required": ["probe"],
+        },
     },
 }
 _PROBE_CALL = Call("probe_tool", {"probe": "value"}, "probe0000")
@@ -65,7 +71,9 @@ def _call(value: Any, key: str) -> Call:
     if not isinstance(arguments, Mapping):
         raise _NoCall
     identity = value.get("id")
-    return Call(value["name"], arguments, identity if isinstance(identity, str) and identity else _new_id())
+    return Call(
+        value["name"], arguments, identity if isinstance(identity, str) and identity else _new_id()
+    )
 
 
 def _new_id() -> str:
@@ -86,7 +94,9 @@ def _read_tagged(text: str) -> list[Call]:
 
 
 def _read_coder(text: str) -> list[Call]:
-    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, one after another."""
+    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, one after
+    another.
+    """
     calls = []
     for body in _bodies(text):
         found = _FUNCTION.fullmatch(body)
@@ -151,10 +161,16 @@ def _read_named(text: str) -> list[Call]:
 
 # The first that reads back what a template writes is the template's.
 FORMS = (
-    CallForm("tagged JSON (Qwen, Hermes)", ("<tool_call>",), _read_tagged, others=("</tool_call>",)),
-    CallForm("tagged functions (Qwen3-Coder)", ("<tool_call>",), _read_coder, others=("</tool_call>",)),
+    CallForm(
+        "tagged JSON (Qwen, Hermes)", ("<tool_call>",), _read_tagged, others=("</tool_call>",)
+    ),
+    CallForm(
+        "tagged functions (Qwen3-Coder)", ("<tool_call>",), _read_coder, others=("</tool_call>",)
+    ),
     CallForm("list (Mistral)", ("[TOOL_CALLS]",), _read_list),
-    CallForm("named arguments (Mistral)", ("[TOOL_CALLS]",), _read_named, others=("[ARGS]", "[CALL_ID]")),
+    CallForm(
+        "named arguments (Mistral)", ("[TOOL_CALLS]",), _read_named, others=("[ARGS]", "[CALL_ID]")
+    ),
     CallForm("bare JSON (Llama 3)", ("<|python_tag|>", "{"), _read_bare, at_start=True),
 )
 
@@ -193,7 +209,10 @@ class CallReader:
     """
 
     def __init__(self, form: CallForm) -> None:
-        self._form, self._held, self._is_call, self._begun = form, "", False, False
+        self._form = form
+        self._held = ""
+        self._is_call = False
+        self._begun = False
         self.calls: list[Call] = []
 
     def add(self, piece: str) -> str:
@@ -204,7 +223,10 @@ class CallReader:
         start = self._start()
         if start is None:
             kept = self._possible_marker()
-            said, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+            said, self._held = (
+                self._held[: len(self._held) - kept],
+                self._held[len(self._held) - kept :],
+            )
         else:
             self._is_call = True
             said, self._held = self._held[:start], self._held[start:]
@@ -232,10 +254,14 @@ class CallReader:
         return min(found, default=None)
 
     def _possible_marker(self) -> int:
-        """Characters at the end that may be the beginning of a marker, with the white space before them."""
+        """Characters at the end that may be the beginning of a marker, with the white space before
+        them.
+        """
         if self._form.at_start:
             beginning = self._held.lstrip()
-            may_be = not self._begun and any(marker.startswith(beginning) for marker in self._form.markers)
+            may_be = not self._begun and any(
+                marker.startswith(beginning) for marker in self._form.markers
+            )
             return len(self._held) if may_be else 0
         longest = max(map(len, self._form.markers)) - 1
         for length in range(min(longest, len(self._held)), 0, -1):

@@ -1,14 +1,19 @@
 """The attention kernel of this device compared with plain attention, before a run takes it.
 
-| device                                   | compared                                      | where it differs        |
+| device                                   | compared                                      | where
+it differs        |
 |------------------------------------------|-----------------------------------------------|-------------------------|
-| CUDA sm90 with flash_attn_interface      | FlashAttention 3 behind torch's own operators | torch's FlashAttention 2|
-| NPU                                      | npu_fusion_attention over document ends       | SDPA per document       |
-| others                                   | nothing: torch's own kernels are taken        |                         |
+| CUDA sm90 with flash_attn_interface      | FlashAttention 3 behind torch's own operators | torch's
+FlashAttention 2|
+| NPU                                      | npu_fusion_attention over document ends       | SDPA
+per document       |
+| others                                   | nothing: torch's own kernels are taken        |
+|
 
-Documents packed one after another and one document a line, without and with the model's kind of window, with its heads,
-in the run's dtype; forward and backward, by the bounds of layer_check.py. The plain operation is SDPA per document by
-matrix products: with FlashAttention 3 switched on, SDPA's fused kernels are that, too.
+Documents packed one after another and one document a line, without and with the model's kind of
+window, with its heads, in the run's dtype; forward and backward, by the bounds of layer_check.py.
+The plain operation is SDPA per document by matrix products: with FlashAttention 3 switched on,
+SDPA's fused kernels are that, too.
 """
 
 from __future__ import annotations
@@ -45,15 +50,20 @@ HOOK = (
     "activate_flash_attention_impl",
     "restore_flash_attention_impl",
 )
-# Tokens of documents, over and over: a document of one token, fewer and more than a kernel's tile, several tiles.
+# Tokens of documents, over and over: a document of one token, fewer and more than a kernel's tile,
+# several tiles.
 LENGTHS = (1, 7, 130, 33, 341)
 MOST_TOKENS = 8 * sum(LENGTHS)
 WIDEST_WINDOW = 100  # shorter than documents here, so that it hides something
-SIZE = 4.0  # of the numbers of query and key, which the scale takes back: one that is forgotten shows
+# of the numbers of query and key, which the scale takes back: one that is forgotten shows
+SIZE = 4.0
 
 
-def check_attention(model: nn.Module, setting: str, *, device_type: str, dtype: torch.dtype, tokens: int) -> str:
-    """Switch on the attention kernel of this device where it agrees with plain attention, and off where it does not.
+def check_attention(
+    model: nn.Module, setting: str, *, device_type: str, dtype: torch.dtype, tokens: int
+) -> str:
+    """Switch on the attention kernel of this device where it agrees with plain attention, and off
+    where it does not.
 
     Args:
         model: transformers' or peft's, before it is wrapped.
@@ -78,8 +88,8 @@ def check_attention(model: nn.Module, setting: str, *, device_type: str, dtype: 
     if problem is None:
         return kernel
     logger.warning(
-        "%s is not used: %s. torch's own attention is. Fix: another version of its package, or --fused-layers off to "
-        "leave out this comparison",
+        "%s is not used: %s. torch's own attention is. Fix: another version of its package, or"
+        " --fused-layers off to leave out this comparison",
         kernel,
         problem,
     )
@@ -92,14 +102,21 @@ def check_attention(model: nn.Module, setting: str, *, device_type: str, dtype: 
 
 
 def _kernel(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """What there is to be compared on this device for a model; None where torch's own attention is taken anyway."""
+    """What there is to be compared on this device for a model; None where torch's own attention is
+    taken anyway.
+    """
     text = model.config.get_text_config()
-    isolated = text._attn_implementation == ISOLATED and getattr(text, "attn_logit_softcapping", None) is None
+    isolated = (
+        text._attn_implementation == ISOLATED
+        and getattr(text, "attn_logit_softcapping", None) is None
+    )
     if not isolated or dtype not in HALF:
         return None
     heads, keys, width, _ = _heads(text)
     if device_type == "npu":
-        query, key = (torch.empty(1, count, 1, width, dtype=dtype, device="meta") for count in (heads, keys))
+        query, key = (
+            torch.empty(1, count, 1, width, dtype=dtype, device="meta") for count in (heads, keys)
+        )
         return "npu_fusion_attention" if npu_takes(query, key) else None
     # The switch changes SDPA's kernels, too, and those of FlashAttention 3 refuse dropout.
     takes = width <= FLASH_WIDEST_HEAD and not _drops_attention(text)
@@ -107,7 +124,9 @@ def _kernel(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def _fa3_hook() -> Any | None:
-    """torch's switch between flash kernels, where it knows FlashAttention 3; torch 2.10 has none."""
+    """torch's switch between flash kernels, where it knows FlashAttention 3; torch 2.10 has
+    none.
+    """
     if not all(hasattr(torch_attention, name) for name in HOOK):
         return None
     return torch_attention if FA3 in torch_attention.list_flash_attention_impls() else None
@@ -121,7 +140,8 @@ def _has_fa3() -> bool:
 def _activation_problem(hook: Any) -> str | None:
     try:
         hook.activate_flash_attention_impl(FA3)
-    except Exception as error:  # its package is built for one torch and one CUDA: whatever loading raises is told
+    # its package is built for one torch and one CUDA: whatever loading raises is told
+    except Exception as error:
         return first_line(error)
     return None
 
@@ -161,8 +181,12 @@ def _comparisons(model: Any) -> Iterator[tuple[Comparison, int]]:
             )
 
 
-def _attention(width: int, values: int, sliding_window: int | None, packed: bool, *, kernels: bool) -> Function:
-    """Attention as a model calls it, of query `(1, T, H, width)`, key and value `(1, T, K, width)`."""
+def _attention(
+    width: int, values: int, sliding_window: int | None, packed: bool, *, kernels: bool
+) -> Function:
+    """Attention as a model calls it, of query `(1, T, H, width)`, key and value `(1, T, K,
+    width)`.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         lengths = document_lengths(query.shape[1])
@@ -180,7 +204,8 @@ def _attention(width: int, values: int, sliding_window: int | None, packed: bool
             max_length_q=max(lengths),
             kernels=kernels,
         )
-        return nn.functional.pad(output, (0, width - values))  # results are compared in the queries' shape
+        # results are compared in the queries' shape
+        return nn.functional.pad(output, (0, width - values))
 
     def by_products(*inputs: Tensor) -> Tensor:
         with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):

@@ -1,4 +1,6 @@
-"""Where a model named `owner/name` comes from, Hugging Face's hub or ModelScope's, and which commit of it."""
+"""Where a model named `owner/name` comes from, Hugging Face's hub or ModelScope's, and which commit
+of it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ AnyConfig = TypeVar("AnyConfig", bound=BaseConfig)
 
 
 def with_model_found(config: AnyConfig) -> AnyConfig:
-    """The configuration with its model as all that follows takes it: a folder, or `owner/name@commit`.
+    """The configuration with its model as all that follows takes it: a folder, or
+    `owner/name@commit`.
 
-    The commit is that of the run's first start where its folder, or that of the checkpoint to resume from, has one,
-    else what the revision stands for now: every file of the model is then of one commit, and the run's identity has it,
-    which all ranks compare.
+    The commit is that of the run's first start where its folder, or that of the checkpoint to
+    resume from, has one, else what the revision stands for now: every file of the model is then of
+    one commit, and the run's identity has it, which all ranks compare.
 
     Raises:
         ConfigError: the model is to come from ModelScope, and cannot.
@@ -63,24 +66,32 @@ def from_modelscope(model: str, hub: str = "auto") -> str:
         from modelscope import snapshot_download
     except ImportError as error:
         fix = "pip install modelscope, or give --model a folder"
-        raise ConfigError("models of ModelScope need its package, which is not installed", where, fix) from error
+        raise ConfigError(
+            "models of ModelScope need its package, which is not installed", where, fix
+        ) from error
     from huggingface_hub import constants
 
     name, revision = split_revision(model)
     given = {} if revision is None else {"revision": revision}
     logger.info("%s comes from ModelScope", model)
     try:
-        return str(snapshot_download(name, local_files_only=bool(constants.HF_HUB_OFFLINE), **given))
+        return str(
+            snapshot_download(name, local_files_only=bool(constants.HF_HUB_OFFLINE), **given)
+        )
     except Exception as error:  # its own errors have no class in common
         raise ConfigError(
-            f"ModelScope does not give {model}: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"ModelScope does not give {model}:"
+            f" {(str(error).splitlines() or [type(error).__name__])[0]}",
             where,
-            "check the name, the revision and the network; with HF_HUB_OFFLINE only what is in its cache is found",
+            "check the name, the revision and the network; with HF_HUB_OFFLINE only what is in its"
+            " cache is found",
         ) from error
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder of a model on this machine: its own, or that of its commit in the hub's cache; None without either."""
+    """The folder of a model on this machine: its own, or that of its commit in the hub's cache;
+    None without either.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(model):
@@ -91,7 +102,9 @@ def folder_of(model: str) -> Path | None:
 
 
 def _pinned(model: str) -> str:
-    """`owner/name@commit` for what a name stands for now; the name where nobody can say, and loading will say why."""
+    """`owner/name@commit` for what a name stands for now; the name where nobody can say, and
+    loading will say why.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
     from transformers.utils.hub import extract_commit_hash

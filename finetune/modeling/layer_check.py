@@ -1,11 +1,12 @@
 """Fused operations compared with plain ones on the device of the run, before they are used.
 
-Both run forward and backward on the same numbers, at the model's own widths, in the run's dtype, for a few tokens and
-for as many as a microbatch has. What is right is computed in float64 on the CPU, for a choice of tokens. The plain
-operation's own error against it is the yardstick: on those tokens a fused one may be off by `FACTOR` times as much (or
-as much as one rounding of the dtype), and on all tokens it may differ from the plain one by twice that. Rows of
-numbers are compared by their norm, so that a bound does not grow with the number of tokens. Rows are of many sizes,
-down to the square root of eps, where an eps that is forgotten shows.
+Both run forward and backward on the same numbers, at the model's own widths, in the run's dtype,
+for a few tokens and for as many as a microbatch has. What is right is computed in float64 on the
+CPU, for a choice of tokens. The plain operation's own error against it is the yardstick: on those
+tokens a fused one may be off by `FACTOR` times as much (or as much as one rounding of the dtype),
+and on all tokens it may differ from the plain one by twice that. Rows of numbers are compared by
+their norm, so that a bound does not grow with the number of tokens. Rows are of many sizes, down to
+the square root of eps, where an eps that is forgotten shows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from finetune.runtime.device import empty_cache
 
 logger = logging.getLogger("finetune")
 
-FACTOR = 4.0  # fused kernels round less often than plain operations, but sum and exponentiate in another way
+# fused kernels round less often than plain operations, but sum and exponentiate in another way
+FACTOR = 4.0
 FEW_TOKENS = 33  # no multiple of any block of a kernel
 CHOSEN_TOKENS = 48  # of many, those that are computed in float64
 POOL = 1_000_003  # random numbers, repeated: a prime, so that no two rows are equal
@@ -42,7 +44,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Input:
-    """One argument of an operation: so many numbers a token, or the same for all tokens (a weight)."""
+    """One argument of an operation: so many numbers a token, or the same for all tokens (a
+    weight).
+    """
 
     shape: tuple[int, ...]  # of a token; of the whole where it is a weight
     per_token: bool = True
@@ -65,7 +69,9 @@ def _spread(tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One operation at one width. Its outputs have a row for each token, as its first inputs have."""
+    """One operation at one width. Its outputs have a row for each token, as its first inputs
+    have.
+    """
 
     kind: str  # field of FusedOps, or attention
     what: str
@@ -75,7 +81,8 @@ class Comparison:
     outputs: int = 1
     smallest: float = 0.1  # size of the smallest rows
     by_largest: bool = False  # errors as parts of the largest row: rows of a result may be zero
-    chosen: Callable[[int], Tensor] = _spread  # of so many tokens, those that are computed in float64 by themselves
+    # of so many tokens, those that are computed in float64 by themselves
+    chosen: Callable[[int], Tensor] = _spread
 
 
 def agreeing_ops(
@@ -86,15 +93,19 @@ def agreeing_ops(
     dtypes: Sequence[torch.dtype],
     tokens: int,
 ) -> FusedOps:
-    """`ops` without the operations that differ from the plain ones here or that raise, each told of in a warning."""
+    """`ops` without the operations that differ from the plain ones here or that raise, each told of
+    in a warning.
+    """
     refused: set[str] = set()
     for comparison in comparisons:
         for dtype in dtypes:
-            if comparison.kind not in refused and (problem := problem_of(comparison, device, dtype, tokens)):
+            if comparison.kind not in refused and (
+                problem := problem_of(comparison, device, dtype, tokens)
+            ):
                 refused.add(comparison.kind)
                 logger.warning(
-                    "%s of %s is not used: %s. torch's own is. Fix: another version of its package, or "
-                    "--fused-layers off to leave out this comparison",
+                    "%s of %s is not used: %s. torch's own is. Fix: another version of its package,"
+                    " or --fused-layers off to leave out this comparison",
                     comparison.what,
                     ops.name,
                     problem,
@@ -104,7 +115,9 @@ def agreeing_ops(
 
 
 def compare_layers(ops: FusedOps, found: FusableLayers, config: Any) -> list[Comparison]:
-    """What to compare for a model: every width of its norms and MLPs, and the heads that it rotates."""
+    """What to compare for a model: every width of its norms and MLPs, and the heads that it
+    rotates.
+    """
     made: list[Comparison] = []
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -112,11 +125,22 @@ def compare_layers(ops: FusedOps, found: FusableLayers, config: Any) -> list[Com
         widths = {(_length(module.weight), eps) for module, eps, _ in found.norms}
         made += [_compare_norm(ops, width, eps) for width, eps in sorted(widths)]
     if ops.rotary is not None and found.attentions:
-        width = getattr(text, "qk_rope_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
-        keys = 1 if hasattr(text, "qk_rope_head_dim") else getattr(text, "num_key_value_heads", None) or heads
+        width = (
+            getattr(text, "qk_rope_head_dim", None)
+            or getattr(text, "head_dim", None)
+            or text.hidden_size // heads
+        )
+        keys = (
+            1
+            if hasattr(text, "qk_rope_head_dim")
+            else getattr(text, "num_key_value_heads", None) or heads
+        )
         made.append(_compare_rotary(ops, heads, keys, width))
     if ops.swiglu is not None:
-        made += [_compare_swiglu(ops, width) for width in sorted({_inner_width(module) for module in found.mlps})]
+        made += [
+            _compare_swiglu(ops, width)
+            for width in sorted({_inner_width(module) for module in found.mlps})
+        ]
     return made
 
 
@@ -162,7 +186,9 @@ def _compare_rotary(ops: FusedOps, heads: int, keys: int, width: int) -> Compari
 
 def _compare_swiglu(ops: FusedOps, width: int) -> Comparison:
     rows = Input((width,))
-    return Comparison("swiglu", f"SwiGLU of {width:,}", _there(ops.swiglu), _there(PLAIN.swiglu), (rows, rows))
+    return Comparison(
+        "swiglu", f"SwiGLU of {width:,}", _there(ops.swiglu), _there(PLAIN.swiglu), (rows, rows)
+    )
 
 
 def _there(function: Function | None) -> Function:
@@ -173,15 +199,19 @@ def _there(function: Function | None) -> Function:
 # ---------------------------------------------------------------- one comparison
 
 
-def problem_of(comparison: Comparison, device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
+def problem_of(
+    comparison: Comparison, device: torch.device, dtype: torch.dtype, tokens: int
+) -> str | None:
     """What is wrong with the fused operation, in words; None where nothing is."""
-    # Twice the same size with other numbers: what a kernel leaves in a buffer of its own would show in the second.
+    # Twice the same size with other numbers: what a kernel leaves in a buffer of its own would show
+    # in the second.
     sizes = (min(FEW_TOKENS, tokens), min(FEW_TOKENS, tokens), tokens)
     # All before anything is compared: a result that a later call writes over is seen, too.
     try:
         draws = [_draw(comparison, size, device, dtype, seed) for seed, size in enumerate(sizes)]
         fused = [_results(comparison.fused, comparison, *draw) for draw in draws]
-    except Exception as error:  # whatever a kernel, its compiler or its driver raises: it is told, and not used
+    # whatever a kernel, its compiler or its driver raises: it is told, and not used
+    except Exception as error:
         return first_line(error)
     for size, draw, found in zip(sizes, draws, fused, strict=True):
         if difference := _difference(comparison, draw, found, dtype):
@@ -210,16 +240,22 @@ def _draw(
         given.make(tokens, pool.roll(-7919 * number), sizes).to(device, dtype)
         for number, given in enumerate(comparison.inputs)
     ]
-    gradients = [_filled(tuple(x.shape), pool.roll(17)).to(device, dtype) for x in inputs[: comparison.outputs]]
+    gradients = [
+        _filled(tuple(x.shape), pool.roll(17)).to(device, dtype)
+        for x in inputs[: comparison.outputs]
+    ]
     return inputs, gradients
 
 
 def _results(
     function: Function, comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]
 ) -> list[Tensor | None]:
-    """The outputs and then the gradients of the inputs that have one, on copies: kernels write over inputs."""
+    """The outputs and then the gradients of the inputs that have one, on copies: kernels write over
+    inputs.
+    """
     leaves = [
-        x.detach().clone().requires_grad_(given.gradient) for x, given in zip(inputs, comparison.inputs, strict=True)
+        x.detach().clone().requires_grad_(given.gradient)
+        for x, given in zip(inputs, comparison.inputs, strict=True)
     ]
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -229,7 +265,10 @@ def _results(
 
 
 def _difference(
-    comparison: Comparison, draw: tuple[list[Tensor], list[Tensor]], fused: list[Tensor | None], dtype: torch.dtype
+    comparison: Comparison,
+    draw: tuple[list[Tensor], list[Tensor]],
+    fused: list[Tensor | None],
+    dtype: torch.dtype,
 ) -> str | None:
     """The first result that is not what it should be, in words."""
     plain = _results(comparison.plain, comparison, *draw)
@@ -243,26 +282,38 @@ def _difference(
         if mine is None:
             return f"{name} is missing"
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-            return f"{name} is {mine.dtype} {tuple(mine.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
+            return (
+                f"{name} is {mine.dtype} {tuple(mine.shape)}, not {theirs.dtype}"
+                f" {tuple(theirs.shape)}"
+            )
         own = unit
         if right is not None:
-            sample, own_sample = (_at(x, chosen) if right.dim() > 1 else x.cpu().double() for x in (mine, theirs))
+            sample, own_sample = (
+                _at(x, chosen) if right.dim() > 1 else x.cpu().double() for x in (mine, theirs)
+            )
             own = max(unit, _off(comparison, own_sample, right))
             if not (off := _off(comparison, sample, right)) <= FACTOR * own:
                 return f"{name} is off by {off:.1e} of its size, torch's own by {own:.1e}"
         if not (off := _off(comparison, mine.float(), theirs.float())) <= 2 * FACTOR * own:
-            return f"{name} differs by {off:.1e} of its size from torch's own, which is off by {own:.1e}"
+            return (
+                f"{name} differs by {off:.1e} of its size from torch's own, which is off by"
+                f" {own:.1e}"
+            )
     return None
 
 
 def _off(comparison: Comparison, found: Tensor, right: Tensor) -> float:
-    """Largest distance of a row from what it should be, as a part of its norm; not a number if any number is none."""
+    """Largest distance of a row from what it should be, as a part of its norm; not a number if any
+    number is none.
+    """
     distance, size = (found - right).norm(dim=-1), right.norm(dim=-1)
     size = size.max() if comparison.by_largest else size
     return float((distance / size.clamp_min(torch.finfo(right.dtype).tiny)).max())
 
 
-def _exact(comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]) -> tuple[list[Tensor | None], Tensor]:
+def _exact(
+    comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]
+) -> tuple[list[Tensor | None], Tensor]:
     """The plain operation in float64 on the CPU for the chosen tokens, and which they are.
 
     The gradient of a weight is a sum over tokens: it is None where not all are chosen.
@@ -274,9 +325,13 @@ def _exact(comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]
         for x, given in zip(inputs, comparison.inputs, strict=True)
     ]
     results = _results(comparison.plain, comparison, few, [_at(x, chosen) for x in gradients])
-    summed = [False] * comparison.outputs + [not given.per_token for given in comparison.inputs if given.gradient]
+    summed = [False] * comparison.outputs + [
+        not given.per_token for given in comparison.inputs if given.gradient
+    ]
     whole = len(chosen) == tokens
-    return [None if sums and not whole else x for x, sums in zip(results, summed, strict=True)], chosen
+    return [
+        None if sums and not whole else x for x, sums in zip(results, summed, strict=True)
+    ], chosen
 
 
 def _at(x: Tensor, chosen: Tensor) -> Tensor:
@@ -295,7 +350,8 @@ def fuse_layers(
     dtypes: Sequence[torch.dtype],
     tokens: int,
 ) -> str:
-    """Use the fused operations that the setting asks for and that agree with the plain ones on this device.
+    """Use the fused operations that the setting asks for and that agree with the plain ones on this
+    device.
 
     Args:
         model: transformers' or peft's, before it is wrapped; its weights may lie anywhere.
@@ -316,7 +372,9 @@ def fuse_layers(
     try:
         ops = provided_ops(provider)
     except (ImportError, AttributeError, RuntimeError) as error:
-        logger.warning("fused layers of %s cannot be loaded: %s. torch's own are used", provider, error)
+        logger.warning(
+            "fused layers of %s cannot be loaded: %s. torch's own are used", provider, error
+        )
         return "none"
     ops = agreeing_ops(
         ops,
@@ -326,5 +384,7 @@ def fuse_layers(
         tokens=tokens,
     )
     empty_cache(torch.device(device_type))  # what the comparisons took
-    used = [f"{count} {name}" for name, count in use_fused_layers(model, ops, found).items() if count]
+    used = [
+        f"{count} {name}" for name, count in use_fused_layers(model, ops, found).items() if count
+    ]
     return f"{provider}: {', '.join(used)}" if used else "none"

@@ -6,11 +6,12 @@
 | NPU    | torch_npu's npu_rms_norm, npu_rotary_mul and npu_swiglu                              |
 | others | torch's own operations                                                               |
 
-Which modules of a model are meant is told by what they compute, not by their names: each candidate computes small
-random numbers on the CPU, and only those that equal the formulas of the `plain_...` functions are replaced. Norms with
-`1 + weight` (Gemma) or without weights, rotations of neighbouring numbers (Cohere, DeepSeek), MLPs with another
-activation or one joined projection stay as they are. A fused operation is taken only after it agreed with the plain
-one on this device, at the model's own sizes (layer_check.py). Linear layers stay modules that are called: hooks and
+Which modules of a model are meant is told by what they compute, not by their names: each candidate
+computes small random numbers on the CPU, and only those that equal the formulas of the `plain_...`
+functions are replaced. Norms with `1 + weight` (Gemma) or without weights, rotations of
+neighbouring numbers (Cohere, DeepSeek), MLPs with another activation or one joined projection stay
+as they are. A fused operation is taken only after it agreed with the plain one on this device, at
+the model's own sizes (layer_check.py). Linear layers stay modules that are called: hooks and
 adapters on them work as before.
 
 Shapes: T tokens, D numbers of the last axis, H query heads, K key-value heads.
@@ -35,8 +36,17 @@ logger = logging.getLogger("finetune")
 
 ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files give it
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-# What a candidate may raise on the small inputs of a probe: it is not the module that is looked for.
-_NOT_IT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
+# What a candidate may raise on the small inputs of a probe: it is not the module that is looked
+# for.
+_NOT_IT = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    AssertionError,
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class FusedOps:
     """The operations of one provider. None leaves the model's own.
 
     rms_norm: x `(..., D)`, weight `(D,)` of the same dtype, eps -> the shape and dtype of x.
-    rotary: q `(S, H, T, D)`, k `(S, K, T, D)`, cos and sin `(S or 1, T, D)`, one dtype -> q and k rotated.
-    swiglu: gate and up `(..., D)` of one dtype -> `silu(gate) * up`.
+    rotary: q `(S, H, T, D)`, k `(S, K, T, D)`, cos and sin `(S or 1, T, D)`, one dtype -> q and k
+    rotated. swiglu: gate and up `(..., D)` of one dtype -> `silu(gate) * up`.
     """
 
     name: str
@@ -55,14 +65,18 @@ class FusedOps:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 and rounded where Llama's rounds (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight, in float32 and rounded where Llama's rounds
+    (arXiv:1910.07467).
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotation of number i of a head with number i + D/2 (arXiv:2104.09864, in the layout of GPT-NeoX)."""
+    """Rotation of number i of a head with number i + D/2 (arXiv:2104.09864, in the layout of
+    GPT-NeoX).
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x: Tensor) -> Tensor:
@@ -93,7 +107,9 @@ def choose_provider(setting: str, device_type: str, *, compiles: bool) -> str | 
     Raises:
         ConfigError: a provider was asked for that does not work on this device or is not installed.
     """
-    has_liger = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
+    has_liger = all(
+        importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton")
+    )
     if setting == "auto":
         if device_type == "cuda":
             return "liger" if has_liger else "compile" if compiles else None
@@ -101,11 +117,15 @@ def choose_provider(setting: str, device_type: str, *, compiles: bool) -> str | 
     wanted = {"liger": "cuda", "npu": "npu"}.get(setting, device_type)
     if device_type != wanted:
         raise ConfigError(
-            f"{setting} has no operations for {device_type}", "--fused-layers", "leave it out, or say auto or off"
+            f"{setting} has no operations for {device_type}",
+            "--fused-layers",
+            "leave it out, or say auto or off",
         )
     if setting == "liger" and not has_liger:
         raise ConfigError(
-            "liger-kernel is not installed", "--fused-layers liger", "pip install liger-kernel, or say auto or off"
+            "liger-kernel is not installed",
+            "--fused-layers liger",
+            "pip install liger-kernel, or say auto or off",
         )
     return None if setting == "off" else setting
 
@@ -116,17 +136,19 @@ def provided_ops(provider: str) -> FusedOps:
 
 
 def _liger_ops() -> FusedOps:
-    # liger-kernel 0.8.5, transformers/functional.py; by position, because earlier versions take no keywords.
+    # liger-kernel 0.8.5, transformers/functional.py; by position, because earlier versions take no
+    # keywords.
     from liger_kernel.transformers import functional as liger
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # offset 0, Llama's casts, and not in place: that would write dx over dy, which a residual behind the norm
-        # (OLMo 2, Gemma 2) still needs.
+        # offset 0, Llama's casts, and not in place: that would write dx over dy, which a residual
+        # behind the norm (OLMo 2, Gemma 2) still needs.
         normed: Tensor = liger.liger_rms_norm(x, weight, eps, 0.0, "llama", False)
         return normed
 
-    # Rotary turns q and k where they lie, and swiglu's backward writes over gate and up. Nobody reads those again: the
-    # projections and norms before them keep their inputs for the backward pass, not their outputs.
+    # Rotary turns q and k where they lie, and swiglu's backward writes over gate and up. Nobody
+    # reads those again: the projections and norms before them keep their inputs for the backward
+    # pass, not their outputs.
     return FusedOps("liger", rms_norm, liger.liger_rope, liger.liger_swiglu)
 
 
@@ -135,12 +157,15 @@ def _compiled_ops() -> FusedOps:
     def compiled(function: Any) -> Any:
         return torch.compile(function, dynamic=True)
 
-    return FusedOps("compile", compiled(plain_rms_norm), compiled(plain_rotary), compiled(plain_swiglu))
+    return FusedOps(
+        "compile", compiled(plain_rms_norm), compiled(plain_rotary), compiled(plain_swiglu)
+    )
 
 
 def _npu_ops() -> FusedOps:
-    # torch_npu 2.13 (op-plugin's custom_APIs/torch_npu): x of 2 to 8 axes, weight of its dtype or float32; 4 axes,
-    # D even and below 896, S and H below 1,000; swiglu's one tensor contiguous and its last axis even.
+    # torch_npu 2.13 (op-plugin's custom_APIs/torch_npu): x of 2 to 8 axes, weight of its dtype or
+    # float32; 4 axes, D even and below 896, S and H below 1,000; swiglu's one tensor contiguous and
+    # its last axis even.
     import torch_npu
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,9 +173,12 @@ def _npu_ops() -> FusedOps:
         return normed
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # As (S, T, H, D): so projections made them, and attention takes them again; no copy on either side.
+        # As (S, T, H, D): so projections made them, and attention takes them again; no copy on
+        # either side.
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-        turned = (torch_npu.npu_rotary_mul(x.transpose(1, 2).contiguous(), cos, sin) for x in (q, k))
+        turned = (
+            torch_npu.npu_rotary_mul(x.transpose(1, 2).contiguous(), cos, sin) for x in (q, k)
+        )
         turned_q, turned_k = (x.transpose(1, 2) for x in turned)
         return turned_q, turned_k
 
@@ -161,7 +189,7 @@ def _npu_ops() -> FusedOps:
     return FusedOps("npu", rms_norm, rotary, swiglu)
 
 
-# ---------------------------------------------------------------- which modules of a model are meant
+# --------------------------------------------------------------- which modules of a model are meant
 
 
 @dataclass(frozen=True)
@@ -169,7 +197,8 @@ class FusableLayers:
     """What of a model the plain functions describe.
 
     norms: (module, eps, whether its output has the input's dtype when its weight has a wider one).
-    attentions: (module, the function it calls to rotate, whether that returns the dtype of q when cos is wider).
+    attentions: (module, the function it calls to rotate, whether that returns the dtype of q when
+    cos is wider).
     """
 
     norms: list[tuple[nn.Module, float, bool]] = field(default_factory=list)
@@ -178,7 +207,9 @@ class FusableLayers:
 
 
 def find_fusable(model: nn.Module) -> FusableLayers:
-    """The modules that compute what the plain functions do; runs each candidate on small numbers on the CPU."""
+    """The modules that compute what the plain functions do; runs each candidate on small numbers on
+    the CPU.
+    """
     found = FusableLayers()
     for module in model.modules():
         if "forward" in vars(module) or type(module).forward is nn.Module.forward:
@@ -187,7 +218,9 @@ def find_fusable(model: nn.Module) -> FusableLayers:
             found.norms.append(norm)
         elif _is_swiglu(module):
             found.mlps.append(module)
-        elif (rotary := _rotary_of(module)) is not None and (keeps := _rotates_halves(rotary)) is not None:
+        elif (rotary := _rotary_of(module)) is not None and (
+            keeps := _rotates_halves(rotary)
+        ) is not None:
             found.attentions.append((module, rotary, keeps))
     return found
 
@@ -198,7 +231,9 @@ def _numbers(*shape: int) -> Tensor:
 
 
 def _twin(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
-    """A copy with small parts in place of its own, which may lie on a device or, under ZeRO-3, on other ranks."""
+    """A copy with small parts in place of its own, which may lie on a device or, under ZeRO-3, on
+    other ranks.
+    """
     twin = copy.copy(module)
     vars(twin).update(_parameters=parameters, _modules=modules, _buffers={})
     return twin
@@ -206,7 +241,12 @@ def _twin(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]
 
 def _as_norm(module: nn.Module) -> tuple[nn.Module, float, bool] | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float) or set(module._parameters) != {"weight"} or module._modules or module._buffers:
+    if (
+        not isinstance(eps, float)
+        or set(module._parameters) != {"weight"}
+        or module._modules
+        or module._buffers
+    ):
         return None
     # Numbers about as small as eps: a term left out or put elsewhere shows.
     x, weight = _numbers(3, 8) * eps**0.5, _numbers(8)
@@ -250,12 +290,19 @@ def _rotary_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def _rotates_halves(rotary: Callable[..., Any]) -> bool | None:
     """None for another rotation; else whether the output has q's dtype when cos has a wider one."""
-    q, k, cos, sin = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8), _numbers(2, 5, 4), _numbers(2, 5, 4).flip(0)
+    q, k, cos, sin = (
+        _numbers(2, 3, 5, 8),
+        _numbers(2, 1, 5, 8),
+        _numbers(2, 5, 4),
+        _numbers(2, 5, 4).flip(0),
+    )
     cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     try:
         same = all(
             torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-            for mine, theirs in zip(plain_rotary(q, k, cos, sin), rotary(q, k, cos, sin), strict=True)
+            for mine, theirs in zip(
+                plain_rotary(q, k, cos, sin), rotary(q, k, cos, sin), strict=True
+            )
         )
         keeps = rotary(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.bfloat16
     except _NOT_IT:
@@ -266,11 +313,13 @@ def _rotates_halves(rotary: Callable[..., Any]) -> bool | None:
 # ---------------------------------------------------------------- the replacement
 
 
-def use_fused_layers(model: nn.Module, ops: FusedOps, found: FusableLayers | None = None) -> dict[str, int]:
+def use_fused_layers(
+    model: nn.Module, ops: FusedOps, found: FusableLayers | None = None
+) -> dict[str, int]:
     """Let the modules that are meant compute with `ops`; returns how many of each kind do.
 
-    Nothing is compared here: see `layer_check.agreeing_ops`. Module by module and not by changing transformers' files:
-    other models of the process compute as before.
+    Nothing is compared here: see `layer_check.agreeing_ops`. Module by module and not by changing
+    transformers' files: other models of the process compute as before.
     """
     found = find_fusable(model) if found is None else found
     counts = dict.fromkeys(("rms_norm", "rotary", "swiglu"), 0)
@@ -280,7 +329,9 @@ def use_fused_layers(model: nn.Module, ops: FusedOps, found: FusableLayers | Non
             counts["rms_norm"] += 1
     if ops.rotary is not None:
         for module, own, keeps in found.attentions:
-            vars(module)["forward"] = MethodType(_rotary_forward(module, ops.rotary, own, keeps), module)
+            vars(module)["forward"] = MethodType(
+                _rotary_forward(module, ops.rotary, own, keeps), module
+            )
             counts["rotary"] += 1
     if ops.swiglu is not None:
         for module in found.mlps:
@@ -289,7 +340,9 @@ def use_fused_layers(model: nn.Module, ops: FusedOps, found: FusableLayers | Non
     return counts
 
 
-def _norm_forward(norm: Callable[[Tensor, Tensor, float], Tensor], eps: float, keeps: bool) -> Callable[..., Tensor]:
+def _norm_forward(
+    norm: Callable[[Tensor, Tensor, float], Tensor], eps: float, keeps: bool
+) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         normed = norm(hidden_states.to(dtype), self.weight.to(dtype), eps)
@@ -307,20 +360,36 @@ def _mlp_forward(swiglu: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Te
 
 
 def _rotary_forward(
-    module: nn.Module, rotary: Callable[..., tuple[Tensor, Tensor]], own: Callable[..., Any], keeps: bool
+    module: nn.Module,
+    rotary: Callable[..., tuple[Tensor, Tensor]],
+    own: Callable[..., Any],
+    keeps: bool,
 ) -> Callable[..., Any]:
     """The module's own forward with another function under the name `apply_rotary_pos_emb`."""
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        if unsqueeze_dim != 1 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or k.shape[-1] != q.shape[-1]:
-            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # another layout, or only a part is rotated
+        if (
+            unsqueeze_dim != 1
+            or cos.dim() != 3
+            or cos.shape[-1] != q.shape[-1]
+            or k.shape[-1] != q.shape[-1]
+        ):
+            # another layout, or only a part is rotated
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         dtype = torch.promote_types(q.dtype, cos.dtype)
         turned = rotary(q.to(dtype), k.to(dtype), cos.to(dtype), sin.to(dtype))
-        return tuple(x.to(before.dtype) for x, before in zip(turned, (q, k), strict=True)) if keeps else turned
+        return (
+            tuple(x.to(before.dtype) for x, before in zip(turned, (q, k), strict=True))
+            if keeps
+            else turned
+        )
 
     forward: Any = type(module).forward
     changed = FunctionType(
-        forward.__code__, {**forward.__globals__, ROTARY: rotate}, forward.__name__, closure=forward.__closure__
+        forward.__code__,
+        {**forward.__globals__, ROTARY: rotate},
+        forward.__name__,
+        closure=forward.__closure__,
     )
     changed.__defaults__, changed.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
     return changed

@@ -1,11 +1,14 @@
-"""LFM2 whose attention layers have value embeddings: for each token a vector of its own, added to its values.
+"""LFM2 whose attention layers have value embeddings: for each token a vector of its own, added to
+its values.
 
-As in nanochat (karpathy/nanochat, gpt.py; after Zhou et al. 2024, arXiv:2410.17897): values = W_v x + g(x) E[token],
-where a gate between 0 and 3 for each head reads the first numbers of x. Every token brings what it stands for into
-attention, for a lookup instead of a product. All else is transformers' LFM2.
+As in nanochat (karpathy/nanochat, gpt.py; after Zhou et al. 2024, arXiv:2410.17897): values = W_v x
++ g(x) E[token], where a gate between 0 and 3 for each head reads the first numbers of x. Every
+token brings what it stands for into attention, for a lookup instead of a product. All else is
+transformers' LFM2.
 
-This file imports only torch and transformers: `save_pretrained` puts a copy of it beside the weights, so that
-transformers alone loads such a model with trust_remote_code=True. Without that it loads where `register` was called.
+This file imports only torch and transformers: `save_pretrained` puts a copy of it beside the
+weights, so that transformers alone loads such a model with trust_remote_code=True. Without that it
+loads where `register` was called.
 """
 
 from __future__ import annotations
@@ -78,8 +81,12 @@ class Lfm2ValueAttention(Lfm2Attention):
         value = self.values(hidden_states, token_ids)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         return self.out_proj(output.reshape(*shape[:-2], -1).contiguous()), weights
 
 
@@ -101,14 +108,18 @@ class Lfm2ValueDecoderLayer(Lfm2DecoderLayer):
 
 
 class Lfm2ValueModel(Lfm2Model):
-    """LFM2 without its head; it needs token ids, for embeddings alone do not tell which tokens they are."""
+    """LFM2 without its head; it needs token ids, for embeddings alone do not tell which tokens they
+    are.
+    """
 
     config_class = Lfm2ValueConfig
     _no_split_modules = ["Lfm2ValueDecoderLayer"]
 
     def __init__(self, config: Lfm2ValueConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(Lfm2ValueDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Lfm2ValueDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.post_init()
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -118,7 +129,10 @@ class Lfm2ValueModel(Lfm2Model):
             ValueError: there are no input_ids.
         """
         if input_ids is None:
-            raise ValueError("a model with value embeddings needs input_ids; inputs_embeds do not tell the tokens")
+            raise ValueError(
+                "a model with value embeddings needs input_ids; inputs_embeds do not tell the"
+                " tokens"
+            )
         return super().forward(input_ids=input_ids, token_ids=input_ids, **kwargs)
 
 
@@ -134,7 +148,9 @@ class Lfm2ValueForCausalLM(Lfm2ForCausalLM):
         self.post_init()
 
     def resize_token_embeddings(self, *arguments: Any, **settings: Any) -> nn.Embedding:
-        """Resize the value embeddings too; new tokens add nothing to their values until they are trained."""
+        """Resize the value embeddings too; new tokens add nothing to their values until they are
+        trained.
+        """
         embedding = super().resize_token_embeddings(*arguments, **settings)
         for module in self.modules():
             if isinstance(module, Lfm2ValueAttention):
@@ -154,7 +170,9 @@ def _resized(table: nn.Embedding, rows: int) -> nn.Embedding:
 
 
 def register() -> None:
-    """Let transformers' Auto classes know these models, in this process; and save them with this file."""
+    """Let transformers' Auto classes know these models, in this process; and save them with this
+    file.
+    """
     AutoConfig.register(Lfm2ValueConfig.model_type, Lfm2ValueConfig, exist_ok=True)
     AutoModelForCausalLM.register(Lfm2ValueConfig, Lfm2ValueForCausalLM, exist_ok=True)
     Lfm2ValueConfig.register_for_auto_class()

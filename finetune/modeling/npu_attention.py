@@ -1,11 +1,13 @@
 """Attention on Ascend: torch_npu.npu_fusion_attention over documents whose ends the host knows.
 
-transformers' own path to the same kernel reads the ends back from the device, twice a layer and pass
-(`cu_seqlens.cpu()` in integrations/npu_flash_attention.py, transformers 5.23), and each time the host waits for all
-that was queued. Here they are the numbers of Python that a microbatch carries, and nothing waits.
+transformers' own path to the same kernel reads the ends back from the device, twice a layer and
+pass (`cu_seqlens.cpu()` in integrations/npu_flash_attention.py, transformers 5.23), and each time
+the host waits for all that was queued. Here they are the numbers of Python that a microbatch
+carries, and nothing waits.
 
-What the kernel takes is documented for torch_npu 2.13 (op-plugin, custom_APIs/torch_npu/npu_fusion_attention) and, with
-narrower bounds in places, for MindSpore's operator of the same name; the narrower of both holds here.
+What the kernel takes is documented for torch_npu 2.13 (op-plugin,
+custom_APIs/torch_npu/npu_fusion_attention) and, with narrower bounds in places, for MindSpore's
+operator of the same name; the narrower of both holds here.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def npu_attention(
     """
     samples, heads, tokens, width = query.shape
     lengths = document_lengths if document_lengths is not None else (tokens,) * samples
-    # One width for all three: multi-head latent attention has narrower values. Zeros behind add nothing to scores or
-    # values; the scale is that of the width without them.
+    # One width for all three: multi-head latent attention has narrower values. Zeros behind add
+    # nothing to scores or values; the scale is that of the width without them.
     scaling = width**-0.5 if scaling is None else float(scaling)
     wide = -(-max(width, value.shape[-1]) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
@@ -67,7 +69,16 @@ def npu_attention(
         end = begin + sum(some)
         here = slice(begin, end)
         outputs.append(
-            _call(flat_query[here], flat_key[here], flat_value[here], heads, some, dropout, scaling, sliding_window)
+            _call(
+                flat_query[here],
+                flat_key[here],
+                flat_value[here],
+                heads,
+                some,
+                dropout,
+                scaling,
+                sliding_window,
+            )
         )
         begin = end
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -89,7 +100,11 @@ def _call(
     ends = tuple(accumulate(lengths))
     # A token sees itself, `pre_tockens` before it and `next_tockens` behind it.
     band = sliding_window is not None and sliding_window < max(lengths)
-    window = {"pre_tockens": sliding_window - 1, "next_tockens": 0} if band and sliding_window is not None else {}
+    window = (
+        {"pre_tockens": sliding_window - 1, "next_tockens": 0}
+        if band and sliding_window is not None
+        else {}
+    )
     output: Tensor = torch_npu.npu_fusion_attention(
         query,
         key,
@@ -109,5 +124,7 @@ def _call(
 
 @cache
 def _hidden(device: torch.device) -> Tensor:
-    """True where a token does not see another, bool `(2048, 2048)`: without a mask the kernel sees everything."""
+    """True where a token does not see another, bool `(2048, 2048)`: without a mask the kernel sees
+    everything.
+    """
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)

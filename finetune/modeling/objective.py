@@ -1,4 +1,6 @@
-"""What a step minimises, so that whoever executes steps need not know: the token loss, or one of preferences."""
+"""What a step minimises, so that whoever executes steps need not know: the token loss, or one of
+preferences.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ class Scored:
     """What an objective says of one microbatch.
 
     Attributes:
-        total: scalar, part of the graph. Its sum over all microbatches of a step, by `Objective.denominator`, is the
-            loss of the global batch, however the microbatches are cut.
-        sums: `(Objective.sums,)`, without gradient: what the log adds up over microbatches, ranks and steps.
+        total: scalar, part of the graph. Its sum over all microbatches of a step, by
+            `Objective.denominator`, is the loss of the global batch, however the microbatches are
+            cut.
+        sums: `(Objective.sums,)`, without gradient: what the log adds up over microbatches, ranks
+            and steps.
     """
 
     total: torch.Tensor
@@ -38,7 +42,14 @@ class Objective(Protocol):
     def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
         """Before the microbatches of a step, in the order of steps. Every rank calls."""
 
-    def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:
+    def score(
+        self,
+        model: torch.nn.Module,
+        microbatch: Microbatch,
+        head: ChunkedHead | None,
+        *,
+        groups: int,
+    ) -> Scored:
         """One microbatch that is on the model's device."""
 
 
@@ -54,6 +65,15 @@ class TokenLoss:
     def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
         pass
 
-    def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:
+    def score(
+        self,
+        model: torch.nn.Module,
+        microbatch: Microbatch,
+        head: ChunkedHead | None,
+        *,
+        groups: int,
+    ) -> Scored:
         losses = microbatch_losses(model, microbatch, microbatch.input_ids.device, head)
-        return Scored(losses.sum(), sums_by_group(losses.detach().float(), microbatch.groups, groups))
+        return Scored(
+            losses.sum(), sums_by_group(losses.detach().float(), microbatch.groups, groups)
+        )

@@ -1,7 +1,9 @@
-"""Losses that compare answers: functions of their log-probabilities, and the head's losses that they weigh.
+"""Losses that compare answers: functions of their log-probabilities, and the head's losses that
+they weigh.
 
-pi is the model that is trained, ref the model as it was before, y_w the chosen answer to a prompt x, y_l the rejected
-one, sigma the logistic function. Log-probabilities of an answer are sums over its tokens, unless a mean is named.
+pi is the model that is trained, ref the model as it was before, y_w the chosen answer to a prompt
+x, y_l the rejected one, sigma the logistic function. Log-probabilities of an answer are sums over
+its tokens, unless a mean is named.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ def dpo_losses(
 
         -log sigma(beta h),  h = log(pi(y_w) / ref(y_w)) - log(pi(y_l) / ref(y_l))
 
-    With label smoothing e, the probability that a pair is the wrong way round, it is conservative DPO (E. Mitchell, "A
-    note on DPO with noisy preferences", 2023, equation 3):
+    With label smoothing e, the probability that a pair is the wrong way round, it is conservative
+    DPO (E. Mitchell, "A note on DPO with noisy preferences", 2023, equation 3):
 
         -(1 - e) log sigma(beta h) - e log sigma(-beta h)
 
@@ -41,7 +43,9 @@ def dpo_losses(
     Returns:
         `(pairs,)`.
     """
-    return _smoothed(beta * ((chosen - reference_chosen) - (rejected - reference_rejected)), label_smoothing)
+    return _smoothed(
+        beta * ((chosen - reference_chosen) - (rejected - reference_rejected)), label_smoothing
+    )
 
 
 def ipo_losses(
@@ -52,11 +56,14 @@ def ipo_losses(
     *,
     beta: float,
 ) -> torch.Tensor:
-    """Identity preference optimization: Azar et al. 2023, arXiv 2310.12036, equation 17; beta is its tau.
+    """Identity preference optimization: Azar et al. 2023, arXiv 2310.12036, equation 17; beta is
+    its tau.
 
-        (h - 1 / (2 beta))^2,  h as for DPO, of log-probabilities that are means over an answer's tokens
+        (h - 1 / (2 beta))^2,  h as for DPO, of log-probabilities that are means over an answer's
+        tokens
 
-    The mean instead of the sum is TRL's reading (trainer/dpo_trainer.py), which it has from the authors.
+    The mean instead of the sum is TRL's reading (trainer/dpo_trainer.py), which it has from the
+    authors.
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: `(pairs,)`, mean log-probabilities.
@@ -65,12 +72,15 @@ def ipo_losses(
 
 
 def orpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """The odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda in equation 6.
+    """The odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda in
+    equation 6.
 
-        -beta log sigma(log(odds(y_w) / odds(y_l))),  odds(y) = p / (1 - p),  p = exp(mean log-probability of y)
+        -beta log sigma(log(odds(y_w) / odds(y_l))),  odds(y) = p / (1 - p),  p = exp(mean
+        log-probability of y)
 
-    Equation 6 adds the cross-entropy of the chosen answer: `--sft-weight`, 1 by default. The cross-entropy is that of
-    the answer, as the paper has it; TRL's (experimental/orpo) is that of the prompt and the answer.
+    Equation 6 adds the cross-entropy of the chosen answer: `--sft-weight`, 1 by default. The
+    cross-entropy is that of the answer, as the paper has it; TRL's (experimental/orpo) is that of
+    the prompt and the answer.
 
     Args:
         chosen, rejected: `(pairs,)`, mean log-probabilities.
@@ -80,7 +90,12 @@ def orpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float) ->
 
 
 def simpo_losses(
-    chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float, simpo_gamma: float, label_smoothing: float = 0.0
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    beta: float,
+    simpo_gamma: float,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Simple preference optimization: Meng et al. 2024, arXiv 2405.14734, equation 6.
 
@@ -105,10 +120,11 @@ def kto_losses(
 ) -> torch.Tensor:
     """Kahneman-Tversky optimization: Ethayarajh et al. 2024, arXiv 2402.01306, equation 8.
 
-        lambda_y - v(x, y):  lambda_D (1 - sigma(beta (r - z0)))  or  lambda_U (1 - sigma(beta (z0 - r)))
+        lambda_y - v(x, y):  lambda_D (1 - sigma(beta (r - z0)))  or  lambda_U (1 - sigma(beta (z0 -
+        r)))
 
-    r = log(pi(y) / ref(y)); z0 is the mean of r over mismatched prompts and answers of the global batch, at least 0 and
-    without a gradient.
+    r = log(pi(y) / ref(y)); z0 is the mean of r over mismatched prompts and answers of the global
+    batch, at least 0 and without a gradient.
 
     Args:
         log_ratios: `(samples,)`, r.
@@ -120,8 +136,9 @@ def kto_losses(
     return torch.where(desirable, good, bad)
 
 
-# The losses of pairs by name. Arguments by position are log-probabilities: the model's of the chosen and the rejected
-# answers, then the reference's where the loss has one; those by keyword are settings of the run.
+# The losses of pairs by name. Arguments by position are log-probabilities: the model's of the
+# chosen and the rejected answers, then the reference's where the loss has one; those by keyword are
+# settings of the run.
 PAIR_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "dpo": dpo_losses,
     "ipo": ipo_losses,
@@ -137,17 +154,22 @@ def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) of x < 0, without cancellation: Maechler 2012, "Accurately computing log(1 - exp(-|a|))"."""
-    # Of a probability that rounds to 1 it is -inf, and its gradient NaN: the largest number below 0 stands for it.
+    """log(1 - exp(x)) of x < 0, without cancellation: Maechler 2012, "Accurately computing log(1 -
+    exp(-|a|))".
+    """
+    # Of a probability that rounds to 1 it is -inf, and its gradient NaN: the largest number below 0
+    # stands for it.
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     small = x > -math.log(2)
-    # Each branch sees numbers of its own only: where() multiplies the other's gradient by 0, and 0 times inf is NaN.
+    # Each branch sees numbers of its own only: where() multiplies the other's gradient by 0, and 0
+    # times inf is NaN.
     near = torch.log(-torch.expm1(torch.where(small, x, -1.0)))
     return torch.where(small, near, torch.log1p(-torch.exp(torch.where(small, -1.0, x))))
 
 
 def document_sums(losses: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """Summed losses of each document: `(documents,)`, in the dtype of the losses and part of their graph.
+    """Summed losses of each document: `(documents,)`, in the dtype of the losses and part of their
+    graph.
 
     Args:
         losses: `(n,)`, document after document.
@@ -158,9 +180,13 @@ def document_sums(losses: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
 
 
 class WeighedHead(ChunkedHead):
-    """A chunked head whose losses may each have another factor from above, where its weights are trained too."""
+    """A chunked head whose losses may each have another factor from above, where its weights are
+    trained too.
+    """
 
-    def losses(self, hidden: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def losses(
+        self, hidden: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         weight, bias = self.head.weight, self.head.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return super().losses(hidden, targets, dtype)
@@ -169,10 +195,12 @@ class WeighedHead(ChunkedHead):
 
 
 class WeighedHeadLosses(torch.autograd.Function):
-    """`HeadLosses` whose gradients are computed in the backward pass, where the factor of each target is known.
+    """`HeadLosses` whose gradients are computed in the backward pass, where the factor of each
+    target is known.
 
-    The weight's gradient is a sum over targets, and a loss of preferences weighs them by document: the logits are made
-    a second time, chunk by chunk, which costs a third more for the head and keeps nothing from one pass to the other.
+    The weight's gradient is a sum over targets, and a loss of preferences weighs them by document:
+    the logits are made a second time, chunk by chunk, which costs a third more for the head and
+    keeps nothing from one pass to the other.
     """
 
     @staticmethod
@@ -203,7 +231,9 @@ class WeighedHeadLosses(torch.autograd.Function):
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for part, rows in head.chunks(hidden, dtype):
-                _, gradient = scored_chunk(rows, matrix, offset, targets[part], head.softcap, learning=True)
+                _, gradient = scored_chunk(
+                    rows, matrix, offset, targets[part], head.softcap, learning=True
+                )
                 torch.mm(gradient, matrix, out=of_hidden[part])
                 # The factors on the narrow side of the product: hidden states, not logits.
                 of_weight += gradient.T @ (rows * upstream[part, None]).to(dtype)

@@ -19,7 +19,12 @@ from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
-from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
+from finetune.modeling.model_config import (
+    load_model_config,
+    lora_config,
+    outside_text,
+    warn_of_text_alone,
+)
 from finetune.modeling.quantisation import compute_exactly, numbers_in, quantized_loading
 from finetune.runtime.quiet_import import import_bitsandbytes
 
@@ -45,7 +50,8 @@ def load_model(
     Args:
         model_dtype: dtype that the weights are held in.
         zero3: parameters must come out partitioned (the DeepSpeed config is registered already).
-        quantization: none, nf4 or int8. Weights in few bits are loaded on the `device`, and partitioned when DeepSpeed
+        quantization: none, nf4 or int8. Weights in few bits are loaded on the `device`, and
+            partitioned when DeepSpeed
             begins: ZeRO-3 loads no quantised model in parts.
 
     Raises:
@@ -65,14 +71,20 @@ def load_model(
             # A .bin file is a pickle; pickles are never read.
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
-            **({} if quantization == "none" else quantized_loading(quantization, model_dtype, device, zero3=zero3)),
+            **(
+                {}
+                if quantization == "none"
+                else quantized_loading(quantization, model_dtype, device, zero3=zero3)
+            ),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the model's weights cannot be read: {str(error).splitlines()[0]}",
             where=config.model,
-            fix="the folder needs model.safetensors (or its shards with an index); convert .bin weights with "
-            "save_pretrained on a machine you trust them on",
+            fix=(
+                "the folder needs model.safetensors (or its shards with an index); convert .bin"
+                " weights with save_pretrained on a machine you trust them on"
+            ),
         ) from error
     let_choose_logits(model)
     warn_of_text_alone(model, model_config)
@@ -80,14 +92,18 @@ def load_model(
         compute_exactly(model)
     elif zero3:
         check_partitioned(model)
-        # Names and shapes of files are translated for the model when it is loaded, and back when it is saved, by the
-        # conversions that were used; under ZeRO-3 transformers keeps all that it knows, and would save under names
-        # that no other program reads (_load_state_dict_into_zero3_model). May go when it filters them there too.
+        # Names and shapes of files are translated for the model when it is loaded, and back when it
+        # is saved, by the conversions that were used; under ZeRO-3 transformers keeps all that it
+        # knows, and would save under names that no other program reads
+        # (_load_state_dict_into_zero3_model). May go when it filters them there too.
         conversions = getattr(model, "_weight_conversions", None) or []
         loaded: Any = model
-        loaded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+        loaded._weight_conversions = [
+            conversion for conversion in conversions if conversion.was_used()
+        ]
     if outside := outside_text(model):
-        # Nothing here feeds them: DDP would wait for their gradients, and weight decay would wear them down.
+        # Nothing here feeds them: DDP would wait for their gradients, and weight decay would wear
+        # them down.
         for name in outside:
             model.get_submodule(name).requires_grad_(False)
         logger.info("only the text model is trained: %s stay as they are", ", ".join(outside))
@@ -95,24 +111,37 @@ def load_model(
 
 
 def check_partitioned(model: torch.nn.Module) -> None:
-    """Raise FinetuneError unless every parameter is partitioned: else each rank holds the whole model in memory."""
-    whole = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "ds_id")]
+    """Raise FinetuneError unless every parameter is partitioned: else each rank holds the whole
+    model in memory.
+    """
+    whole = [
+        name for name, parameter in model.named_parameters() if not hasattr(parameter, "ds_id")
+    ]
     if whole:
         raise FinetuneError(
             f"ZeRO-3 is on but {len(whole)} parameters are not partitioned, first {whole[0]}",
             where="model loading",
-            fix="the DeepSpeed configuration must be registered before the model; report this with your versions",
+            fix=(
+                "the DeepSpeed configuration must be registered before the model; report this with"
+                " your versions"
+            ),
         )
 
 
 def add_adapter(
-    model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool, token_ids: Sequence[int] = ()
+    model: PreTrainedModel,
+    config: RunConfig | PretrainConfig,
+    *,
+    one_dtype: bool,
+    token_ids: Sequence[int] = (),
 ) -> torch.nn.Module:
-    """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
+    """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on
+    every machine.
 
     Args:
-        one_dtype: keep the adapter in the model's dtype (DeepSpeed wants one dtype among trainable parameters and
-            keeps float32 masters itself); else what is trained of a 16-bit model is held in float32.
+        one_dtype: keep the adapter in the model's dtype (DeepSpeed wants one dtype among trainable
+            parameters and keeps float32 masters itself); else what is trained of a 16-bit model is
+            held in float32.
         token_ids: tokens whose embeddings are trained as well.
     """
     import_bitsandbytes()
@@ -120,9 +149,12 @@ def add_adapter(
 
     dtype = model.get_input_embeddings().weight.dtype
     with warnings.catch_warnings():
-        # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them follow.
+        # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them
+        # follow.
         warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
-        adapted = get_peft_model(model, lora_config(model, config, token_ids), autocast_adapter_dtype=not one_dtype)
+        adapted = get_peft_model(
+            model, lora_config(model, config, token_ids), autocast_adapter_dtype=not one_dtype
+        )
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad and not one_dtype:  # peft leaves modules_to_save in 16 bits
             parameter.data = parameter.data.float()
@@ -130,14 +162,16 @@ def add_adapter(
             _initialise(parameter, config.seed, name)
     copies = getattr(model.get_input_embeddings(), "modules_to_save", {})
     if "default" in copies and not one_dtype:
-        # Autocast leaves an embedding's dtype as it is: held in float32, it would make the residual stream so.
+        # Autocast leaves an embedding's dtype as it is: held in float32, it would make the residual
+        # stream so.
         copies["default"].register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
     return adapted
 
 
 def _initialise(parameter: torch.nn.Parameter, seed: int, name: str) -> None:
-    # The distribution is peft's (kaiming_uniform with a=sqrt(5), Linear's default); only the generator is ours, because
-    # a device's own generator gives other numbers on other devices and the run would start elsewhere.
+    # The distribution is peft's (kaiming_uniform with a=sqrt(5), Linear's default); only the
+    # generator is ours, because a device's own generator gives other numbers on other devices and
+    # the run would start elsewhere.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     start = torch.empty(parameter.shape, dtype=torch.float32)
@@ -154,7 +188,8 @@ def check_adapter_file(
 ) -> None:
     """Reopen a saved adapter and refuse one that is empty, incomplete or untrained.
 
-    ZeRO-3 has saved adapters of `torch.Size([0])` in more than one package: a run of days, and nothing in the file.
+    ZeRO-3 has saved adapters of `torch.Size([0])` in more than one package: a run of days, and
+    nothing in the file.
 
     Args:
         folder: holds adapter_config.json and adapter_model.safetensors.
@@ -171,17 +206,27 @@ def check_adapter_file(
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
             learned = any(bool(file.get_tensor(name).any()) for name in shapes if "lora_B" in name)
     except (OSError, ValueError, SafetensorError) as error:
-        raise FinetuneError(f"the saved adapter cannot be read: {error}", str(folder), _DO_NOT_USE) from error
+        raise FinetuneError(
+            f"the saved adapter cannot be read: {error}", str(folder), _DO_NOT_USE
+        ) from error
     empty = [name for name, shape in shapes.items() if math.prod(shape) == 0] or (
         [] if shapes else ["no tensor at all"]
     )
     wrong = [(name, shape) for name, shape in (expected or {}).items() if shapes.get(name) != shape]
     if empty:
-        raise FinetuneError(f"the saved adapter has an empty tensor: {empty[0]}", str(path), _DO_NOT_USE)
+        raise FinetuneError(
+            f"the saved adapter has an empty tensor: {empty[0]}", str(path), _DO_NOT_USE
+        )
     for name, shape in wrong:
-        raise FinetuneError(f"the saved adapter has {name} as {shapes.get(name)}, not {shape}", str(path), _DO_NOT_USE)
+        raise FinetuneError(
+            f"the saved adapter has {name} as {shapes.get(name)}, not {shape}",
+            str(path),
+            _DO_NOT_USE,
+        )
     if trained and not learned:
-        raise FinetuneError("every lora_B of the saved adapter is zero: nothing was trained", str(path), _DO_NOT_USE)
+        raise FinetuneError(
+            "every lora_B of the saved adapter is zero: nothing was trained", str(path), _DO_NOT_USE
+        )
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Frozen base weights in 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), held by bitsandbytes.
+"""Frozen base weights in 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), held by
+bitsandbytes.
 
-A quantised layer is computed as the linear layer of its dequantised weight, in the run's dtype, on every device: what
-is trained does not depend on the device or on what else is in a microbatch. bitsandbytes' own layers round more, and
-otherwise from place to place (0.50.2): Linear8bitLt rounds activations too on CUDA (LLM.int8, arXiv:2208.07339), its
-outliers being those of the whole microbatch, and not on a CPU while it trains; Linear4bit repacks its weights with
-coarser scales at the first evaluation on a CPU that has AVX512-BF16.
+A quantised layer is computed as the linear layer of its dequantised weight, in the run's dtype, on
+every device: what is trained does not depend on the device or on what else is in a microbatch.
+bitsandbytes' own layers round more, and otherwise from place to place (0.50.2): Linear8bitLt rounds
+activations too on CUDA (LLM.int8, arXiv:2208.07339), its outliers being those of the whole
+microbatch, and not on a CPU while it trains; Linear4bit repacks its weights with coarser scales at
+the first evaluation on a CPU that has AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the layers of bitsan
 NOTE_NAME = "finetune_adapter.json"
 
 
-def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None, *, zero3: bool) -> dict[str, Any]:
+def quantized_loading(
+    kind: str, dtype: torch.dtype, device: torch.device | None, *, zero3: bool
+) -> dict[str, Any]:
     """What from_pretrained is told beside the rest.
 
     Args:
-        kind: nf4, with a scale for 64 weights, these scales in 8 bits; or int8, with a scale for each output.
+        kind: nf4, with a scale for 64 weights, these scales in 8 bits; or int8, with a scale for
+            each output.
         dtype: that the weights are computed in.
-        device: that the model is loaded on. Under ZeRO-3 transformers takes no device: it is the current one.
+        device: that the model is loaded on. Under ZeRO-3 transformers takes no device: it is the
+            current one.
     """
     from transformers import BitsAndBytesConfig
 
@@ -43,7 +49,8 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            # DeepSpeed joins and sends weights of the run's dtype only: 4-bit numbers are said to be of it.
+            # DeepSpeed joins and sends weights of the run's dtype only: 4-bit numbers are said to
+            # be of it.
             bnb_4bit_quant_storage=dtype,
         )
     return {"quantization_config": settings} | ({} if zero3 else {"device_map": {"": device}})
@@ -57,7 +64,9 @@ def is_quantised(layer: torch.nn.Module) -> bool:
 
 def quantization_of(model: torch.nn.Module) -> str:
     """What the weights of a loaded model are held in: nf4, int8 or none."""
-    return next((KINDS[type(module).__name__] for module in model.modules() if is_quantised(module)), "none")
+    return next(
+        (KINDS[type(module).__name__] for module in model.modules() if is_quantised(module)), "none"
+    )
 
 
 def compute_exactly(model: torch.nn.Module) -> int:
@@ -71,7 +80,9 @@ def compute_exactly(model: torch.nn.Module) -> int:
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a linear layer, `(out, in)`; that of a quantised one dequantised, in `dtype`."""
+    """The weight of a linear layer, `(out, in)`; that of a quantised one dequantised, in
+    `dtype`.
+    """
     weight: Any = layer.weight
     if not is_quantised(layer):
         return weight
@@ -85,9 +96,15 @@ def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def numbers_in(parameter: Any) -> int:
-    """How many numbers a parameter stands for: ZeRO-3 has a part of it here, and 4-bit weights are packed."""
+    """How many numbers a parameter stands for: ZeRO-3 has a part of it here, and 4-bit weights are
+    packed.
+    """
     state = getattr(parameter, "quant_state", None)
-    return int(state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel()))
+    return int(
+        state.shape.numel()
+        if state is not None
+        else getattr(parameter, "ds_numel", parameter.numel())
+    )
 
 
 def computed_dtype(x: torch.Tensor) -> torch.dtype:
@@ -102,7 +119,9 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x W' + b of a quantised layer. The weight is dequantised again in the backward pass, and not kept."""
+    """x W' + b of a quantised layer. The weight is dequantised again in the backward pass, and not
+    kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:

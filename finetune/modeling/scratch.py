@@ -1,14 +1,17 @@
-"""Models from scratch: depth -> a transformers configuration, and weights that are a pure function of (seed, name).
+"""Models from scratch: depth -> a transformers configuration, and weights that are a pure function
+of (seed, name).
 
-Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): one dial, the depth; width 64 x depth,
-heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and outputs of attention and MLP that
-start at zero, so that every block starts as the identity. Llama, Qwen3 and LFM2 get the same start, because the
-learning rates belong to it; where queries and keys have scales, those start at nanochat's factor of 1.2. LFM2's MLP
-does without nanochat's 0.4 on its inputs, which helps nanochat's own model at depth 4 and costs `lfm2_value` a little
-there (docs/pretraining_parts.md).
+Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): one dial, the depth;
+width 64 x depth, heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and
+outputs of attention and MLP that start at zero, so that every block starts as the identity. Llama,
+Qwen3 and LFM2 get the same start, because the learning rates belong to it; where queries and keys
+have scales, those start at nanochat's factor of 1.2. LFM2's MLP does without nanochat's 0.4 on its
+inputs, which helps nanochat's own model at depth 4 and costs `lfm2_value` a little there
+(docs/pretraining_parts.md).
 
-Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
-that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not name.
+Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1
+a `padding_idx` that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA
+target lists for Llama do not name.
 """
 
 from __future__ import annotations
@@ -42,7 +45,13 @@ ROPE_THETA = 100_000.0
 QUERY_KEY_SCALE = 1.2
 CONVOLUTION_TAPS = 4
 # The last two are LFM2's: of its convolution and attention, and of its MLP.
-RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight", "out_proj.weight", "w2.weight")
+RESIDUAL_OUTPUTS = (
+    "o_proj.weight",
+    "fc2.weight",
+    "down_proj.weight",
+    "out_proj.weight",
+    "w2.weight",
+)
 GATES = ("value_gate",)
 MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight")
 QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
@@ -59,7 +68,9 @@ class Shape:
 
 
 def shape_of(depth: int) -> Shape:
-    """The shape of a depth: width 64 x depth, rounded up to whole heads of 128; below depth 3 two smaller heads."""
+    """The shape of a depth: width 64 x depth, rounded up to whole heads of 128; below depth 3 two
+    smaller heads.
+    """
     width = ASPECT * depth
     if width <= HEAD_DIM:
         return Shape(depth, width, 2, width // 2)
@@ -79,8 +90,8 @@ def scratch_config(
     """The transformers configuration of an architecture at a depth.
 
     Args:
-        arch: nanochat, qwen3, llama, lfm2 (every second layer attends; the others have a short convolution), or
-            lfm2_value (lfm2 with value embeddings where it attends).
+        arch: nanochat, qwen3, llama, lfm2 (every second layer attends; the others have a short
+            convolution), or lfm2_value (lfm2 with value embeddings where it attends).
         vocab_size: ids of the tokenizer; the model gets as many, rounded up to a multiple of 64.
 
     Raises:
@@ -99,7 +110,8 @@ def scratch_config(
         "tie_word_embeddings": False,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        # Never the tokenizer's pad token: it would be an index that does not train. Windows have no padding.
+        # Never the tokenizer's pad token: it would be an index that does not train. Windows have no
+        # padding.
         "pad_token_id": None,
     }
     if arch == "nanochat":
@@ -117,11 +129,15 @@ def scratch_config(
         register()
         kind = Lfm2Config if arch == "lfm2" else Lfm2ValueConfig
         return kind(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
-    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama, lfm2 and lfm2_value are known")
+    raise ValueError(
+        f"unknown architecture {arch!r}: nanochat, qwen3, llama, lfm2 and lfm2_value are known"
+    )
 
 
 def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of a configuration in float32 on the CPU, its start a pure function of (seed, parameter name)."""
+    """The model of a configuration in float32 on the CPU, its start a pure function of (seed,
+    parameter name).
+    """
     with torch.random.fork_rng(devices=[]):  # the start that transformers draws is replaced
         model = make_unstarted_model(config, attention)
     initialise(model, seed)
@@ -130,7 +146,9 @@ def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") 
 
 def make_unstarted_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """The model in float32 on torch's default device, with transformers' own start."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if isinstance(module, ReLUSquaredActivation):
@@ -141,8 +159,9 @@ def make_unstarted_model(config: PretrainedConfig, attention: str) -> PreTrained
 class SquaredReLU(torch.nn.Module):
     """relu(x)^2 in the dtype of x, to the bit what transformers' is without autocast.
 
-    That squares by torch.square, a power: CUDA's autocast computes it, and keeps what it needs for the backward pass,
-    in float32. An H100 held 9 GiB more for 12 layers of width 768 and 65,536 tokens (not compiled).
+    That squares by torch.square, a power: CUDA's autocast computes it, and keeps what it needs for
+    the backward pass, in float32. An H100 held 9 GiB more for 12 layers of width 768 and 65,536
+    tokens (not compiled).
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +176,9 @@ def make_empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
-    """Draw every parameter anew; the same numbers on every machine, whatever the order of the parameters."""
+    """Draw every parameter anew; the same numbers on every machine, whatever the order of the
+    parameters.
+    """
     embedding = model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         with torch.no_grad():
@@ -172,14 +193,23 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
                 parameter.zero_()
             else:
                 # Uniform with standard deviation 1 / sqrt(inputs): its bound is sqrt(3) times that.
-                bound = math.sqrt(3 / parameter[0].numel()) * (MLP_INPUT_FACTOR if name.endswith(MLP_INPUTS) else 1.0)
+                bound = math.sqrt(3 / parameter[0].numel()) * (
+                    MLP_INPUT_FACTOR if name.endswith(MLP_INPUTS) else 1.0
+                )
                 generator = _generator(seed, name)
-                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+                parameter.copy_(
+                    torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                )
 
 
 def _normal(shape: torch.Size, std: float, seed: int, name: str) -> torch.Tensor:
-    # In float64: torch's float32 normals go through vector instructions whose last bit depends on the processor.
-    return torch.empty(shape, dtype=torch.float64).normal_(0.0, std, generator=_generator(seed, name)).float()
+    # In float64: torch's float32 normals go through vector instructions whose last bit depends on
+    # the processor.
+    return (
+        torch.empty(shape, dtype=torch.float64)
+        .normal_(0.0, std, generator=_generator(seed, name))
+        .float()
+    )
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

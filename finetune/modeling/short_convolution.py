@@ -1,5 +1,5 @@
-"""LFM2's short convolution as shifts and products: what every device has, compilers fuse, and that can keep documents
-apart.
+"""LFM2's short convolution as shifts and products: what every device has, compilers fuse, and that
+can keep documents apart.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from finetune.errors import FinetuneError
 def keep_documents_apart() -> None:
     """Let transformers' LFM2 call `convolve`, in this process.
 
-    Its own function is the package causal-conv1d where that is installed and a grouped convolution elsewhere, which
-    takes no document bounds. It gets the keyword arguments that a model was called with, so nothing else need change;
-    transformers has no hook for it but its hub of kernels. May go when the function takes cu_seq_lens_q.
+    Its own function is the package causal-conv1d where that is installed and a grouped convolution
+    elsewhere, which takes no document bounds. It gets the keyword arguments that a model was called
+    with, so nothing else need change; transformers has no hook for it but its hub of kernels. May
+    go when the function takes cu_seq_lens_q.
     """
     from transformers.models.lfm2 import modeling_lfm2
 
     if not hasattr(modeling_lfm2, "causal_conv1d_fn"):
         raise FinetuneError(
-            "LFM2's convolution is another function in this transformers: packed documents would mix",
+            "LFM2's convolution is another function in this transformers: packed documents"
+            " would mix",
             f"transformers {transformers.__version__}",
             "install the version that constraints.txt names",
         )
@@ -45,13 +47,13 @@ def convolve(
     Args:
         hidden_states: `(samples, channels, T)`.
         weight: `(channels, taps)`, the last for the token itself; bias: `(channels,)`.
-        cu_seq_lens_q: `(documents + 1,)` where the documents of a packed sequence begin, and its end; None: every line
-            is one document.
+        cu_seq_lens_q: `(documents + 1,)` where the documents of a packed sequence begin, and its
+            end; None: every line is one document.
         activation: LFM2 has none.
         kwargs: what attention is told besides.
 
-    Returns:
-        `(samples, channels, T)` in the dtype of `hidden_states`; products are taken in that of `weight`.
+    Returns: `(samples, channels, T)` in the dtype of `hidden_states`; products are taken in that of
+        `weight`.
     """
     assert activation is None, activation
     states = hidden_states.to(weight.dtype)
@@ -60,8 +62,9 @@ def convolve(
     for back in range(1, min(taps, tokens)):
         earlier = pad(states, (back, -back))
         if cu_seq_lens_q is not None:
-            # The first `back` places of each document have nobody so far behind them. Of a shorter one they reach into
-            # the next, or past the end, and there too are no more than its first places.
+            # The first `back` places of each document have nobody so far behind them. Of a shorter
+            # one they reach into the next, or past the end, and there too are no more than its
+            # first places.
             first = cu_seq_lens_q[:-1, None] + torch.arange(back, device=states.device)
             earlier = earlier.index_fill(-1, first.flatten().clamp(max=tokens - 1).long(), 0)
         mixed = mixed + earlier * weight[:, -1 - back, None]

@@ -1,8 +1,8 @@
 """Chat tokens that a base model never saw: its head's vectors for all such tokens stay alike.
 
-A base model pretrained on plain text has ids for chat tokens, but every unseen id gets the same gradient: their
-vectors move together. LoRA on the layers below leaves the head as it is, and the tuned model ends its answers with any
-of them.
+A base model pretrained on plain text has ids for chat tokens, but every unseen id gets the same
+gradient: their vectors move together. LoRA on the layers below leaves the head as it is, and the
+tuned model ends its answers with any of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ from transformers import PreTrainedTokenizerBase
 from finetune.errors import ConfigError
 from finetune.modeling.hub import folder_of
 
-ALIKE = 0.05  # norm of the difference of two vectors over the larger norm; between trained ones it is about 1
+# norm of the difference of two vectors over the larger norm; between trained ones it is about 1
+ALIKE = 0.05
 MOST_COMPARED = 256
-_HEADS = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "transformer.wte.weight")
+_HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+)
 
 
-def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str] | None:
-    """The tokens of `ids` whose vector in the model's head equals, nearly, that of another special token.
+def untrained_tokens(
+    model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
+) -> list[str] | None:
+    """The tokens of `ids` whose vector in the model's head equals, nearly, that of another special
+    token.
 
-    Reads only those vectors. None where they cannot be read: of a hub's model whose weights are not in the cache yet,
-    or whose head has another name than usual.
+    Reads only those vectors. None where they cannot be read: of a hub's model whose weights are not
+    in the cache yet, or whose head has another name than usual.
     """
     folder = folder_of(model)
     path = None if folder is None else _file_of_head(folder)
@@ -37,7 +46,13 @@ def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequen
         name = next(name for name in _HEADS if name in file.keys())  # noqa: SIM118 - not a dict
         head = file.get_slice(name)
         size = head.get_shape()[0]
-        others = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *range(len(tokenizer), size)})
+        others = sorted(
+            {
+                *tokenizer.all_special_ids,
+                *tokenizer.added_tokens_decoder,
+                *range(len(tokenizer), size),
+            }
+        )
         compared = [number for number in others if number < size][:MOST_COMPARED]
         if not compared:
             return []
@@ -45,9 +60,14 @@ def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequen
         found = []
         for token in ids:
             vector = head[token : token + 1].float()
-            larger = torch.maximum(vectors.norm(dim=1), vector.norm()).clamp_min(torch.finfo(torch.float32).tiny)
+            larger = torch.maximum(vectors.norm(dim=1), vector.norm()).clamp_min(
+                torch.finfo(torch.float32).tiny
+            )
             alike = (vectors - vector).norm(dim=1) <= ALIKE * larger
-            if any(same and number != token for number, same in zip(compared, alike.tolist(), strict=True)):
+            if any(
+                same and number != token
+                for number, same in zip(compared, alike.tolist(), strict=True)
+            ):
                 found.append(str(tokenizer.convert_ids_to_tokens(token)))
     return found
 
@@ -55,16 +75,19 @@ def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequen
 def trained_token_ids(
     model: str, tokenizer: PreTrainedTokenizerBase, wanted: Sequence[str], ends: Sequence[int]
 ) -> list[int]:
-    """The tokens of `--train-tokens` by their ids, sorted; of `auto` those of `ends` that were never trained.
+    """The tokens of `--train-tokens` by their ids, sorted; of `auto` those of `ends` that were
+    never trained.
 
     Raises:
         ConfigError: no token of the tokenizer; auto, and the model's head cannot be read.
     """
-    tokens = untrained_tokens(model, tokenizer, ends) if tuple(wanted) == ("auto",) else list(wanted)
+    tokens = (
+        untrained_tokens(model, tokenizer, ends) if tuple(wanted) == ("auto",) else list(wanted)
+    )
     if tokens is None:
         raise ConfigError(
-            f"train_tokens is auto, and the head of {model} cannot be read: its weights are not on this machine yet, "
-            "or have other names than usual",
+            f"train_tokens is auto, and the head of {model} cannot be read: its weights are not on"
+            " this machine yet, or have other names than usual",
             where="--train-tokens",
             fix="name the tokens, e.g. "
             + " ".join(str(tokenizer.convert_ids_to_tokens(end)) for end in ends)
@@ -75,8 +98,10 @@ def trained_token_ids(
         raise ConfigError(
             f"the tokenizer has no token {', '.join(map(repr, unknown))}",
             where="--train-tokens",
-            fix="give tokens as the tokenizer writes them, e.g. "
-            f"{' '.join(map(str, tokenizer.all_special_tokens[:3]))}, or auto",
+            fix=(
+                "give tokens as the tokenizer writes them, e.g. "
+                f"{' '.join(map(str, tokenizer.all_special_tokens[:3]))}, or auto"
+            ),
         )
     return sorted({vocabulary[token] for token in tokens})
 

@@ -1,8 +1,10 @@
-"""`auto`: gradient checkpointing, the size of microbatches and what is offloaded, by the plan and the memory there is.
+"""`auto`: gradient checkpointing, the size of microbatches and what is offloaded, by the plan and
+the memory there is.
 
-Every combination of what is left open is planned. Of those that fit the one with the shortest step is taken; among
-those that take about as long, the one that offloads least, then the one that needs the least memory. All of them
-execute the same global batches. Pure: ranks that give the same numbers choose the same.
+Every combination of what is left open is planned. Of those that fit the one with the shortest step
+is taken; among those that take about as long, the one that offloads least, then the one that needs
+the least memory. All of them execute the same global batches. Pure: ranks that give the same
+numbers choose the same.
 """
 
 from __future__ import annotations
@@ -18,19 +20,27 @@ from finetune.config.base_config import BaseConfig
 from finetune.planning.inputs import workload_of
 from finetune.planning.memory import fits, memory_of
 from finetune.planning.shapes import ModelShape
-from finetune.planning.traffic import EFFICIENCY, computed_flops_per_token, host_traffic, network_traffic
+from finetune.planning.traffic import (
+    EFFICIENCY,
+    computed_flops_per_token,
+    host_traffic,
+    network_traffic,
+)
 from finetune.planning.workload import GIB, Cluster, Workload
 from finetune.runtime.language import _
 
-OFFLOADS = ("offload_param", "offload_optimizer")  # the blocks of `zero_optimization` whose device may be auto
-# Samples of a microbatch that are tried, and the tokens beyond which a larger one gains nothing worth its memory.
+# the blocks of `zero_optimization` whose device may be auto
+OFFLOADS = ("offload_param", "offload_optimizer")
+# Samples of a microbatch that are tried, and the tokens beyond which a larger one gains nothing
+# worth its memory.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_MICROBATCH_TOKENS = 16_384
 # Ways whose steps differ by less than this are taken for equally fast.
 EQUAL_SHARE = 0.03
-# What a device is taken for where nothing is known of it. Only the choice hangs on these: an accelerator's arithmetic,
-# its network and its way to the host in use, and the time in which a host starts the kernels of one layer, forward and
-# backward: 9 ms for 120 of them on the H100 that was measured (docs/roofline.md), whose host was a slow one.
+# What a device is taken for where nothing is known of it. Only the choice hangs on these: an
+# accelerator's arithmetic, its network and its way to the host in use, and the time in which a host
+# starts the kernels of one layer, forward and backward: 9 ms for 120 of them on the H100 that was
+# measured (docs/roofline.md), whose host was a slow one.
 PEAK_FLOPS = {"cpu": 2e11}
 OTHER_PEAK_FLOPS = 3e14
 NETWORK_BYTES_PER_SECOND, HOST_BYTES_PER_SECOND = 25e9, 20e9
@@ -64,7 +74,9 @@ class _Way:
 
     @property
     def offloads(self) -> int:
-        """How much is offloaded: of ways that should take as long, the one with the fewest moving parts is better."""
+        """How much is offloaded: of ways that should take as long, the one with the fewest moving
+        parts is better.
+        """
         return sum(self.values.get(name) == "cpu" for name in OFFLOADS)
 
 
@@ -94,12 +106,20 @@ def with_values(config: BaseConfig, values: Mapping[str, Any]) -> BaseConfig:
 
 
 def most_sparing(config: BaseConfig, device_type: str) -> Chosen:
-    """What is taken where no plan can be made: a model whose sizes are not known, or no memory to judge by."""
+    """What is taken where no plan can be made: a model whose sizes are not known, or no memory to
+    judge by.
+    """
     values = {name: choices[0] for name, choices in open_settings(config).items()}
     if device_type == "cpu" and "gradient_checkpointing" in values:
-        values["gradient_checkpointing"] = False  # a host's memory is large beside what one step keeps
+        # a host's memory is large beside what one step keeps
+        values["gradient_checkpointing"] = False
     reason = _("auto: {values}, because the memory that is needed, or that there is, is not known")
-    return Chosen(with_values(config, values), values, reason.format(values=_named(values)) if values else "", None)
+    return Chosen(
+        with_values(config, values),
+        values,
+        reason.format(values=_named(values)) if values else "",
+        None,
+    )
 
 
 def choose_execution(
@@ -115,17 +135,22 @@ def choose_execution(
 
     Args:
         cluster: with the memory that is free.
-        step_tokens: of a global batch, over all devices; None: all samples are of the longest there may be.
-        out_of_memory: the last start ran out of memory: what spares most is taken. The size of microbatches is then
-            bounded by what was noted (training/build.py, make_execution).
+        step_tokens: of a global batch, over all devices; None: all samples are of the longest there
+            may be.
+        out_of_memory: the last start ran out of memory: what spares most is taken. The size of
+            microbatches is then bounded by what was noted (training/build.py, make_execution).
         workload: of the kind of run, where it is at hand.
     """
     choices = open_settings(config)
     if not choices:
         return Chosen(config, {}, "", None)
     if out_of_memory:
-        choices = {name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()}
-    ways = list(_ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step, workload))
+        choices = {
+            name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()
+        }
+    ways = list(
+        _ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step, workload)
+    )
     if all(way.fits is None for way in ways):
         return most_sparing(config, cluster.device_type)
     fitting = [way for way in ways if way.fits]
@@ -152,17 +177,24 @@ def _ways(
         values = dict(zip(choices, combination, strict=True))
         made = with_values(config, values)
         work = workload(made, shape, cluster)
-        if "micro_batch_size" in values and not _useful(made, work, values["micro_batch_size"], step_tokens):
+        if "micro_batch_size" in values and not _useful(
+            made, work, values["micro_batch_size"], step_tokens
+        ):
             continue
         if hasattr(made, "micro_batch_size"):
-            work = replace(work, microbatches=max(1, ceil(step_tokens / (work.processes * work.microbatch_tokens))))
+            work = replace(
+                work,
+                microbatches=max(1, ceil(step_tokens / (work.processes * work.microbatch_tokens))),
+            )
         memory = memory_of(work)
         need = memory.node() if cluster.device_type == "cpu" else memory.device()
         yield _Way(values, made, need, _seconds(work, cluster, step_tokens), fits(memory, cluster))
 
 
 def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -> bool:
-    """Whether a microbatch of this size is one that the rule of the batch allows, and half of it would not do."""
+    """Whether a microbatch of this size is one that the rule of the batch allows, and half of it
+    would not do.
+    """
     if size == 1:
         return True
     # Of those that hold a whole step the smallest is of use too: then a step is one microbatch.
@@ -175,9 +207,12 @@ def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:
     """Of a step, to compare ways by: computing, starting kernels, moving; nothing overlaps."""
     peak = cluster.peak_flops or PEAK_FLOPS.get(cluster.device_type, OTHER_PEAK_FLOPS)
     computing = computed_flops_per_token(work) * step_tokens / work.processes / (peak * EFFICIENCY)
-    layers = work.shape.layers * (4 / 3 if work.computing.checkpointing else 1)  # a forward is a third
+    # a forward is a third
+    layers = work.shape.layers * (4 / 3 if work.computing.checkpointing else 1)
     starting = 0.0 if cluster.device_type == "cpu" else work.microbatches * layers * LAYER_SECONDS
-    network = network_traffic(work).bytes / (cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND)
+    network = network_traffic(work).bytes / (
+        cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND
+    )
     host = host_traffic(work).bytes / (cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND)
     return computing + starting + network + host
 
@@ -190,7 +225,9 @@ def _reason(best: _Way, ways: list[_Way], cluster: Cluster) -> str:
     on_cpu = cluster.device_type == "cpu"
     there = cluster.host_memory_bytes if on_cpu else cluster.device_memory_bytes
     text = _("auto: {values}; by the plan it needs {need:.1f} of {there:.1f} GiB")
-    reason = text.format(values=_named(best.values), need=best.need_bytes / GIB, there=(there or 0) / GIB)
+    reason = text.format(
+        values=_named(best.values), need=best.need_bytes / GIB, there=(there or 0) / GIB
+    )
     faster = [way for way in ways if way.seconds < best.seconds and not way.fits]
     if faster:
         nearest = min(faster, key=lambda way: way.need_bytes)

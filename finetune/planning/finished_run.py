@@ -27,7 +27,9 @@ def read_events(run: Path) -> list[dict[str, Any]]:
         return list(read_jsonl_tolerant(run / "events.jsonl"))
     except OSError as error:
         raise DataError(
-            f"no run is there: {error.strerror}", where=str(run / "events.jsonl"), fix="name a run's --output-dir"
+            f"no run is there: {error.strerror}",
+            where=str(run / "events.jsonl"),
+            fix="name a run's --output-dir",
         ) from error
 
 
@@ -39,7 +41,8 @@ def last_event(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None
 def planned_of_run(
     run: Path, events: list[dict[str, Any]], model_config: Path | None = None
 ) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started last, with the microbatches it had instead of the largest there may be.
+    """The workload of the run as it started last, with the microbatches it had instead of the
+    largest there may be.
 
     Args:
         model_config: a config.json instead of the model's own.
@@ -63,19 +66,31 @@ def planned_of_run(
     config = with_values(resolve_object(path, processes, kind.config_class).config, chosen)
     cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
     work = workload_of(config, shape_for(config, model_config), cluster)
-    if start["dtype"] in DTYPE_BYTES and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes:
+    if (
+        start["dtype"] in DTYPE_BYTES
+        and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes
+    ):
         config = config.model_copy(update={"dtype": start["dtype"]})
         work = workload_of(config, work.shape, cluster)
-    tokens, count = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
+    tokens, count = (
+        int(start["plan"]["heaviest_row_tokens"]),
+        int(start["plan"]["rows_per_rank"][2]),
+    )
     longest = min(work.longest, tokens)
-    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count)
+    work = replace(
+        work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count
+    )
     return work, cluster
 
 
 def peaks_of(work: Workload, cluster: Cluster) -> dict[str, int]:
-    """Bytes of a process on the `host`, or on a `device` as torch counts them (its context is not in it)."""
+    """Bytes of a process on the `host`, or on a `device` as torch counts them (its context is not
+    in it).
+    """
     memory = memory_of(work)
     if cluster.device_type == "cpu":
-        return {"host": memory.process() + sum(t.bytes for t in memory.terms if t.kind == "framework")}
+        return {
+            "host": memory.process() + sum(t.bytes for t in memory.terms if t.kind == "framework")
+        }
     context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
     return {"device": memory.device() - context}

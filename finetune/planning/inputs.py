@@ -1,4 +1,6 @@
-"""From a configuration and a described cluster to what the planner computes with. No network, no weights."""
+"""From a configuration and a described cluster to what the planner computes with. No network, no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
 from finetune.planning.adapters import adapter_numbers
-from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
+from finetune.planning.shapes import (
+    KNOWN_MODELS,
+    ModelShape,
+    known_config,
+    read_shape,
+    shape_of_config,
+    shape_of_model,
+)
 from finetune.planning.token_data import document_bytes, stream_vocabulary
 from finetune.planning.traffic import MUONS
 from finetune.planning.workload import Cluster, Sharding, Workload
@@ -39,7 +48,8 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
         model_config: a config.json instead of the model's own.
 
     Raises:
-        ConfigError: the model is neither a folder, nor in the hub's cache here, nor a public model known by name.
+        ConfigError: the model is neither a folder, nor in the hub's cache here, nor a public model
+            known by name.
     """
     if model_config is not None:
         return read_shape(model_config)
@@ -58,7 +68,9 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
     vocabulary = config.vocab_size or stream_vocabulary(config)
-    made = scratch_config(config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len)
+    made = scratch_config(
+        config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len
+    )
     return shape_of_model(make_empty_model(made))
 
 
@@ -75,13 +87,18 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
     raise ConfigError(
         f"the sizes of {config.model} are not known here",
         where="--model",
-        fix="give --model-config FILE with the model's config.json (weights are not needed); known by name: "
+        fix=(
+            "give --model-config FILE with the model's config.json (weights are not needed); known"
+            " by name: "
+        )
         + ", ".join(KNOWN_MODELS),
     )
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config.json of a model's revision in the hub's cache on this machine; without one, of any that is there."""
+    """The config.json of a model's revision in the hub's cache on this machine; without one, of any
+    that is there.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(name):
@@ -106,18 +123,24 @@ def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Work
 def workload_of_settings(settings: Mapping[str, Any], *, processes: int) -> Workload:
     """The same of a run's settings on one node of CPUs, as the benchmark runs them."""
     config = resolve_object(settings, processes).config
-    return workload_of(config, shape_for(config), Cluster(devices_per_node=processes, device_type="cpu"))
+    return workload_of(
+        config, shape_for(config), Cluster(devices_per_node=processes, device_type="cpu")
+    )
 
 
 def element_bytes(config: BaseConfig, device_type: str) -> int:
-    """Of the compute dtype: `auto` is 16 bit where there is an accelerator (device.choose_dtype)."""
+    """Of the compute dtype: `auto` is 16 bit where there is an accelerator
+    (device.choose_dtype).
+    """
     if config.dtype == "auto":
         return 2 if device_type in ("cuda", "npu") else 4
     return DTYPE_BYTES[config.dtype]
 
 
 def recomputes(config: BaseConfig, device_type: str) -> bool:
-    """Whether activations are recomputed; where it is still auto, whether they would be without a plan."""
+    """Whether activations are recomputed; where it is still auto, whether they would be without a
+    plan.
+    """
     choice = config.gradient_checkpointing
     return device_type != "cpu" if choice == "auto" else choice
 
@@ -159,7 +182,9 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         microbatch_tokens=tokens,
         targets=tokens,
         longest=config.cutoff_len,
-        microbatches=max(1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))),
+        microbatches=max(
+            1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))
+        ),
         muon=config.optimizer in MUONS,
         optimizer="adamw" if config.optimizer in MUONS else config.optimizer,
         # The others go from tensor to tensor.
@@ -176,10 +201,11 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
 
 
 def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches of whole pairs.
+    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches
+    of whole pairs.
 
-    The reference takes no more: with an adapter its forward is before the one that keeps activations, and of a model
-    that is trained whole it is two numbers a pair.
+    The reference takes no more: with an adapter its forward is before the one that keeps
+    activations, and of a model that is trained whole it is two numbers a pair.
     """
     asks = config.needs_reference and config.finetuning == "lora"
     work = fine_tuning_workload(config, shape, cluster)
@@ -187,7 +213,9 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
 
 
 def _head_is_wrapped(shape: ModelShape, adapted: frozenset[str], config: RunConfig) -> bool:
-    """Whether the head is no plain linear layer, so that there is no chunked one (modeling/loss.make_chunked_head)."""
+    """Whether the head is no plain linear layer, so that there is no chunked one
+    (modeling/loss.make_chunked_head).
+    """
     if config.trains_all_weights:
         return False
     saved = last_parts(config.modules_to_save)
@@ -199,7 +227,9 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
     """What a process of a pretraining run has in memory."""
     size = element_bytes(config, cluster.device_type)
     lora = config.finetuning == "lora"
-    compiled = cluster.device_type == "cuda" and not lora if config.compile is None else config.compile
+    compiled = (
+        cluster.device_type == "cuda" and not lora if config.compile is None else config.compile
+    )
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
     adapter = sum(shape.lora_tensors(config.lora_r, adapted))
     tokens = config.tokens_per_microbatch
@@ -218,7 +248,9 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             compiled=compiled,
             flash=True,  # a window is one document
             # Compiled steps are fused as a whole (training/pretraining/build.py).
-            fused_layers=cluster.device_type in ("cuda", "npu") and config.fused_layers != "off" and not compiled,
+            fused_layers=cluster.device_type in ("cuda", "npu")
+            and config.fused_layers != "off"
+            and not compiled,
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
         sharding=Sharding(),
@@ -243,7 +275,9 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
 
 
 def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
-    """Of a run on several NPUs: torch's group of all, DeepSpeed's own of all, and that of hpZ's second copies."""
+    """Of a run on several NPUs: torch's group of all, DeepSpeed's own of all, and that of hpZ's
+    second copies.
+    """
     if cluster.device_type != "npu" or cluster.devices == 1:
         return 0
     zero = (config.deepspeed or {}).get("zero_optimization") or {}
@@ -252,7 +286,9 @@ def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
 
 
 def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:
-    """DeepSpeed's keys as numbers, with its defaults, and what "auto" comes to (config/deepspeed_config.py)."""
+    """DeepSpeed's keys as numbers, with its defaults, and what "auto" comes to
+    (config/deepspeed_config.py).
+    """
     if not deepspeed:
         return Sharding()
     zero = deepspeed.get("zero_optimization", {})
@@ -284,7 +320,9 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
 
 
 def with_sharding(work: Workload, sharding: Sharding) -> Workload:
-    """The same run sharded otherwise: dtypes of weights and adapters follow (training/build_sft.py)."""
+    """The same run sharded otherwise: dtypes of weights and adapters follow
+    (training/build_sft.py).
+    """
     how, size = work.computing, work.computing.element_bytes
     lora = bool(work.adapter)
     computing = replace(
@@ -308,6 +346,8 @@ def _size(name: str) -> int:
     """Bytes of a file; of the token files in a folder, else of all in it; of what a glob names."""
     path = Path(name)
     inside = (
-        [*path.glob("*.bin")] or [*path.rglob("*")] if path.is_dir() else map(Path, glob.glob(name, recursive=True))
+        [*path.glob("*.bin")] or [*path.rglob("*")]
+        if path.is_dir()
+        else map(Path, glob.glob(name, recursive=True))
     )
     return sum(file.stat().st_size for file in inside if file.is_file())

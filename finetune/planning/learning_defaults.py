@@ -1,14 +1,18 @@
-"""Numbers for the learning rate and the batch where a run says auto: by model, method, and number of samples.
+"""Numbers for the learning rate and the batch where a run says auto: by model, method, and number
+of samples.
 
-They decide what is trained, so they follow from the run alone, never from the machine, and its identity holds them.
-The form of the law is that of others, what it costs beside the best of a sweep is in docs/defaults_benchmark.md:
+They decide what is trained, so they follow from the run alone, never from the machine, and its
+identity holds them. The form of the law is that of others, what it costs beside the best of a sweep
+is in docs/defaults_benchmark.md:
 
-- Rate and width: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best rate of an adapter falls
-  with the width to the power of 0.78 (Llama), is independent of its rank at one alpha, and ten times that of full
-  training. At a width of 4096 its formulas give 2.9e-4 (Llama) and 4.7e-4 (Qwen).
+- Rate and width: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best rate of
+  an adapter falls with the width to the power of 0.78 (Llama), is independent of its rank at one
+  alpha, and ten times that of full training. At a width of 4096 its formulas give 2.9e-4 (Llama)
+  and 4.7e-4 (Qwen).
 - Rate and batch: under Adam the root of the batch (Malladi et al., arXiv 2205.10287).
-- Batch: below the critical size the loss follows from the samples seen, and smaller steps cost nothing but time
-  (McCandlish et al., arXiv 1812.06162); a batch that is large beside the data leaves too few steps to learn in.
+- Batch: below the critical size the loss follows from the samples seen, and smaller steps cost
+  nothing but time (McCandlish et al., arXiv 1812.06162); a batch that is large beside the data
+  leaves too few steps to learn in.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ def learning_defaults(
     Args:
         width: numbers of a token's hidden state; None where the model does not say.
         samples: of the training data.
-        begun: the identity of the run that goes on, whose numbers stay, whatever has become of its data.
+        begun: the identity of the run that goes on, whose numbers stay, whatever has become of its
+            data.
 
     Raises:
         ConfigError: the rate is auto, and the width is not known.
@@ -73,8 +78,12 @@ def learning_defaults(
         values["micro_batch_size"] = max(size for size in range(1, micro) if batch % size == 0)
     named = ", ".join(f"{name} {value:g}" for name, value in values.items())
     if len(kept) == len(wanted):
-        return LearningDefaults(values, _("auto: {values}, with which this run began").format(values=named))
-    text = _("auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}")
+        return LearningDefaults(
+            values, _("auto: {values}, with which this run began").format(values=named)
+        )
+    text = _(
+        "auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}"
+    )
     reason = text.format(values=named, samples=samples, width=width, method=config.finetuning)
     return LearningDefaults(values, reason)
 
@@ -82,8 +91,8 @@ def learning_defaults(
 def batch_for(config: RunConfig, samples: int) -> int:
     """The largest of `AUTO_BATCHES` with which the run has `STEPS` steps.
 
-    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much each is worth. Nor does
-    the microbatch, which is how a batch is computed.
+    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much
+    each is worth. Nor does the microbatch, which is how a batch is computed.
     """
     wanted = samples * config.num_epochs / STEPS
     return max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
@@ -91,9 +100,12 @@ def batch_for(config: RunConfig, samples: int) -> int:
 
 def rate_for(config: RunConfig, width: int, batch: int) -> float:
     """The law's rate, in two digits."""
-    rate = RATES[config.finetuning] * (WIDTH / width) ** WIDTH_POWER * (batch / BATCH) ** BATCH_POWER
+    rate = (
+        RATES[config.finetuning] * (WIDTH / width) ** WIDTH_POWER * (batch / BATCH) ** BATCH_POWER
+    )
     if config.finetuning == "lora":
-        # With Adam a step changes the product by the rate times its scale, once for each of its ranks.
+        # With Adam a step changes the product by the rate times its scale, once for each of its
+        # ranks.
         scale = config.lora_alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)
         rate *= ALPHA / (scale * config.lora_r) / (config.lora_plus_ratio or 1.0) ** 0.5
     return float(f"{rate:.1e}")

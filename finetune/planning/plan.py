@@ -1,4 +1,6 @@
-"""A plan: the need of each location, the time of a step, the largest microbatch, ways to shard it, and what to do."""
+"""A plan: the need of each location, the time of a step, the largest microbatch, ways to shard it,
+and what to do.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,14 @@ class Plan:
 
     Attributes:
         fits: None where no memory was given to judge by.
-        largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None where not judged.
-        expected_memory: what a device is expected to need with a preset of pretraining; empty for others.
+        largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None where
+            not judged.
+        expected_memory: what a device is expected to need with a preset of pretraining; empty for
+            others.
         choices: other ways to shard the run (fine-tuning), from the one that moves least.
         chosen: what the run would put where its configuration says auto.
-        data: the windows of pretraining's token files; None for other runs, and where there are none yet.
+        data: the windows of pretraining's token files; None for other runs, and where there are
+            none yet.
     """
 
     cluster: Cluster
@@ -77,7 +82,10 @@ class Plan:
             "sharding": work.sharding.name,
             "device_bytes": self.memory.device(),
             "node_bytes": self.memory.node(),
-            "phases": {phase: {where: self.memory.in_phase(where, phase) for where in LOCATIONS} for phase in PHASES},
+            "phases": {
+                phase: {where: self.memory.in_phase(where, phase) for where in LOCATIONS}
+                for phase in PHASES
+            },
             "terms": [
                 {
                     "kind": term.kind,
@@ -132,7 +140,9 @@ class Plan:
 
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
-    """The plan of a configuration on a cluster. Measures a copy in memory where no host bandwidth is given."""
+    """The plan of a configuration on a cluster. Measures a copy in memory where no host bandwidth
+    is given.
+    """
     chosen = choose_execution(config, shape, cluster)
     config = chosen.config
     work = workload_of(config, shape, cluster)
@@ -169,12 +179,22 @@ def _choice(work: Workload, sharding: Sharding, cluster: Cluster) -> Choice:
 
 
 def _shardings(work: Workload) -> list[Sharding]:
-    """The ways to shard a fine-tuning run; the given numbers of elements stay. None for pretraining, which has DDP."""
+    """The ways to shard a fine-tuning run; the given numbers of elements stay. None for
+    pretraining, which has DDP.
+    """
     if work.muon or (work.computing.full and not work.sharding.engine and not work.file_bytes):
         return []
     hpz = work.sharding.hpz
-    plain = replace(work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False, hpz=1)
-    stages = ((2, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True))
+    plain = replace(
+        work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False, hpz=1
+    )
+    stages = (
+        (2, False, False),
+        (2, True, False),
+        (3, False, False),
+        (3, True, False),
+        (3, True, True),
+    )
     return [plain] + [
         replace(
             plain,
@@ -205,12 +225,15 @@ def _largest_micro_batch(work: Workload, config: BaseConfig, cluster: Cluster) -
     return low
 
 
-# What each preset of ds_configs/pretrain_gpu2_*.json was chosen for: (depth, device batch, sequence) -> of one device.
+# What each preset of ds_configs/pretrain_gpu2_*.json was chosen for: (depth, device batch,
+# sequence) -> of one device.
 _EXPECTED = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 3072): "28-30 GB"}
 
 
 def _expected_memory(config: BaseConfig) -> str:
-    sizes = tuple(getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len"))
+    sizes = tuple(
+        getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len")
+    )
     return _EXPECTED.get(sizes, "")  # type: ignore[arg-type]
 
 

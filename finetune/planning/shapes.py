@@ -1,8 +1,9 @@
-"""A model's config.json -> the sizes and parameters that a plan needs, read off transformers' own model of it.
+"""A model's config.json -> the sizes and parameters that a plan needs, read off transformers' own
+model of it.
 
-The model is made without numbers, on torch's meta device, so no weights are needed; code that comes with a model is
-never run. What transformers cannot make, or has no blocks that can be found, is refused: a wrong count would be a
-wrong plan.
+The model is made without numbers, on torch's meta device, so no weights are needed; code that comes
+with a model is never run. What transformers cannot make, or has no blocks that can be found, is
+refused: a wrong count would be a wrong plan.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Part:
-    """The matrices of one module of a block: attention, MLP, the experts of a mixture. Widths are of a token.
+    """The matrices of one module of a block: attention, MLP, the experts of a mixture. Widths are
+    of a token.
 
     Attributes:
         writer: the one whose output is added to the residual stream.
@@ -70,7 +72,9 @@ class Part:
     @cached_property
     def made(self) -> int:
         """Numbers that the others make: q, k and v; gate and up."""
-        return sum(m.inputs if m.table else m.outputs * m.active for m in self.matrices if m != self.writer)
+        return sum(
+            m.inputs if m.table else m.outputs * m.active for m in self.matrices if m != self.writer
+        )
 
     @cached_property
     def inner(self) -> int:
@@ -80,12 +84,20 @@ class Part:
     @cached_property
     def routed(self) -> int:
         """Numbers that experts write, before they are weighted and added up."""
-        return self.writer.outputs * self.writer.active if self.writer and self.writer.experts > 1 else 0
+        return (
+            self.writer.outputs * self.writer.active
+            if self.writer and self.writer.experts > 1
+            else 0
+        )
 
     @cached_property
     def is_swiglu(self) -> bool:
         """By its names, as in modeling/layers.py; which activation it has is not looked at."""
-        return sorted(matrix.name for matrix in self.matrices if matrix.linear) == ["down_proj", "gate_proj", "up_proj"]
+        return sorted(matrix.name for matrix in self.matrices if matrix.linear) == [
+            "down_proj",
+            "gate_proj",
+            "up_proj",
+        ]
 
     def inputs(self, adapted: frozenset[str] | None = None, *, shared: bool = False) -> list[int]:
         """Widths of the inputs of the matrices (with an adapter).
@@ -93,7 +105,11 @@ class Part:
         Args:
             shared: one for q, k and v, and one for gate and up.
         """
-        found = [m for m in self.matrices if not m.table and (adapted is None or (m.linear and m.name in adapted))]
+        found = [
+            m
+            for m in self.matrices
+            if not m.table and (adapted is None or (m.linear and m.name in adapted))
+        ]
         widths = [(m == self.writer, m.inputs * m.active) for m in found]
         return [width for _writes, width in (set(widths) if shared else widths)]
 
@@ -121,7 +137,8 @@ class ModelShape:
     Attributes:
         blocks: the different ones, each with how many there are.
         others: matrices outside the blocks, without embedding and head.
-        total: all parameters; `small` of them are norms and biases, which ZeRO-3 keeps whole on every device.
+        total: all parameters; `small` of them are norms and biases, which ZeRO-3 keeps whole on
+            every device.
         tied: the output head is the embedding.
         softcapped_heads: heads whose scores are squashed, so that they are made whole.
         softcapped_logits: logits are squashed.
@@ -150,12 +167,16 @@ class ModelShape:
     @cached_property
     def query_width(self) -> int:
         """Numbers of a token's queries in all blocks."""
-        return sum(n * part.inner for block, n in self.blocks for part in block.parts if part.attention)
+        return sum(
+            n * part.inner for block, n in self.blocks for part in block.parts if part.attention
+        )
 
     @cached_property
     def in_blocks(self) -> tuple[tuple[Matrix, int], ...]:
         """The matrices of all blocks, each with how many there are."""
-        return tuple((m, n) for block, n in self.blocks for part in block.parts for m in part.matrices)
+        return tuple(
+            (m, n) for block, n in self.blocks for part in block.parts for m in part.matrices
+        )
 
     @cached_property
     def matrices(self) -> tuple[tuple[Matrix, int], ...]:
@@ -173,31 +194,40 @@ class ModelShape:
 
     @cached_property
     def idle(self) -> int:
-        """Parameters of the experts that do not compute a token, and of tables that are looked up."""
+        """Parameters of the experts that do not compute a token, and of tables that are looked
+        up.
+        """
         experts = sum(n * m.inputs * m.outputs * (m.experts - m.active) for m, n in self.in_blocks)
         return experts + sum(n * m.numbers for m, n in self.in_blocks if m.table)
 
     @property
     def passed(self) -> int:
-        """Numbers in matrices that a token passes: blocks and head; the embedding is only looked up."""
+        """Numbers in matrices that a token passes: blocks and head; the embedding is only looked
+        up.
+        """
         return self.block_matrices + self.embedding - self.idle
 
     @cached_property
     def largest_module(self) -> int:
-        """Parameters of the largest module that is gathered at once: embedding, head, or a matrix."""
+        """Parameters of the largest module that is gathered at once: embedding, head, or a
+        matrix.
+        """
         return max(self.embedding, *(matrix.numbers for matrix, _count in self.matrices))
 
     def adapted(self, targets: str | Sequence[str]) -> frozenset[str]:
         """Names of the linear layers that get an adapter.
 
         Args:
-            targets: "all-linear", or names as of `--lora-target-modules`; a dotted name counts by its last part.
+            targets: "all-linear", or names as of `--lora-target-modules`; a dotted name counts by
+                its last part.
 
         Raises:
-            ConfigError: a name that no linear layer has; layers beside the experts of a mixture, because which of
-                those get an adapter peft decides by the family.
+            ConfigError: a name that no linear layer has; layers beside the experts of a mixture,
+                because which of those get an adapter peft decides by the family.
         """
-        mixed = {matrix.path.partition(".")[0] for matrix, _count in self.in_blocks if matrix.experts > 1}
+        mixed = {
+            matrix.path.partition(".")[0] for matrix, _count in self.in_blocks if matrix.experts > 1
+        }
         linear = [matrix for matrix, _count in self.matrices if matrix.linear]
         known = {matrix.name for matrix in linear if matrix.path.partition(".")[0] not in mixed}
         if targets == "all-linear" and not mixed:
@@ -205,18 +235,26 @@ class ModelShape:
         names = [targets] if isinstance(targets, str) else targets
         wanted = {name.rpartition(".")[2] for name in names}
         if unknown := sorted(wanted - known - {"lm_head"}):
-            problem = "is not counted where a mixture has its experts" if mixed else "is no linear layer"
+            problem = (
+                "is not counted where a mixture has its experts" if mixed else "is no linear layer"
+            )
             raise ConfigError(
                 f"LoRA target {', '.join(unknown)} {problem}: {self.model_type}",
                 where="--lora-target-modules",
-                fix=f"choose from {', '.join(sorted(known))}" + ("" if mixed else ", or use all-linear"),
+                fix=f"choose from {', '.join(sorted(known))}"
+                + ("" if mixed else ", or use all-linear"),
             )
         return frozenset(wanted)
 
     def lora_tensors(self, rank: int, adapted: frozenset[str]) -> list[int]:
-        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer."""
+        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear
+        layer.
+        """
         layers = [
-            (m.name, m.inputs, m.outputs) for m, n in self.matrices if m.linear and m.name in adapted for _ in range(n)
+            (m.name, m.inputs, m.outputs)
+            for m, n in self.matrices
+            if m.linear and m.name in adapted
+            for _ in range(n)
         ]
         layers += [("lm_head", self.hidden, self.vocabulary)] if "lm_head" in adapted else []
         return [rank * width for _name, *widths in layers for width in widths]
@@ -229,7 +267,8 @@ def read_shape(path: Path) -> ModelShape:
     """The shape that a config.json (or the folder that holds one) describes.
 
     Raises:
-        ConfigError: no such file, not JSON, or not the configuration of a decoder that transformers can make.
+        ConfigError: no such file, not JSON, or not the configuration of a decoder that transformers
+            can make.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -239,10 +278,15 @@ def read_shape(path: Path) -> ModelShape:
         raise ConfigError(
             f"the model's configuration cannot be read: {reason}",
             where=str(file),
-            fix="give --model a folder with config.json, or --model-config FILE; weights are not needed",
+            fix=(
+                "give --model a folder with config.json, or --model-config FILE; weights are not"
+                " needed"
+            ),
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError("the model's configuration is not a JSON object", str(file), "copy the file again")
+        raise ConfigError(
+            "the model's configuration is not a JSON object", str(file), "copy the file again"
+        )
     return shape_of_config(content, str(file))
 
 
@@ -261,20 +305,27 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     kind = config.get("model_type", "")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model_type {kind!r} is not among the models of transformers, and a model's own code is not run here",
+            f"model_type {kind!r} is not among the models of transformers, and a model's own code"
+            " is not run here",
             where,
-            "for a model that is made like another, give --model-config FILE with that one's model_type and the sizes",
+            "for a model that is made like another, give --model-config FILE with that one's"
+            " model_type and the sizes",
         )
     try:
         # Without the reference to code that came with the model.
-        made = CONFIG_MAPPING[kind].from_dict({name: value for name, value in config.items() if name != "auto_map"})
+        made = CONFIG_MAPPING[kind].from_dict(
+            {name: value for name, value in config.items() if name != "auto_map"}
+        )
         return shape_of_model(make_empty_model(made))
     except Exception as error:  # whatever a model's code makes of values that do not fit
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise ConfigError(
             f"no plan can be made of this {kind} configuration: {reason}",
             where,
-            "compare the file with the one that the model was published with; a decoder of text is needed",
+            "compare the file with the one that the model was published with; a decoder of text is"
+            " needed",
         ) from error
 
 
@@ -289,7 +340,10 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
     head: nn.Parameter = model.get_output_embeddings().weight
     layers = _decoder_layers(model, config.num_hidden_layers)
     active = getattr(config, "num_experts_per_tok", None)
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()} | {id(embedding), id(head)}
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()} | {
+        id(embedding),
+        id(head),
+    }
     blocks = Counter(_block(layer, config.hidden_size, active) for layer in layers)
     parameters = list(model.parameters())
     softcapped = bool(getattr(config, "attn_logit_softcapping", None))
@@ -306,20 +360,32 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         softcapped_heads=config.num_attention_heads if softcapped else 0,
         softcapped_logits=bool(getattr(config, "final_logit_softcapping", None)),
         named=tuple(_matrices(model, config.hidden_size, active)),
-        vectors=tuple((name.rpartition(".")[0], p.numel()) for name, p in model.named_parameters() if p.ndim < 2),
+        vectors=tuple(
+            (name.rpartition(".")[0], p.numel())
+            for name, p in model.named_parameters()
+            if p.ndim < 2
+        ),
     )
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The list of so many modules that holds most of the model's parameters: a vision tower may have as many."""
+    """The list of so many modules that holds most of the model's parameters: a vision tower may
+    have as many.
+    """
     from torch import nn
 
     def numbers(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
 
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     found = max(lists, key=numbers, default=None)
-    tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    tables = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)
+    )
     head: nn.Parameter = model.get_output_embeddings().weight
     if found is None or 2 * numbers(found) < numbers(model) - tables - head.numel():
         raise ValueError(f"the {count} blocks of a {type(model).__name__} are not found")
@@ -330,19 +396,29 @@ def _block(layer: nn.Module, hidden: int, active: int | None) -> Block:
     modules: dict[str, list[Matrix]] = {}
     for matrix in _matrices(layer, hidden, active):
         modules.setdefault(matrix.path.rpartition(".")[0], []).append(matrix)
-    norms = {path: module for path, module in layer.named_modules() if "Norm" in type(module).__name__}
+    norms = {
+        path: module for path, module in layer.named_modules() if "Norm" in type(module).__name__
+    }
     own = [module for path, module in norms.items() if "." not in path]
     with_norms = {path.rpartition(".")[0] for path in norms}
     parts, normed = [], 0
     for path, found in modules.items():
-        writer = next((matrix for matrix in reversed(found) if matrix.outputs == hidden and not matrix.table), None)
+        writer = next(
+            (matrix for matrix in reversed(found) if matrix.outputs == hidden and not matrix.table),
+            None,
+        )
         parts.append(part := Part(tuple(found), writer, bool(_ATTENTION.search(path))))
-        if part.attention and path in with_norms:  # of q and k: q, k and v are made, and as much is read as q
+        # of q and k: q, k and v are made, and as much is read as q
+        if part.attention and path in with_norms:
             normed += (part.made + part.inner) // 2
-    return Block(hidden, tuple(parts), len(own), any(list(norm.parameters()) for norm in own), normed)
+    return Block(
+        hidden, tuple(parts), len(own), any(list(norm.parameters()) for norm in own), normed
+    )
 
 
-def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collection[int] = ()) -> Iterator[Matrix]:
+def _matrices(
+    root: nn.Module, hidden: int, active: int | None, skipped: Collection[int] = ()
+) -> Iterator[Matrix]:
     """The matrices of a module, without the parameters whose ids are `skipped`."""
     from torch import nn
 
@@ -354,11 +430,18 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
             first, second, *third = parameter.shape
             if third and "Expert" in type(module).__name__:
                 if active is None:
-                    raise ValueError("num_experts_per_tok is not set: how many experts compute a token?")
-                # Stacked; in some families (experts, inputs, outputs), in others the other way round.
+                    raise ValueError(
+                        "num_experts_per_tok is not set: how many experts compute a token?"
+                    )
+                # Stacked; in some families (experts, inputs, outputs), in others the other way
+                # round.
                 inner = third[0] if second == hidden else second
-                inputs, outputs = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
-                yield Matrix(full, inputs, outputs, linear=False, experts=first, active=min(active, first))
+                inputs, outputs = (
+                    (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
+                )
+                yield Matrix(
+                    full, inputs, outputs, linear=False, experts=first, active=min(active, first)
+                )
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
                 yield Matrix(full, first, second)
             elif isinstance(module, nn.Embedding):
@@ -369,8 +452,8 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
 
 # ---------------------------------------------------------------- public models
 
-# From each model's public config.json, so that a plan needs neither network nor file.
-# name: layers, width, heads, key-value heads, width of the MLP, vocabulary, whether head and embedding are tied
+# From each model's public config.json, so that a plan needs neither network nor file. name: layers,
+# width, heads, key-value heads, width of the MLP, vocabulary, whether head and embedding are tied
 _QWEN3 = {
     "Qwen/Qwen3-0.6B": (28, 1024, 16, 8, 3072, 151936, True),
     "Qwen/Qwen3-1.7B": (28, 2048, 16, 8, 6144, 151936, True),
@@ -389,12 +472,23 @@ _QWEN25 = {
     "Qwen/Qwen2.5-72B": (80, 8192, 64, 8, 29568, 152064, False),
 }
 KNOWN_MODELS = (*_QWEN3, *_QWEN25)
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The configuration of a public model, `-Base` and `-Instruct` included; None for one that is not known."""
+    """The configuration of a public model, `-Base` and `-Instruct` included; None for one that is
+    not known.
+    """
     plain = name.removesuffix("-Instruct").removesuffix("-Base")
     kind = {"model_type": "qwen3", "head_dim": 128} if plain in _QWEN3 else {"model_type": "qwen2"}
     sizes = (_QWEN3 | _QWEN25).get(plain)
-    return sizes and {**kind, **dict(zip((*_SIZES, "vocab_size", "tie_word_embeddings"), sizes, strict=True))}
+    return sizes and {
+        **kind,
+        **dict(zip((*_SIZES, "vocab_size", "tie_word_embeddings"), sizes, strict=True)),
+    }

@@ -1,6 +1,8 @@
-"""Weights, gradients and optimizer of a run, and the buffers that go with them, by the way it is sharded.
+"""Weights, gradients and optimizer of a run, and the buffers that go with them, by the way it is
+sharded.
 
-P is all parameters, P_t the trained ones, N processes. Formulas under DeepSpeed are read off its 0.19.8 source.
+P is all parameters, P_t the trained ones, N processes. Formulas under DeepSpeed are read off its
+0.19.8 source.
 """
 
 from __future__ import annotations
@@ -52,9 +54,30 @@ def _quantised(work: Workload) -> list[Term]:
     largest = max(matrix.numbers for matrix, _count in work.quantised)
     whole = c * work.weight_numbers if work.sharding.stage == 3 else 0
     return [
-        Term("weights", work.scale_bytes, "device", f"scales of {work.quantization}", "bitsandbytes 0.50", PHASES),
-        Term("buffers", c * largest, "device", f"{c} B x largest linear layer, dequantised", ours, ("rows",)),
-        Term("load", whole, "device", "all weights in few bits, before they are spread", ours, ("load",)),
+        Term(
+            "weights",
+            work.scale_bytes,
+            "device",
+            f"scales of {work.quantization}",
+            "bitsandbytes 0.50",
+            PHASES,
+        ),
+        Term(
+            "buffers",
+            c * largest,
+            "device",
+            f"{c} B x largest linear layer, dequantised",
+            ours,
+            ("rows",),
+        ),
+        Term(
+            "load",
+            whole,
+            "device",
+            "all weights in few bits, before they are spread",
+            ours,
+            ("load",),
+        ),
     ]
 
 
@@ -63,36 +86,84 @@ def _plain(work: Workload) -> list[Term]:
     how, trained = work.computing, work.trained
     trained_bytes = how.adapter_bytes if work.adapter else how.weight_bytes
     held = how.weight_bytes * (work.weight_numbers - trained) + trained_bytes * trained
-    # One process reads a mapped file when it first computes with it; several compare or send its weights before.
+    # One process reads a mapped file when it first computes with it; several compare or send its
+    # weights before.
     there = TRAINING if work.mapped and work.processes == 1 else PHASES
     moments, optimizer = "8 B x P_t", "torch.optim.AdamW: two float32 moments"
     if work.muon:
         moments, optimizer = "4 B x blocks' matrices + 8 B x the rest", f"{optimizer}; Muon: one"
     elif work.optimizer != "adamw":
         moments, optimizer = {
-            "adamw-8bit": ("2 B x P_t", "bitsandbytes AdamW8bit: two moments in 8 bits, with scales"),
+            "adamw-8bit": (
+                "2 B x P_t",
+                "bitsandbytes AdamW8bit: two moments in 8 bits, with scales",
+            ),
             "adafactor": ("4 B x rows and columns", "transformers Adafactor"),
         }[work.optimizer]
     terms = [
-        Term("weights", held, "device", f"{how.weight_bytes} B x {_held(work)}", "ours: training/build_sft.py", there),
+        Term(
+            "weights",
+            held,
+            "device",
+            f"{how.weight_bytes} B x {_held(work)}",
+            "ours: training/build_sft.py",
+            there,
+        ),
         *_quantised(work),
-        Term("gradients", trained_bytes * trained, "device", f"{trained_bytes} B x P_t", f"{_ZERO}, sec. 3.1", STEP),
+        Term(
+            "gradients",
+            trained_bytes * trained,
+            "device",
+            f"{trained_bytes} B x P_t",
+            f"{_ZERO}, sec. 3.1",
+            STEP,
+        ),
         Term("optimizer", _moments(work, trained), "device", moments, optimizer),
     ]
     if not work.fused:
         formula = "4 B x P_t: intermediate tensors of the update"
-        terms.append(Term("buffers", 4 * trained, "device", formula, "torch.optim.AdamW(foreach=True)", ("update",)))
+        terms.append(
+            Term(
+                "buffers",
+                4 * trained,
+                "device",
+                formula,
+                "torch.optim.AdamW(foreach=True)",
+                ("update",),
+            )
+        )
     if work.muon:
         largest = max(matrix.numbers for matrix, _count in work.shape.in_blocks)
         source = "ours: training/muon.py"
-        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", source, ("update",)))
+        terms.append(
+            Term("buffers", 14 * largest, "device", "14 B x largest matrix", source, ("update",))
+        )
     if work.processes > 1:
-        # LoRA's gradients are summed flat, after all microbatches; DDP's buckets are made all the same, untouched.
+        # LoRA's gradients are summed flat, after all microbatches; DDP's buckets are made all the
+        # same, untouched.
         if not (work.adapter and work.device_type == "cpu"):
-            terms.append(Term("buffers", 4 * trained, "device", "4 B x P_t: buckets", "torch DDP reducer", PHASES))
+            terms.append(
+                Term(
+                    "buffers",
+                    4 * trained,
+                    "device",
+                    "4 B x P_t: buckets",
+                    "torch DDP reducer",
+                    PHASES,
+                )
+            )
         if work.adapter:
             flat = "4 B x P_t: flat sum"
-            terms.append(Term("buffers", 4 * trained, "device", flat, "ours: training/executor.py", ("update",)))
+            terms.append(
+                Term(
+                    "buffers",
+                    4 * trained,
+                    "device",
+                    flat,
+                    "ours: training/executor.py",
+                    ("update",),
+                )
+            )
     return terms
 
 
@@ -101,45 +172,96 @@ def _zero12(work: Workload) -> list[Term]:
     c, sharding, share = work.computing.element_bytes, work.sharding, work.share
     offload = sharding.offload_optimizer
     location: Location = "host" if offload else "device"
-    buckets = c * _touched(work, sharding.reduce_bucket) * (2 if sharding.overlap and not work.gloo else 1)
+    buckets = (
+        c
+        * _touched(work, sharding.reduce_bucket)
+        * (2 if sharding.overlap and not work.gloo else 1)
+    )
     bucket = f"{c} B x reduce_bucket_size"
-    gathered = f"deepspeed 0.19.8 runtime/utils.py: all_gather_into_tensor_dp_groups; {_GLOO}: allgather"
+    gathered = (
+        f"deepspeed 0.19.8 runtime/utils.py: all_gather_into_tensor_dp_groups; {_GLOO}: allgather"
+    )
     terms = [
-        Term("weights", c * work.weight_numbers, "device", f"{c} B x {_held(work)}", f"{_ZERO}, sec. 5.1-5.2", PHASES),
+        Term(
+            "weights",
+            c * work.weight_numbers,
+            "device",
+            f"{c} B x {_held(work)}",
+            f"{_ZERO}, sec. 5.1-5.2",
+            PHASES,
+        ),
         *_quantised(work),
-        Term("weights", MASTER * share, location, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__", PHASES),
+        Term(
+            "weights",
+            MASTER * share,
+            location,
+            "4 B x P_t / N: float32 masters",
+            f"{_STAGE2}: __init__",
+            PHASES,
+        ),
         Term("optimizer", _moments(work, share), location, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
         Term("buffers", buckets, "device", bucket, f"{_STAGE2}: setup_buckets", ("rows", "reduce")),
         _summed(work, 1, f"{_STAGE2}: allreduce_bucket flattens"),
-        Term("buffers", c * work.trained, "device", f"{c} B x P_t: flat copy", f"{_STAGE2}: __init__", ("load",)),
+        Term(
+            "buffers",
+            c * work.trained,
+            "device",
+            f"{c} B x P_t: flat copy",
+            f"{_STAGE2}: __init__",
+            ("load",),
+        ),
     ]
     if work.gloo:
         flat = f"{c} B x P_t: gloo's flat output"
         terms.append(Term("buffers", c * work.trained, "device", flat, gathered, ("gather",)))
     if sharding.stage < 2:
-        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1", _SUMMING))
+        terms.append(
+            Term(
+                "gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1", _SUMMING
+            )
+        )
     if offload:
         return terms + _zero2_on_host(work)
     return [
         *terms,
-        Term("gradients", GRADIENT * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2", _SUMMING),
-        Term("gradients", 4 * share, "device", "4 B x P_t / N: flat copy", f"{_STAGE2}: step", ("update",)),
+        Term(
+            "gradients", GRADIENT * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2", _SUMMING
+        ),
+        Term(
+            "gradients",
+            4 * share,
+            "device",
+            "4 B x P_t / N: flat copy",
+            f"{_STAGE2}: step",
+            ("update",),
+        ),
     ]
 
 
 def _zero2_on_host(work: Workload) -> list[Term]:
     """Gradients, and what goes with them, where the optimizer is offloaded."""
     c, share = work.computing.element_bytes, work.share
-    back, added = f"{c} B x P_t / N: weights on their way back", f"{c} B x P_t / N: sum over microbatches"
+    back, added = (
+        f"{c} B x P_t / N: weights on their way back",
+        f"{c} B x P_t / N: sum over microbatches",
+    )
     largest, temporary = f"{c} B x largest trained tensor", f"{_STAGE2}: temp_grad_buffer"
     terms = [
-        Term("gradients", GRADIENT * share, "host", "4 B x P_t / N", f"{_STAGE2}: initialize_optimizer_states"),
+        Term(
+            "gradients",
+            GRADIENT * share,
+            "host",
+            "4 B x P_t / N",
+            f"{_STAGE2}: initialize_optimizer_states",
+        ),
         Term("buffers", c * share, "host", back, f"{_STAGE2}: __init__", PHASES),
         Term("buffers", c * work.largest_trained, "device", largest, temporary),
         Term("buffers", c * work.largest_trained, "host", largest, temporary),
     ]
     if work.microbatches > 1:
-        terms.append(Term("gradients", c * share, "host", added, f"{_STAGE2}: accumulated_grads_in_cpu"))
+        terms.append(
+            Term("gradients", c * share, "host", added, f"{_STAGE2}: accumulated_grads_in_cpu")
+        )
     return terms
 
 
@@ -148,12 +270,24 @@ def _zero3(work: Workload) -> list[Term]:
     c, sharding, share = work.computing.element_bytes, work.sharding, work.share
     location: Location = "host" if sharding.offload_optimizer else "device"
     weights: Location = "host" if sharding.offload_param else "device"
-    part, bucket = c * ceil(work.weight_numbers / work.processes), c * _touched(work, sharding.reduce_bucket)
+    part, bucket = (
+        c * ceil(work.weight_numbers / work.processes),
+        c * _touched(work, sharding.reduce_bucket),
+    )
     scattered = "deepspeed 0.19.8 runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced"
     group, copy_source = min(share, sharding.sub_group), f"{_STAGE3}: initialize_optimizer_states"
-    copy = Term("gradients", 4 * group, "device", "4 B x sub-group: flat copy", f"{_STAGE3}: step", ("update",))
+    copy = Term(
+        "gradients",
+        4 * group,
+        "device",
+        "4 B x sub-group: flat copy",
+        f"{_STAGE3}: step",
+        ("update",),
+    )
     if sharding.offload_optimizer:
-        copy = Term("gradients", 4 * share, "host", "4 B x P_t / N: the optimizer's own", copy_source)
+        copy = Term(
+            "gradients", 4 * share, "host", "4 B x P_t / N: the optimizer's own", copy_source
+        )
     return [
         Term("weights", part, weights, f"{c} B x {_held(work)} / N", f"{_ZERO}, sec. 5.3", PHASES),
         *_quantised(work),
@@ -167,18 +301,34 @@ def _zero3(work: Workload) -> list[Term]:
         ),
         *_gathered(work),
         Term(
-            "weights", MASTER * share, location, "4 B x P_t / N: float32 masters", f"{_STAGE3}: _create_fp32_partitions"
+            "weights",
+            MASTER * share,
+            location,
+            "4 B x P_t / N: float32 masters",
+            f"{_STAGE3}: _create_fp32_partitions",
         ),
         Term("optimizer", _moments(work, share), location, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
-        Term("gradients", GRADIENT * share, location, "4 B x P_t / N", f"{_STAGE3}: grad_partitions_flat_buffer"),
+        Term(
+            "gradients",
+            GRADIENT * share,
+            location,
+            "4 B x P_t / N",
+            f"{_STAGE3}: grad_partitions_flat_buffer",
+        ),
         Term("buffers", bucket, "device", f"{c} B x reduce_bucket_size", f"{_STAGE3}: ipg_buckets"),
-        _summed(work, 2, f"{scattered}; {_GLOO}: reduce_scatter copies") if work.gloo else _summed(work, 1, scattered),
+        (
+            _summed(work, 2, f"{scattered}; {_GLOO}: reduce_scatter copies")
+            if work.gloo
+            else _summed(work, 1, scattered)
+        ),
         copy,
     ]
 
 
 def _gathered(work: Workload) -> list[Term]:
-    """Weights that are whole on a device under ZeRO-3, and the buffers that they are gathered into."""
+    """Weights that are whole on a device under ZeRO-3, and the buffers that they are gathered
+    into.
+    """
     c, sharding, largest = work.computing.element_bytes, work.sharding, work.shape.largest_module
     resident = _resident(work)
     reused = sharding.max_reuse_distance // 2 + sharding.prefetch_bucket
@@ -197,8 +347,10 @@ def _gathered(work: Workload) -> list[Term]:
             "live",
             c * live,
             "device",
-            f"{c} B x min(P, max(max_live_parameters, max_reuse_distance / 2 + prefetch bucket) + largest module)",
-            "deepspeed 0.19.8 partitioned_param_coordinator.py: fetched ahead, and kept where the backward is near",
+            f"{c} B x min(P, max(max_live_parameters, max_reuse_distance / 2 + prefetch bucket) +"
+            " largest module)",
+            "deepspeed 0.19.8 partitioned_param_coordinator.py: fetched ahead, and kept where the"
+            " backward is near",
             ("gather", "rows"),
         ),
         Term(
@@ -206,23 +358,32 @@ def _gathered(work: Workload) -> list[Term]:
             c * bucket,
             "device",
             f"{c} B x {names}: as it was gathered, until its last weight is used",
-            "deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait copies each weight "
-            "out of it",
+            "deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait"
+            " copies each weight out of it",
             ("rows",),
         ),
     ]
     if work.gloo:
-        flat, size = f"{c} B x {_GLOO_THREADS} x {names}: gloo's flat outputs, one a thread", _GLOO_THREADS * bucket
-        terms.append(Term("buffers", c * min(live, size), "device", flat, f"{_GLOO}: allgather", ("gather",)))
+        flat, size = (
+            f"{c} B x {_GLOO_THREADS} x {names}: gloo's flat outputs, one a thread",
+            _GLOO_THREADS * bucket,
+        )
+        terms.append(
+            Term("buffers", c * min(live, size), "device", flat, f"{_GLOO}: allgather", ("gather",))
+        )
     return terms
 
 
 def _summed(work: Workload, copies: int, source: str) -> Term:
-    """Copies of a bucket while it is summed over processes: after the last microbatch, where it holds them all."""
+    """Copies of a bucket while it is summed over processes: after the last microbatch, where it
+    holds them all.
+    """
     c, bucket = work.computing.element_bytes, work.sharding.reduce_bucket
     phases: tuple[Phase, ...] = ("rows",) if bucket < work.trained else ("reduce",)
     formula = f"{c * copies} B x min(P_t, reduce_bucket_size): being summed"
-    return Term("buffers", c * copies * min(work.trained, bucket), "device", formula, source, phases)
+    return Term(
+        "buffers", c * copies * min(work.trained, bucket), "device", formula, source, phases
+    )
 
 
 def _resident(work: Workload) -> int:
@@ -233,5 +394,7 @@ def _resident(work: Workload) -> int:
 
 
 def _touched(work: Workload, bucket: int) -> int:
-    """Numbers of a bucket that cost memory: all on a device; on a CPU, pages that were never written cost none."""
+    """Numbers of a bucket that cost memory: all on a device; on a CPU, pages that were never
+    written cost none.
+    """
     return min(bucket, work.trained) if work.device_type == "cpu" else bucket

@@ -9,7 +9,8 @@ from finetune.config.pretrain_config import PretrainConfig
 from finetune.errors import FinetuneError
 
 DEFAULT_VOCABULARY = 32768  # of `prepare` where there are no token files yet
-# A process holds where each document begins and, of best-fit windows, in which order they are taken.
+# A process holds where each document begins and, of best-fit windows, in which order they are
+# taken.
 BYTES_PER_DOCUMENT = {"stream": 0, "document": 8, "best-fit": 12}
 
 

@@ -13,13 +13,14 @@ from finetune.planning.shapes import Matrix, ModelShape
 GIB = 2**30
 Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
-# Of a step: weights are gathered, microbatches ("rows", as in the JSON form) go forward and backward, gradients are
-# summed over processes, weights updated.
+# Of a step: weights are gathered, microbatches ("rows", as in the JSON form) go forward and
+# backward, gradients are summed over processes, weights updated.
 Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
 STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
 TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
-# Bytes of a number in few bits, without its scale. Those of nf4: a byte for 64 numbers, and float32 for 256 of these.
+# Bytes of a number in few bits, without its scale. Those of nf4: a byte for 64 numbers, and float32
+# for 256 of these.
 QUANTISED_BYTES = {"nf4": 0.5, "int8": 1.0}
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
@@ -56,11 +57,12 @@ class Sharding:
 
     Attributes:
         engine: DeepSpeed runs the step; else one process, or DDP.
-        stage: ZeRO stage, 0 to 3.
-        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse_distance, sub_group: DeepSpeed's
+        stage: ZeRO stage, 0 to 3. reduce_bucket, prefetch_bucket, persistence_threshold, max_live,
+        max_reuse_distance, sub_group: DeepSpeed's
             numbers of elements, with its defaults.
         overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
-        hpz: `zero_hpz_partition_size`: processes, those of a node, that hold a second copy of all weights; 1 for none.
+        hpz: `zero_hpz_partition_size`: processes, those of a node, that hold a second copy of all
+            weights; 1 for none.
     """
 
     engine: bool = False
@@ -81,9 +83,15 @@ class Sharding:
         """As people call it."""
         if not self.engine:
             return "none"
-        offloads = [n for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param)) if on]
+        offloads = [
+            n
+            for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param))
+            if on
+        ]
         copy = f" + hpZ of {self.hpz}" if self.hpz > 1 else ""
-        return f"ZeRO-{self.stage}{copy}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
+        return f"ZeRO-{self.stage}{copy}" + (
+            f" + offload of {' and '.join(offloads)}" if offloads else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,11 @@ class Workload:
     """Everything that decides the memory of one process.
 
     Attributes:
-        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
+        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's
+            own.
         processes: of the whole run. local_processes: on one node.
-        microbatch_tokens: most tokens of a microbatch; targets: of them, supervised; longest: of the longest document.
+        microbatch_tokens: most tokens of a microbatch; targets: of them, supervised; longest: of
+            the longest document.
         documents: of a sample, each of at most `longest` tokens.
         asks_reference: each microbatch is also computed with the adapter off, without gradients.
         microbatches: of a device in one optimizer step.
@@ -104,7 +114,8 @@ class Workload:
         data_bytes: of tokenized data, memory-mapped.
         document_bytes: what each process holds of where the documents of token files begin.
         hccl_bytes: of HCCL's buffers on a device.
-        quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and vectors have none.
+        quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and
+            vectors have none.
         saves: a checkpoint or the result is written.
         saves_behind: checkpoints are written while training goes on, from a copy of the state.
     """
@@ -148,7 +159,9 @@ class Workload:
     @cached_property
     def quantised(self) -> tuple[tuple[Matrix, int], ...]:
         """The linear layers in few bits, each with how many there are."""
-        return tuple((m, n) for m, n in self.shape.matrices if m.linear and self.quantization != "none")
+        return tuple(
+            (m, n) for m, n in self.shape.matrices if m.linear and self.quantization != "none"
+        )
 
     @property
     def scale_bytes(self) -> int:
@@ -159,7 +172,9 @@ class Workload:
 
     @property
     def weight_numbers(self) -> int:
-        """P as it is held, with adapters: what is in few bits as numbers of the compute dtype, without its scales."""
+        """P as it is held, with adapters: what is in few bits as numbers of the compute dtype,
+        without its scales.
+        """
         packed = sum(n * m.numbers for m, n in self.quantised)
         held = QUANTISED_BYTES.get(self.quantization, 0) * packed / self.computing.element_bytes
         return self.parameters - packed + ceil(held)
@@ -174,7 +189,9 @@ class Workload:
         """Numbers of the largest tensor that is trained."""
         if not self.adapter:
             return self.shape.largest_module
-        return max(self.shape.lora_tensors(self.computing.adapter_rank, self.computing.adapted), default=0)
+        return max(
+            self.shape.lora_tensors(self.computing.adapter_rank, self.computing.adapted), default=0
+        )
 
     @property
     def gloo(self) -> bool:
@@ -183,7 +200,9 @@ class Workload:
 
     @property
     def mapped(self) -> bool:
-        """The weights that were loaded are the model's files, mapped: nothing is converted, partitioned or moved."""
+        """The weights that were loaded are the model's files, mapped: nothing is converted,
+        partitioned or moved.
+        """
         same = self.computing.weight_bytes == self.file_bytes and not self.quantised
         return same and self.device_type == "cpu" and self.sharding.stage < 3
 
@@ -193,7 +212,8 @@ class Term:
     """One use of memory.
 
     Attributes:
-        kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework, load or save.
+        kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework,
+            load or save.
         formula: in words, with its numbers.
         once: on the host, one process of a node has it.
     """

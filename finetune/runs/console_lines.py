@@ -1,7 +1,7 @@
 """What a line of a run's console says, for a run of which only a copy of the console is at hand.
 
-Understands this package's own lines and, as far as they go, those of scripts that print `step 10/500 | loss: 3.2 |
-tok/sec: 12,345`.
+Understands this package's own lines and, as far as they go, those of scripts that print `step
+10/500 | loss: 3.2 | tok/sec: 12,345`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _NUMBER = r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?|nan|inf)"
 # name in a line of trainer_log.jsonl -> how a console shows it
 _FACTS = {
     "loss": (re.compile(rf"\bloss:? {_NUMBER}", re.I),),
-    "tokens_per_second": (re.compile(rf"{_NUMBER} tok/s", re.I), re.compile(rf"\btok/s(?:ec)?:? {_NUMBER}", re.I)),
+    "tokens_per_second": (
+        re.compile(rf"{_NUMBER} tok/s", re.I),
+        re.compile(rf"\btok/s(?:ec)?:? {_NUMBER}", re.I),
+    ),
     "learning_rate": (re.compile(rf"\blr:? {_NUMBER}", re.I),),
     "step_seconds": (re.compile(rf"\bdt:? {_NUMBER} ?s\b", re.I),),
     "mfu": (re.compile(rf"\bmfu:? {_NUMBER}%", re.I),),
@@ -41,7 +44,8 @@ _END = (
 class ConsoleLine:
     """What one line says; the rest is empty."""
 
-    # Fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the line has them.
+    # Fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the
+    # line has them.
     step: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)  # fields as in an `eval` event
     checkpoint: dict[str, Any] = field(default_factory=dict)  # fields as in a `checkpoint` event

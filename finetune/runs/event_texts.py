@@ -15,7 +15,8 @@ from finetune.storage.durable_files import format_bytes
 WARNING_EVENTS = ("skipped_checkpoint", "spike", "nonfinite", "oom", "signal")
 # The same in a rank's log: shown from there too, it would stand twice.
 _IN_A_LOG = re.compile(
-    r"step \d+(: loss .* is a spike| was skipped: loss or gradients| ran out of memory)|stopped by \S+ at step"
+    r"step \d+(: loss .* is a spike| was skipped: loss or gradients| ran out of memory)|stopped by"
+    r" \S+ at step"
 )
 
 EVENTS = {
@@ -25,19 +26,23 @@ EVENTS = {
     "skipped_checkpoint": N_("{name} was skipped: {why}"),
     "eval": N_("step {step}: validation loss {eval_loss}"),
     "early_stop": N_(
-        "step {step}: no better evaluation in the last {evaluations}, the run ends; the best was at step {best_step}"
+        "step {step}: no better evaluation in the last {evaluations}, the run ends; the best was at"
+        " step {best_step}"
     ),
     "sample": N_("step {step}: samples written"),
     "checkpoint": N_("{name} saved, {size}"),
     "spike": N_("step {step}: loss {loss} is a spike; events.jsonl has the ids of its records"),
     "nonfinite": N_(
-        "step {step} was skipped: NaN or inf in loss or gradients; a lower --learning-rate or bfloat16 helps"
+        "step {step} was skipped: NaN or inf in loss or gradients; a lower --learning-rate or"
+        " bfloat16 helps"
     ),
     "oom": N_("step {step} ran out of memory: {old} -> {new}, same training"),
     "signal": N_("step {step}: {name} asked for the stop"),
     "end": N_("ended: {state}, exit code {exit_code}"),
 }
-_EVALUATION_WITH_ANSWERS = N_("step {step}: validation loss {eval_loss}, exact match {eval_exact_match}")
+_EVALUATION_WITH_ANSWERS = N_(
+    "step {step}: validation loss {eval_loss}, exact match {eval_exact_match}"
+)
 # What runs on preferences log, and with `eval_` in front their evaluations: field, name, form.
 PREFERENCE_NUMBERS = (
     ("accuracy", N_("accuracy"), "{:.1%}"),
@@ -55,13 +60,18 @@ STATES = {
     "vanished": N_("gone"),
 }
 ADVICE = {
-    "vanished": N_("its process is gone without a word: start the same command again to resume from {checkpoint}"),
+    "vanished": N_(
+        "its process is gone without a word: start the same command again to resume from"
+        " {checkpoint}"
+    ),
     "stopped": N_("start the same command again to resume from {checkpoint}"),
 }
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """An event as a sentence. One that is not known, or that lacks a field, shows its fields as they are."""
+    """An event as a sentence. One that is not known, or that lacks a field, shows its fields as
+    they are.
+    """
     facts = dict(event)
     if isinstance(facts.get("size_bytes"), int):
         facts["size"] = format_bytes(facts["size_bytes"])
@@ -70,17 +80,23 @@ def event_text(event: dict[str, Any]) -> str:
     if known is not None:
         with contextlib.suppress(KeyError):
             return _(known).format_map(facts)
-    rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
+    rest = ", ".join(
+        f"{name} {value}" for name, value in event.items() if name not in ("event", "time")
+    )
     return f"{event['event']}: {rest}"
 
 
 def preference_texts(view: RunView) -> list[tuple[str, str]]:
-    """Names and values of `PREFERENCE_NUMBERS` in the last step and, behind it, the last evaluation."""
+    """Names and values of `PREFERENCE_NUMBERS` in the last step and, behind it, the last
+    evaluation.
+    """
     found = []
     for field, name, form in PREFERENCE_NUMBERS:
         trained, evaluated = view.steps.last.get(field), view.evaluated(f"eval_{field}")
         texts = [form.format(trained)] if is_finite_number(trained) else []
-        texts += [_("eval {value}").format(value=form.format(value)) for _step, value in evaluated[-1:]]
+        texts += [
+            _("eval {value}").format(value=form.format(value)) for _step, value in evaluated[-1:]
+        ]
         if texts:
             found.append((_(name), ", ".join(texts)))
     return found
@@ -104,7 +120,11 @@ def state_text(view: RunView) -> str:
 def advice(view: RunView) -> str:
     """How to continue a run that has not come to its end; empty where nothing is to be done."""
     to_do = ADVICE.get(view.state)
-    return "" if to_do is None else _(to_do).format(checkpoint=view.checkpoint.get("name", _("the start")))
+    return (
+        ""
+        if to_do is None
+        else _(to_do).format(checkpoint=view.checkpoint.get("name", _("the start")))
+    )
 
 
 def format_duration(seconds: float) -> str:

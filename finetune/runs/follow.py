@@ -19,13 +19,14 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """The events of a run from its first on, each once, as they come; ends when the run has ended.
 
-    An event is a line of `events.jsonl` (docs/run_folder.md): its name is `event`, its time in seconds since 1970
-    `time`. A run that is stopped and started again goes on in the same stream, with `resume` and `start`.
+    An event is a line of `events.jsonl` (docs/run_folder.md): its name is `event`, its time in
+    seconds since 1970 `time`. A run that is stopped and started again goes on in the same stream,
+    with `resume` and `start`.
 
     Args:
         run: a run folder, there or about to come; nothing is written into it.
-        steps: give the lines of `trainer_log.jsonl` too, as events named `step`. Steps that a resumed run trains
-            again come again.
+        steps: give the lines of `trainer_log.jsonl` too, as events named `step`. Steps that a
+            resumed run trains again come again.
         poll_seconds: between two looks at the folder.
         resume_seconds: after a stop or a failure, wait so long for the run to be started again.
 
@@ -64,7 +65,11 @@ def _merged(steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[d
     """Steps among events: what an event tells of a step comes after it."""
     merged, waiting = [], deque(steps)
     for event in events:
-        while waiting and type(event.get("step")) is int and waiting[0].get("step", 0) <= event["step"]:
+        while (
+            waiting
+            and type(event.get("step")) is int
+            and waiting[0].get("step", 0) <= event["step"]
+        ):
             merged.append(waiting.popleft())
         merged.append(event)
     return [*merged, *waiting]

@@ -1,4 +1,6 @@
-"""The lines of a file that another process writes, as they come: through appends, cuts and rotation."""
+"""The lines of a file that another process writes, as they come: through appends, cuts and
+rotation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _PIECE_BYTES = 4 << 20
 
 
 class NewLines(NamedTuple):
-    """What came since the last look. `restarted`: what was given before is no longer (all) in the file."""
+    """What came since the last look. `restarted`: what was given before is no longer (all) in the
+    file.
+    """
 
     restarted: bool
     lines: list[bytes]
@@ -22,18 +26,20 @@ class NewLines(NamedTuple):
 class LineFollower:
     """Gives each whole line of a file once.
 
-    A last line without newline waits until it has one. The file is read anew from its beginning where it was cut (even
-    if it has grown past the old place since: a resumed run cuts its log and writes on) and where another file took its
-    name (rotation).
+    A last line without newline waits until it has one. The file is read anew from its beginning
+    where it was cut (even if it has grown past the old place since: a resumed run cuts its log and
+    writes on) and where another file took its name (rotation).
 
     Args:
-        path: the file, there or not yet; links are followed, anything but a regular file counts as not there.
-        last_bytes: of a longer file only the lines of its last bytes are given, on the first look or where it is read
-            anew; None for all of it.
+        path: the file, there or not yet; links are followed, anything but a regular file counts as
+            not there.
+        last_bytes: of a longer file only the lines of its last bytes are given, on the first look
+            or where it is read anew; None for all of it.
     """
 
     def __init__(self, path: Path | str, last_bytes: int | None = None) -> None:
-        self.path, self.last_bytes = Path(path), last_bytes
+        self.path = Path(path)
+        self.last_bytes = last_bytes
         self._identity: tuple[int, int] | None = None
         self._offset_bytes = 0
         self._tail = b""  # the bytes before the offset: they tell an append from a cut and rewrite
@@ -46,7 +52,8 @@ class LineFollower:
         """
         try:
             return self._poll(most_bytes)
-        except OSError:  # over a network also while it is read: another file has taken its name (ESTALE)
+        # over a network also while it is read: another file has taken its name (ESTALE)
+        except OSError:
             return NewLines(False, [])
 
     def _poll(self, most_bytes: int) -> NewLines:
@@ -70,12 +77,15 @@ class LineFollower:
             if len(content) == most_bytes:
                 content += file.readline()
         whole = content[: content.rfind(b"\n") + 1]
-        self._identity, self._offset_bytes = identity, offset_bytes + len(whole)
+        self._identity = identity
+        self._offset_bytes = offset_bytes + len(whole)
         self._tail = (tail + whole[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         return NewLines(restarted, whole.splitlines())
 
     def pieces(self) -> Iterator[NewLines]:
-        """The lines that came since the last call, piece by piece: the first look at a long file finds all of it."""
+        """The lines that came since the last call, piece by piece: the first look at a long file
+        finds all of it.
+        """
         while (new := self.poll(_PIECE_BYTES)).lines or new.restarted:
             yield new
 

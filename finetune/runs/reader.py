@@ -1,4 +1,5 @@
-"""Reads a run into a `RunView`: from its folder (docs/run_folder.md), or from a copy of its console.
+"""Reads a run into a `RunView`: from its folder (docs/run_folder.md), or from a copy of its
+console.
 
 Nothing is written and no process is asked.
 """
@@ -59,7 +60,10 @@ class FolderReader:
             for raw in new.lines:
                 _take_event(view.events, raw)
         if self._read_logs(folder / "logs") or changed:
-            warnings = [Message(event["time"], "WARNING", 0, "", event) for event in view.events_named(*WARNING_EVENTS)]
+            warnings = [
+                Message(event["time"], "WARNING", 0, "", event)
+                for event in view.events_named(*WARNING_EVENTS)
+            ]
             view.messages = _merged([*self._log_messages.values(), warnings])
         times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
         view.written_at = max(times, default=None)
@@ -74,7 +78,9 @@ class FolderReader:
         Raises:
             StateError: it cannot be read, and never could.
         """
-        files = [_version(self.view.source / name) for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)]
+        files = [
+            _version(self.view.source / name) for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
+        ]
         if files == self._described:
             return
         try:
@@ -96,7 +102,9 @@ class FolderReader:
         return "vanished" if _holder_is_gone(self.view.source) else "running"
 
     def _read_logs(self, folder: Path) -> bool:
-        """Take warnings and errors of the newest log of each rank; what is an event as well is left out. Any new?"""
+        """Take warnings and errors of the newest log of each rank; what is an event as well is left
+        out. Any new?
+        """
         before = sum(map(len, self._log_messages.values()))
         for rank, name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
@@ -112,7 +120,8 @@ class FolderReader:
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed.
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is
+    followed.
 
     Of a large one, what stands in its last CONSOLE_BYTES.
     """
@@ -157,9 +166,14 @@ Reader = FolderReader | ConsoleReader
 
 
 def open_run(
-    run: Path | str | None, log: Path | str | None = None, runs_folder: Path | str = "runs", *, may_come: bool = False
+    run: Path | str | None,
+    log: Path | str | None = None,
+    runs_folder: Path | str = "runs",
+    *,
+    may_come: bool = False,
 ) -> Reader:
-    """A reader for a run folder, a console's copy, or, with neither, the newest run in `runs_folder`.
+    """A reader for a run folder, a console's copy, or, with neither, the newest run in
+    `runs_folder`.
 
     Args:
         may_come: a folder that is not there is waited for, where its parent folder exists.
@@ -169,20 +183,27 @@ def open_run(
     """
     if log is not None:
         if not Path(log).is_file():
-            raise StateError(f"{str(log)!a} is not a file", "--log", "give the file that holds the run's console")
+            raise StateError(
+                f"{str(log)!a} is not a file", "--log", "give the file that holds the run's console"
+            )
         return ConsoleReader(Path(log))
     if run is None:
         newest = runs_in(runs_folder)
         if not newest:
             raise StateError(
-                f"there is no run in {str(runs_folder)!a}", "RUN", "name the --output-dir of a run, or give --log FILE"
+                f"there is no run in {str(runs_folder)!a}",
+                "RUN",
+                "name the --output-dir of a run, or give --log FILE",
             )
         return FolderReader(newest[0])
     folder = Path(run)
     if not folder.is_dir() and not (may_come and not folder.exists() and folder.parent.is_dir()):
         there = ", ".join(str(path) for path in runs_in(folder.parent)[:5])
         fix = f"runs beside it: {there}" if there else "give the --output-dir of a run"
-        raise StateError(f"{str(run)!a} is not a folder" if folder.exists() else f"{str(run)!a} is not there", fix=fix)
+        raise StateError(
+            f"{str(run)!a} is not a folder" if folder.exists() else f"{str(run)!a} is not there",
+            fix=fix,
+        )
     if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
         there = ", ".join(str(path) for path in runs_in(folder)[:5])
         fix = f"runs in it: {there}" if there else "give the --output-dir of a run"
@@ -236,7 +257,9 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
 
 
 def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
-    """The messages of several sources by time; those of one source stay in order, also where its clock went back."""
+    """The messages of several sources by time; those of one source stay in order, also where its
+    clock went back.
+    """
     timed: list[tuple[float, Message]] = []
     for messages in sources:
         latest = accumulate((message.time or 0.0 for message in messages), max)
@@ -272,7 +295,9 @@ def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
 
 
 def _holder_is_gone(run_folder: Path) -> bool:
-    """Whether the process that signed the lock is known to be gone: it ran on this host, its id is free or reused."""
+    """Whether the process that signed the lock is known to be gone: it ran on this host, its id is
+    free or reused.
+    """
     import psutil
 
     facts = holder(run_folder)

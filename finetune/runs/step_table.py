@@ -1,4 +1,6 @@
-"""The lines of trainer_log.jsonl by column: a million steps take 8 bytes a number, where dicts take 2 kB a line."""
+"""The lines of trainer_log.jsonl by column: a million steps take 8 bytes a number, where dicts take
+2 kB a line.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Points(Sequence[tuple[float, float]]):
     """
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> Points:
@@ -91,7 +94,9 @@ class StepTable:
         return np.array(self._steps, dtype=np.int64)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take a line. A step that comes again (a run that went back) takes the place of the first and all after it."""
+        """Take a line. A step that comes again (a run that went back) takes the place of the first
+        and all after it.
+        """
         step = record["step"]
         if not -_STEP_LIMIT < step < _STEP_LIMIT:
             return

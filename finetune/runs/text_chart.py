@@ -1,4 +1,6 @@
-"""Curves and bars out of characters: braille dots (2 x 4 in a cell) where the terminal has them, else stars."""
+"""Curves and bars out of characters: braille dots (2 x 4 in a cell) where the terminal has them,
+else stars.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from finetune.runs.step_table import Points
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
-# Below this many points every one is shown; above it a lone spike does not squeeze the rest of the curve flat.
+# Below this many points every one is shown; above it a lone spike does not squeeze the rest of the
+# curve flat.
 _ROBUST_FROM_POINTS = 20
 
 Curve = Sequence[tuple[float, float]]
@@ -25,7 +28,10 @@ def value_range(points: Curve) -> tuple[float, float]:
         return 0.0, 1.0
     low, high = float(values[0]), float(values[-1])
     if len(values) >= _ROBUST_FROM_POINTS:
-        near_low, near_high = float(values[len(values) // 50]), float(values[-1 - len(values) // 50])
+        near_low, near_high = (
+            float(values[len(values) // 50]),
+            float(values[-1 - len(values) // 50]),
+        )
         spread = near_high - near_low
         low, high = max(low, near_low - spread / 2), min(high, near_high + spread / 2)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-9):
@@ -35,7 +41,8 @@ def value_range(points: Curve) -> tuple[float, float]:
 
 
 def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) -> list[str]:
-    """`height` lines of `width` characters with the curve through the points, ascending in x, drawn to fit.
+    """`height` lines of `width` characters with the curve through the points, ascending in x, drawn
+    to fit.
 
     Points that share a character are best averaged before (`averaged`): finer is only noise.
     """
@@ -45,7 +52,9 @@ def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) 
     low, high = value_range(points)
     dots = [
         (column, round((min(max(y, low), high) - low) / (high - low) * (rows - 1)))
-        for column, y in zip(*(part.tolist() for part in _by_column(Points.of(points), columns)), strict=True)
+        for column, y in zip(
+            *(part.tolist() for part in _by_column(Points.of(points), columns)), strict=True
+        )
     ]
     for (column, row), (next_column, next_row) in zip(dots, [*dots[1:], *dots[-1:]], strict=True):
         length = max(next_column - column, abs(next_row - row), 1)
@@ -53,7 +62,10 @@ def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) 
             x = column + round((next_column - column) * part / length)
             y = row + round((next_row - row) * part / length)
             lit[rows - 1 - y][x] = True
-    return ["".join(_cell(lit, top, left, unicode) for left in range(0, columns, across)) for top in range(0, rows, up)]
+    return [
+        "".join(_cell(lit, top, left, unicode) for left in range(0, columns, across))
+        for top in range(0, rows, up)
+    ]
 
 
 def averaged(points: Curve, parts: int) -> Points:
@@ -83,7 +95,10 @@ def _cell(lit: list[list[bool]], top: int, left: int, unicode: bool) -> str:
     if not unicode:
         return "*" if lit[top][left] else " "
     bits = sum(
-        bit for row, line in enumerate(_DOTS) for column, bit in enumerate(line) if lit[top + row][left + column]
+        bit
+        for row, line in enumerate(_DOTS)
+        for column, bit in enumerate(line)
+        if lit[top + row][left + column]
     )
     return chr(0x2800 + bits) if bits else " "
 
@@ -96,7 +111,9 @@ def sparkline(values: Sequence[float] | np.ndarray, width: int, *, unicode: bool
     if not means:
         return ""
     low, high = min(means), max(means)
-    return "".join(blocks[round((mean - low) / (high - low) * 7) if high > low else 3] for mean in means)
+    return "".join(
+        blocks[round((mean - low) / (high - low) * 7) if high > low else 3] for mean in means
+    )
 
 
 def bar(share: float, width: int, *, unicode: bool = True) -> str:

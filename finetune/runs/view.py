@@ -1,4 +1,5 @@
-"""A run as it is seen from outside, while it runs and afterwards: the one view that `monitor` and `report` show.
+"""A run as it is seen from outside, while it runs and afterwards: the one view that `monitor` and
+`report` show.
 
 `runs.reader` fills it.
 """
@@ -28,7 +29,9 @@ class Message(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares by difficulty."""
+    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares
+    by difficulty.
+    """
 
     number: int
     until: float
@@ -41,7 +44,8 @@ class RunView:
 
     Attributes:
         source: the run folder, or the console's copy.
-        state: "waiting" before the first step; "vanished": status.json says running, and the process does not exist.
+        state: "waiting" before the first step; "vanished": status.json says running, and the
+            process does not exist.
         steps: lines of trainer_log.jsonl, ascending.
         events: of events.jsonl, in order; of a console its evaluations and checkpoints.
         config, identity, status: the run's own files; empty where they are not there.
@@ -77,7 +81,11 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        total = self.start.get("total_steps") or self.identity.get("total_steps") or self.console_total_steps
+        total = (
+            self.start.get("total_steps")
+            or self.identity.get("total_steps")
+            or self.console_total_steps
+        )
         return int(total) if total else None
 
     @property
@@ -99,12 +107,16 @@ class RunView:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Evaluations by step; where a run went back, those of the training that was thrown away are left out."""
+        """Evaluations by step; where a run went back, those of the training that was thrown away
+        are left out.
+        """
         kept = {event["step"]: event for event in self.standing("eval")}
         return [kept[step] for step in sorted(kept)]
 
     def standing(self, *names: str) -> list[dict[str, Any]]:
-        """Events that have a step, without those of training that was thrown away: a later start was before it."""
+        """Events that have a step, without those of training that was thrown away: a later start
+        was before it.
+        """
         kept: list[dict[str, Any]] = []
         for event in self.events:
             if event["event"] in names and type(event.get("step")) is int:
@@ -126,21 +138,39 @@ class RunView:
         return sorted(self._named_by("source_tokens", "eval_source_loss"))
 
     def _named_by(self, of_step: str, of_evaluation: str) -> set[str]:
-        """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last evaluation."""
+        """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last
+        evaluation.
+        """
         fields = [(of_step, record) for record in self.steps.recent]
         fields += [(of_evaluation, event) for event in self.events_named("eval")[-1:]]
-        return {name.partition("/")[2] for field, found in fields for name in found if name.startswith(f"{field}/")}
+        return {
+            name.partition("/")[2]
+            for field, found in fields
+            for name in found
+            if name.startswith(f"{field}/")
+        }
 
     @property
     def stages(self) -> list[Stage]:
-        """The curriculum of a run that has one; none where the configuration is not as this package writes it."""
-        stages, difficulties = _dig(self.config, "curriculum", "stages"), _dig(self.config, "curriculum", "levels")
-        if not (stages and difficulties and self.config.get("use_curriculum") and self.difficulties):
+        """The curriculum of a run that has one; none where the configuration is not as this package
+        writes it.
+        """
+        stages, difficulties = (
+            _dig(self.config, "curriculum", "stages"),
+            _dig(self.config, "curriculum", "levels"),
+        )
+        if not (
+            stages and difficulties and self.config.get("use_curriculum") and self.difficulties
+        ):
             return []
         try:
             mixes = [[float(weight) for weight in stage["mix"]] for stage in stages]
             return [
-                Stage(number, float(stage["until"]), {n: w / sum(mix) for n, w in zip(difficulties, mix, strict=True)})
+                Stage(
+                    number,
+                    float(stage["until"]),
+                    {n: w / sum(mix) for n, w in zip(difficulties, mix, strict=True)},
+                )
                 for number, (stage, mix) in enumerate(zip(stages, mixes, strict=True), 1)
             ]
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -158,12 +188,18 @@ class RunView:
     @property
     def stage_name(self) -> str:
         """`2/3`; "" without stages."""
-        return f"{self.stage.number}/{len(self.stages)}" if self.stage else self.stage_text.removeprefix("stage ")
+        return (
+            f"{self.stage.number}/{len(self.stages)}"
+            if self.stage
+            else self.stage_text.removeprefix("stage ")
+        )
 
     @property
     def step_seconds(self) -> float | None:
         """Mean time of the last steps; evaluation and saving not counted."""
-        recent = [record["step_seconds"] for record in self.steps.recent if record.get("step_seconds")]
+        recent = [
+            record["step_seconds"] for record in self.steps.recent if record.get("step_seconds")
+        ]
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -188,7 +224,11 @@ class RunView:
     @property
     def silent_seconds(self) -> float:
         """How long a running run has written neither a step nor an event."""
-        return max(0.0, time.time() - self.written_at) if self.written_at and self.state == "running" else 0.0
+        return (
+            max(0.0, time.time() - self.written_at)
+            if self.written_at and self.state == "running"
+            else 0.0
+        )
 
     def values(self, name: str) -> Points:
         """(step, value) of a field of the steps, where it has a finite value."""
@@ -196,7 +236,11 @@ class RunView:
 
     def evaluated(self, name: str = "eval_loss") -> list[tuple[int, float]]:
         """(step, value) of a field of the evaluations."""
-        return [(event["step"], event[name]) for event in self.evaluations if is_finite_number(event.get(name))]
+        return [
+            (event["step"], event[name])
+            for event in self.evaluations
+            if is_finite_number(event.get(name))
+        ]
 
 
 def _dig(value: Any, *names: str) -> Any:
@@ -206,4 +250,8 @@ def _dig(value: Any, *names: str) -> Any:
 
 
 def is_finite_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) < float("inf")
+    )

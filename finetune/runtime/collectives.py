@@ -1,8 +1,10 @@
-"""Plain values between ranks, as JSON: torch's own collectives for objects unpickle, and so run, what a peer sends.
+"""Plain values between ranks, as JSON: torch's own collectives for objects unpickle, and so run,
+what a peer sends.
 
-How many messages one after another a collective of gloo takes among N ranks (gloo's allreduce.cc, allgather.cc,
-broadcast.cc): an all-reduce 2 (N - 1) and an all-gather N - 1, as both are rings, a broadcast log2 N. At 1,024 ranks a
-ring takes longer than what a few bytes are worth, so these go up and down a tree.
+How many messages one after another a collective of gloo takes among N ranks (gloo's allreduce.cc,
+allgather.cc, broadcast.cc): an all-reduce 2 (N - 1) and an all-gather N - 1, as both are rings, a
+broadcast log2 N. At 1,024 ranks a ring takes longer than what a few bytes are worth, so these go up
+and down a tree.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ LIMIT_BYTES = 1 << 28
 
 
 def plain(item: object) -> Any:
-    """A value as it arrives: floats bit for bit (NaN and infinities too), tuples as lists, keys as texts.
+    """A value as it arrives: floats bit for bit (NaN and infinities too), tuples as lists, keys as
+    texts.
 
     Raises:
         TypeError: it holds something that JSON has not.
@@ -32,7 +35,11 @@ def plain(item: object) -> Any:
 
 
 def all_gather_plain(
-    item: object, world_size: int, *, group: ProcessGroup | None = None, device: torch.device | str = "cpu"
+    item: object,
+    world_size: int,
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Any]:
     """Every rank's plain value, by rank, on every rank, as `plain` makes it. Every rank must call.
 
@@ -53,12 +60,14 @@ def all_gather_plain(
     padded[: len(mine)] = mine
     parts = [torch.empty_like(padded) for _rank in range(world_size)]
     dist.all_gather(parts, padded, group=group)
-    return [_read(rank, part[:size]) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+    return [
+        _read(rank, part[:size]) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))
+    ]
 
 
 def broadcast_plain(item: object, *, group: ProcessGroup | None = None) -> Any:
-    """Rank 0's plain value on every rank, as `plain` makes it; that of the others is not looked at. Every rank must
-    call, with a group whose tensors are on the CPU.
+    """Rank 0's plain value on every rank, as `plain` makes it; that of the others is not looked at.
+    Every rank must call, with a group whose tensors are on the CPU.
 
     Raises:
         FinetuneError: rank 0 sent something else.
@@ -76,18 +85,19 @@ def broadcast_plain(item: object, *, group: ProcessGroup | None = None) -> Any:
 
 
 def largest_of_all(values: Sequence[int], *, group: ProcessGroup | None = None) -> list[int]:
-    """The largest of all ranks' values, place by place, on every rank. Every rank must call, with as many integers of
-    64 bits and a group of all ranks whose tensors are on the CPU.
+    """The largest of all ranks' values, place by place, on every rank. Every rank must call, with
+    as many integers of 64 bits and a group of all ranks whose tensors are on the CPU.
 
-    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast comes down again,
-    so that both use the same connections.
+    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast
+    comes down again, so that both use the same connections.
     """
     import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.tensor(values, dtype=torch.int64)
-    level = rank.bit_length()  # its parent has all its bits but the highest, a child one more that is higher
+    # its parent has all its bits but the highest, a child one more that is higher
+    level = rank.bit_length()
     for bit in reversed(range(level, (size - 1).bit_length())):
         if rank + (1 << bit) < size:
             other = mine.clone()
@@ -101,7 +111,10 @@ def largest_of_all(values: Sequence[int], *, group: ProcessGroup | None = None) 
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """`8-15, 77, 900` for ranks (or nodes) in rising order."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])
+    ]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
@@ -122,6 +135,8 @@ def _foreign(rank: int, sent: str) -> FinetuneError:
     return FinetuneError(
         f"rank {rank} sent {sent}: it is not a process of this run",
         where="exchange between ranks",
-        fix="give all nodes the same version of this package, and see that nobody else reaches their ports "
-        "(docs/launching.md, Trusted networks)",
+        fix=(
+            "give all nodes the same version of this package, and see that nobody else reaches"
+            " their ports (docs/launching.md, Trusted networks)"
+        ),
     )

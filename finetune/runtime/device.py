@@ -1,7 +1,8 @@
-"""The device table, and what a device can do: the only file that says torch.cuda, torch.npu or torch.mps.
+"""The device table, and what a device can do: the only file that says torch.cuda, torch.npu or
+torch.mps.
 
-NPU comes before CUDA because `torch_npu`'s transfer module makes CUDA look present (accelerate has the same order).
-torch is imported inside the functions: the table is read without it.
+NPU comes before CUDA because `torch_npu`'s transfer module makes CUDA look present (accelerate has
+the same order). torch is imported inside the functions: the table is read without it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class DeviceKind:
     backend: str  # the process group's
     visible_variable: str  # environment variable that selects devices; empty where there is none
     fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
-    pinned_copies: bool  # whether copies from page-locked host memory, and only those, run beside the computation
-    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all imports, 20 to 120 more
-    # in training: benchmarks/plan_memory.py), else assumed: a context of driver and libraries of 1 GiB.
+    # whether copies from page-locked host memory, and only those, run beside the computation
+    pinned_copies: bool
+    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all
+    # imports, 20 to 120 more in training: benchmarks/plan_memory.py), else assumed: a context of
+    # driver and libraries of 1 GiB.
     host_bytes: int
     context_bytes: int  # of the device
 
@@ -41,17 +44,30 @@ class DeviceKind:
 # By torch's device type, in order of preference.
 DEVICE_KINDS = {
     "npu": DeviceKind(
-        "hccl", "ASCEND_RT_VISIBLE_DEVICES", False, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB
+        "hccl",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        False,
+        True,
+        host_bytes=3072 * MIB,
+        context_bytes=1024 * MIB,
     ),
-    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", True, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB),
+    "cuda": DeviceKind(
+        "nccl", "CUDA_VISIBLE_DEVICES", True, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB
+    ),
     "mps": DeviceKind("gloo", "", False, False, host_bytes=1024 * MIB, context_bytes=0),
     "cpu": DeviceKind("gloo", "", True, False, host_bytes=550 * MIB, context_bytes=0),
 }
 
 LEAST_LOCKED_BYTES = 1 << 30  # what a process must be allowed to page-lock before offload is pinned
 
-# Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError everywhere.
-OUT_OF_MEMORY_TEXTS = ("out of memory", "NPU out of memory", "MPS backend out of memory", "DefaultCPUAllocator")
+# Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError
+# everywhere.
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "NPU out of memory",
+    "MPS backend out of memory",
+    "DefaultCPUAllocator",
+)
 
 
 def available_device_types() -> list[str]:
@@ -75,9 +91,13 @@ def choose_device_type(requested: str) -> str:
     chosen = available[0] if requested == "auto" else requested
     if chosen not in available:
         raise ConfigError(
-            f"device type {requested!r} is not available on this machine; available: {', '.join(available)}",
+            f"device type {requested!r} is not available on this machine; available:"
+            f" {', '.join(available)}",
             where="--device-type",
-            fix="leave --device-type out to take the best one, or install the driver and package it needs",
+            fix=(
+                "leave --device-type out to take the best one, or install the driver and package it"
+                " needs"
+            ),
         )
     # DeepSpeed detects on its own (an importable torch_npu is enough for it); tell it.
     os.environ["DS_ACCELERATOR"] = chosen
@@ -85,7 +105,8 @@ def choose_device_type(requested: str) -> str:
 
 
 def can_pin(device_type: str, limit: int | None = None) -> bool:
-    """Whether copies between host and device profit from page-locked memory, and this process may lock enough.
+    """Whether copies between host and device profit from page-locked memory, and this process may
+    lock enough.
 
     Args:
         limit: of locked memory, bytes; None reads this process's, and -1 means no limit.
@@ -102,11 +123,19 @@ def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
     count = device_count(device_type)
     if count is not None and world.local_world_size > count:
         variable = DEVICE_KINDS[device_type].visible_variable
-        shown = f"{variable}={os.environ[variable]}" if variable in os.environ else f"{variable} is not set"
+        shown = (
+            f"{variable}={os.environ[variable]}"
+            if variable in os.environ
+            else f"{variable} is not set"
+        )
         raise ConfigError(
-            f"{world.local_world_size} processes were started here, on {count} {device_type} device(s)",
+            f"{world.local_world_size} processes were started here, on {count} {device_type}"
+            " device(s)",
             where=shown,
-            fix=f"start at most {count} processes per machine (--nproc_per_node {count}), or make more devices visible",
+            fix=(
+                f"start at most {count} processes per machine (--nproc_per_node {count}), or make"
+                " more devices visible"
+            ),
         )
 
 
@@ -121,7 +150,9 @@ def device_count(device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device of this process can do; the one table that is asked instead of device types."""
+    """What the device of this process can do; the one table that is asked instead of device
+    types.
+    """
 
     name: str
     bfloat16: bool  # arithmetic in hardware (on a CPU: supported, though it pays only compiled)
@@ -153,18 +184,33 @@ def capabilities(device_type: str) -> Capabilities:
         # Dynamo has backends there, but they are young: asked for by name only.
         bfloat16 = npu.is_bf16_supported()
         return Capabilities(
-            name, bfloat16, fp8=False, flash=True, hopper=False, compile=False, peak_flops=peak_flops(name)
+            name,
+            bfloat16,
+            fp8=False,
+            flash=True,
+            hopper=False,
+            compile=False,
+            peak_flops=peak_flops(name),
         )
     return Capabilities(
-        device_type, device_type == "cpu", fp8=False, flash=False, hopper=False, compile=False, peak_flops=None
+        device_type,
+        device_type == "cpu",
+        fp8=False,
+        flash=False,
+        hopper=False,
+        compile=False,
+        peak_flops=None,
     )
 
 
 def choose_backend(requested: str, device_type: str) -> str:
-    """The process group's backend. Raises ConfigError for one that does not work with this device."""
+    """The process group's backend. Raises ConfigError for one that does not work with this
+    device.
+    """
     own = DEVICE_KINDS[device_type].backend
     chosen = own if requested == "auto" else requested
-    # gloo moves CUDA tensors through the host: slow, but it works where NCCL does not. accelerate forces hccl on NPU.
+    # gloo moves CUDA tensors through the host: slow, but it works where NCCL does not. accelerate
+    # forces hccl on NPU.
     usable = [own, "gloo"] if device_type == "cuda" else [own]
     if chosen not in usable:
         raise ConfigError(
@@ -176,7 +222,8 @@ def choose_backend(requested: str, device_type: str) -> str:
 
 
 def choose_dtype(requested: str, device_type: str) -> str:
-    """The compute dtype: bfloat16 where the device has it in hardware, float32 elsewhere, unless asked.
+    """The compute dtype: bfloat16 where the device has it in hardware, float32 elsewhere, unless
+    asked.
 
     On a CPU bfloat16 pays only when compiled, so `auto` means float32 there.
 
@@ -188,7 +235,9 @@ def choose_dtype(requested: str, device_type: str) -> str:
         return "bfloat16" if device_type in ("cuda", "npu") and has_bfloat16 else "float32"
     if requested == "bfloat16" and not has_bfloat16:
         raise ConfigError(
-            f"this {device_type} device has no bfloat16", where="--dtype", fix="use --dtype float16 or --dtype float32"
+            f"this {device_type} device has no bfloat16",
+            where="--dtype",
+            fix="use --dtype float16 or --dtype float32",
         )
     if requested == "float16" and device_type in ("cpu", "mps"):
         raise ConfigError(
@@ -209,7 +258,9 @@ def free_memory_bytes(device_type: str, index: int) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Highest memory allocated on the device so far; on a CPU the process's own high-water mark; None if unknown."""
+    """Highest memory allocated on the device so far; on a CPU the process's own high-water mark;
+    None if unknown.
+    """
     import torch
 
     if device.type in ("cuda", "npu"):
@@ -220,8 +271,8 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def host_buffer(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Float32 host memory for copies of a device's tensors: pinned for CUDA, whose copies then need not be waited for
-    one by one.
+    """Float32 host memory for copies of a device's tensors: pinned for CUDA, whose copies then need
+    not be waited for one by one.
     """
     import torch
 
@@ -249,7 +300,8 @@ def read_later(number: torch.Tensor) -> Callable[[], float]:
     """A number that the device will have computed, for a host that goes on meanwhile.
 
     Args:
-        number: of one element; what is given to the device after this call does not delay the answer.
+        number: of one element; what is given to the device after this call does not delay the
+            answer.
     """
     import torch
 
@@ -275,7 +327,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
 
 
 def use_fast_matmul(device_type: str) -> None:

@@ -1,4 +1,6 @@
-"""What this machine has and uses: processor and memory, as far as the container lets it (cgroup v2 and v1)."""
+"""What this machine has and uses: processor and memory, as far as the container lets it (cgroup v2
+and v1).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _UNLIMITED_BYTES = 1 << 60
 class HostUse:
     """A machine, or the part of it that this container may use."""
 
-    cpu_share: float | None  # of the cores' time since the last look, 0 to 1; None at the first look
+    # of the cores' time since the last look, 0 to 1; None at the first look
+    cpu_share: float | None
     cores: float  # that may be used, a fraction where a quota says so
     memory_used_bytes: int  # not counting what the kernel can drop at once
     memory_total_bytes: int
@@ -36,7 +39,9 @@ def usable_cores() -> int:
 
 
 def allow_open_files() -> None:
-    """Let this process, and what it starts from now on, have as many files and connections open as it may ask for."""
+    """Let this process, and what it starts from now on, have as many files and connections open as
+    it may ask for.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -51,7 +56,9 @@ class HostMeter:
         membership: the file that says in which cgroup this process is.
     """
 
-    def __init__(self, cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> None:
+    def __init__(
+        self, cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")
+    ) -> None:
         self._folders = _own_folders(cgroup, membership)
         self._first = True
 
@@ -79,7 +86,11 @@ def _own_folders(cgroup: Path, membership: Path) -> list[Path]:
     folders: dict[Path, None] = {}
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        tops = [cgroup / name for name in (controllers, *controllers.split(","))] if controllers else [cgroup]
+        tops = (
+            [cgroup / name for name in (controllers, *controllers.split(","))]
+            if controllers
+            else [cgroup]
+        )
         for top in tops:
             inner = top / path.lstrip("/")
             for folder in (inner, *inner.parents):
@@ -105,7 +116,9 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory(folder: Path) -> tuple[int | None, int]:
-    """(limit, used) in bytes; limit None for none. Cached file pages that are not in use do not count as used."""
+    """(limit, used) in bytes; limit None for none. Cached file pages that are not in use do not
+    count as used.
+    """
     for limit_name, used_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -130,19 +143,21 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Parameters of glibc's mallopt (malloc.h): how many blocks may be mappings of their own; how much free memory at the
-# end of the heap goes back to the system.
+# Parameters of glibc's mallopt (malloc.h): how many blocks may be mappings of their own; how much
+# free memory at the end of the heap goes back to the system.
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory(device_type: str) -> None:
-    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches have one shape.
+    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches
+    have one shape.
 
-    glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of the next ones at
-    its first touch: a tenth of a step's time. What is kept is used again as it is where all steps ask for the same.
-    Fine-tuning does without: its packed sequences of many lengths tear what is kept into pieces. Measured (LoRA on 4
-    layers of 384, packed rows of 100 to 2,700 tokens; processor time and peak): vocabulary 16k 19.9 s and 1.14 GiB,
-    kept 18.6 s and 1.22; 64k 46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Nothing on other devices and C libraries.
+    glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of
+    the next ones at its first touch: a tenth of a step's time. What is kept is used again as it is
+    where all steps ask for the same. Fine-tuning does without: its packed sequences of many lengths
+    tear what is kept into pieces. Measured (LoRA on 4 layers of 384, packed rows of 100 to 2,700
+    tokens; processor time and peak): vocabulary 16k 19.9 s and 1.14 GiB, kept 18.6 s and 1.22; 64k
+    46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Nothing on other devices and C libraries.
     """
     if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)

@@ -1,9 +1,10 @@
-"""The language of what commands say to people: English, or Simplified Chinese by gettext. Machines get `--json`.
+"""The language of what commands say to people: English, or Simplified Chinese by gettext. Machines
+get `--json`.
 
 A text is English in the code: `_("{count} files").format(count=3)`. Its translations are in
-locale/<language>/LC_MESSAGES/finetune.po, renewed by `make translations`, which also lists what is not translated;
-that is shown in English. A text in a table that is made when a module is imported is marked with `N_` and translated
-with `_` where it is shown.
+locale/<language>/LC_MESSAGES/finetune.po, renewed by `make translations`, which also lists what is
+not translated; that is shown in English. A text in a table that is made when a module is imported
+is marked with `N_` and translated with `_` where it is shown.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _LOCALE_VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")
 _current = "en"
 
 
-def pick_language(flag: str | None = None, environment: Mapping[str, str] | None = None) -> Language:
+def pick_language(
+    flag: str | None = None, environment: Mapping[str, str] | None = None
+) -> Language:
     """The language to speak: the flag (`--lang en|zh`), else the locale's, else English.
 
     Args:
@@ -48,7 +51,11 @@ def pick_language(flag: str | None = None, environment: Mapping[str, str] | None
     """
     if flag is not None:
         if flag not in LANGUAGES:
-            raise ConfigError(f"--lang is {flag!r}; it is en or zh", where="--lang", fix="use --lang en or --lang zh")
+            raise ConfigError(
+                f"--lang is {flag!r}; it is en or zh",
+                where="--lang",
+                fix="use --lang en or --lang zh",
+            )
         return "zh" if flag == "zh" else "en"
     variables = os.environ if environment is None else environment
     locale = next((variables[name] for name in _LOCALE_VARIABLES if variables.get(name)), "")
@@ -56,7 +63,9 @@ def pick_language(flag: str | None = None, environment: Mapping[str, str] | None
 
 
 def speak(language: str) -> None:
-    """From now on `_` translates into this language; a command calls it once, with what `pick_language` said."""
+    """From now on `_` translates into this language; a command calls it once, with what
+    `pick_language` said.
+    """
     global _current
     assert language in LANGUAGES, f"{language!r} is not one of {LANGUAGES}"
     _current = language

@@ -1,6 +1,8 @@
-"""Who this process is by its launcher, and the environment that it needs: read and set before torch is imported.
+"""Who this process is by its launcher, and the environment that it needs: read and set before torch
+is imported.
 
-An installed but unloadable torch_npu makes `import torch` itself die, so it is probed in a subprocess first.
+An installed but unloadable torch_npu makes `import torch` itself die, so it is probed in a
+subprocess first.
 """
 
 from __future__ import annotations
@@ -37,29 +39,42 @@ class LaunchWorld:
 
 
 def launch_world() -> LaunchWorld:
-    """Who this process is. A WORLD_SIZE without RANK (an old script's) is ignored, with a warning."""
+    """Who this process is. A WORLD_SIZE without RANK (an old script's) is ignored, with a
+    warning.
+    """
     environment = os.environ
     if "RANK" not in environment:
         if "WORLD_SIZE" in environment:
             logger.warning(
-                "WORLD_SIZE=%s is set but RANK is not: ignored, this is a run of one process. "
-                "Fix: unset WORLD_SIZE, and start several processes with torchrun or accelerate launch.",
+                "WORLD_SIZE=%s is set but RANK is not: ignored, this is a run of one process. Fix:"
+                " unset WORLD_SIZE, and start several processes with torchrun or accelerate"
+                " launch.",
                 environment.pop("WORLD_SIZE"),
             )
         return LaunchWorld(0, 0, 1, 1, launched=False)
     world_size = int(environment.get("WORLD_SIZE", "1"))
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     return LaunchWorld(
-        int(environment["RANK"]), local_rank, world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)), True
+        int(environment["RANK"]),
+        local_rank,
+        world_size,
+        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        True,
     )
 
 
 def probe_torch_npu() -> None:
-    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would die of it."""
+    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would die
+    of it.
+    """
     if importlib.util.find_spec("torch_npu") is None:
         return
     probe = subprocess.run(
-        [sys.executable, "-c", "import torch, torch_npu"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", "import torch, torch_npu"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if probe.returncode == 0:
         return
@@ -67,8 +82,11 @@ def probe_torch_npu() -> None:
     raise ConfigError(
         f"torch_npu is installed but cannot be loaded: {reason}",
         where="import torch_npu",
-        fix="source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and the library path), install the "
-        "torch_npu that matches this torch, or remove torch_npu where there is no NPU: pip uninstall torch_npu",
+        fix=(
+            "source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and the library"
+            " path), install the torch_npu that matches this torch, or remove torch_npu where there"
+            " is no NPU: pip uninstall torch_npu"
+        ),
     )
 
 
@@ -79,11 +97,13 @@ def prepare_environment(
     timeout_seconds: int,
     npu_variables: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[str]:
-    """Set what the user did not, before torch is imported. Returns a line per variable: what was set and why.
+    """Set what the user did not, before torch is imported. Returns a line per variable: what was
+    set and why.
 
-    A variable that the user set is never changed, with three exceptions that would silently train something else:
-    ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are taken out, because our own
-    configuration decides them (with ACCELERATE_USE_CPU=true, accelerate drops a DeepSpeed plugin without a word).
+    A variable that the user set is never changed, with three exceptions that would silently train
+    something else: ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are
+    taken out, because our own configuration decides them (with ACCELERATE_USE_CPU=true, accelerate
+    drops a DeepSpeed plugin without a word).
 
     Raises:
         ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
@@ -99,16 +119,30 @@ def prepare_environment(
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and not use_deepspeed:
         raise ConfigError(
             "the launcher asked for DeepSpeed, but the configuration has no DeepSpeed keys",
-            where="ACCELERATE_USE_DEEPSPEED (accelerate launch --use_deepspeed, or its config file)",
-            fix="add --config ds_configs/zero3.json (or --deepspeed FILE), or launch without --use_deepspeed",
+            where=(
+                "ACCELERATE_USE_DEEPSPEED (accelerate launch --use_deepspeed, or its config file)"
+            ),
+            fix=(
+                "add --config ds_configs/zero3.json (or --deepspeed FILE), or launch without"
+                " --use_deepspeed"
+            ),
         )
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
         os.environ.pop(name, None)
     if world.world_size > 1:
-        default("OMP_NUM_THREADS", str(max(1, usable_cores() // world.local_world_size)), "cores per process")
+        default(
+            "OMP_NUM_THREADS",
+            str(max(1, usable_cores() // world.local_world_size)),
+            "cores per process",
+        )
     if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        # torch's default folder is one for all environments, and each builds anew what another has built.
-        default("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"), "built once per environment")
+        # torch's default folder is one for all environments, and each builds anew what another has
+        # built.
+        default(
+            "TORCH_EXTENSIONS_DIR",
+            os.path.join(sys.prefix, "torch_extensions"),
+            "built once per environment",
+        )
     if use_deepspeed and not world.launched:
         # Without these DeepSpeed looks for mpi4py and dies.
         default("RANK", "0", "DeepSpeed needs a rank in a run of one process")

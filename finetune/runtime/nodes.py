@@ -1,4 +1,6 @@
-"""Which node of how many this is, and where the first one is: from flags, NODE_RANK and its like, or Slurm."""
+"""Which node of how many this is, and where the first one is: from flags, NODE_RANK and its like,
+or Slurm.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ def nodes_here(
     address: str | None = None,
     port: int | None = None,
 ) -> Nodes:
-    """What flags say, else NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else the Slurm step, else one node.
+    """What flags say, else NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else the Slurm step,
+    else one node.
 
     Raises:
-        ConfigError: a number is none, or something that several nodes need is not known (`Problems` for several).
+        ConfigError: a number is none, or something that several nodes need is not known (`Problems`
+            for several).
     """
     slurm = _slurm(environment)
     count = number_of("NNODES", count, environment, slurm.get("count")) or 1
@@ -46,14 +50,20 @@ def nodes_here(
         return Nodes(1, 0, "127.0.0.1", port)
     rank = number_of("NODE_RANK", rank, environment, slurm.get("rank"))
     address = address or environment.get("MASTER_ADDR") or slurm.get("address")
-    missing = [name for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address)) if value in (None, "")]
+    missing = [
+        name
+        for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address))
+        if value in (None, "")
+    ]
     raise_problems(
         [
             ConfigError(
                 f"{name} is not set, and the launch has {count} nodes",
                 where=f"{name} or --{name.lower().replace('_', '-')}",
-                fix="set NODE_RANK to 0 on the first node, 1 on the next, ..., and MASTER_ADDR to the first node's "
-                "address on all; srun sets what is needed by itself",
+                fix=(
+                    "set NODE_RANK to 0 on the first node, 1 on the next, ..., and MASTER_ADDR to"
+                    " the first node's address on all; srun sets what is needed by itself"
+                ),
             )
             for name in missing
         ]
@@ -68,7 +78,9 @@ def nodes_here(
     return Nodes(count, rank, address, 29500 if port is None else port)
 
 
-def number_of(name: str, flag: int | None, environment: Mapping[str, str], otherwise: _Default) -> int | _Default:
+def number_of(
+    name: str, flag: int | None, environment: Mapping[str, str], otherwise: _Default
+) -> int | _Default:
     """A number of the launch: the flag, else the variable of that name, else the default."""
     if flag is not None:
         return flag
@@ -76,7 +88,9 @@ def number_of(name: str, flag: int | None, environment: Mapping[str, str], other
     if not text:
         return otherwise
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text} is not a number", where=name, fix=f"set {name} to a number, or unset it")
+        raise ConfigError(
+            f"{name}={text} is not a number", where=name, fix=f"set {name} to a number, or unset it"
+        )
     return int(text)
 
 
@@ -86,7 +100,8 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
         return {}
     if environment.get("SLURM_LOCALID", "0") != "0":
         raise ConfigError(
-            f"srun started several launches on node {environment['SLURM_NODEID']}, and each starts all its workers",
+            f"srun started several launches on node {environment['SLURM_NODEID']}, and each starts"
+            " all its workers",
             where="srun",
             fix="srun --ntasks-per-node=1 (launchers/slurm.sbatch does)",
         )
@@ -95,10 +110,14 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """The host names of a Slurm node list: by scontrol where it is there, else by reading the list."""
+    """The host names of a Slurm node list: by scontrol where it is there, else by reading the
+    list.
+    """
     if shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", nodelist]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+        shown = subprocess.run(
+            command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
+        )
         if shown.returncode == 0 and shown.stdout.split():
             return shown.stdout.split()
     return expand_nodelist(nodelist)

@@ -1,7 +1,8 @@
-"""Workers never outlive their launcher: torch elastic starts them in sessions of their own, so they would train on.
+"""Workers never outlive their launcher: torch elastic starts them in sessions of their own, so they
+would train on.
 
-They are told to stop, finish their step, save and end, however long that takes; one that does not get on any more (its
-peers are gone, and it waits in a collective for them) is ended.
+They are told to stop, finish their step, save and end, however long that takes; one that does not
+get on any more (its peers are gone, and it waits in a collective for them) is ended.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PARENT_GRACE_SECONDS = 60.0
 # Times the longest of the last steps: the next may well be a little longer.
 STEPS_OF_PATIENCE = 3
 RECENT_STEPS = 20
-# Read and written between two looks: a save or its verification is at work. What waits in a collective moves nothing,
-# and its libraries' own threads little.
+# Read and written between two looks: a save or its verification is at work. What waits in a
+# collective moves nothing, and its libraries' own threads little.
 MOVED_BYTES = 1 << 20
 
 
@@ -49,10 +50,14 @@ class Progress:
         return time.monotonic() - max(since, self._moved_at)
 
     def begin_step(self, limit_seconds: float) -> None:
-        """A step begins. The first, which may compile, may take as long as its collectives would wait."""
+        """A step begins. The first, which may compile, may take as long as its collectives would
+        wait.
+        """
         self.mark()
         self._step_at = self._at
-        self._patience_seconds = self._steps() if self._step_seconds else limit_seconds + PARENT_GRACE_SECONDS
+        self._patience_seconds = (
+            self._steps() if self._step_seconds else limit_seconds + PARENT_GRACE_SECONDS
+        )
 
     def end_step(self) -> None:
         self.mark()
@@ -60,12 +65,16 @@ class Progress:
         self._patience_seconds = self._steps()
 
     def begin_save(self, limit_seconds: float) -> None:
-        """A save begins: a rank waits for others that write, as long as its collectives would, which then end it."""
+        """A save begins: a rank waits for others that write, as long as its collectives would,
+        which then end it.
+        """
         self.mark()
         self._patience_seconds = limit_seconds + PARENT_GRACE_SECONDS
 
     def is_overdue(self, since: float) -> bool:
-        """Whether nothing was done for longer than may be, counted from a moment of `time.monotonic` on."""
+        """Whether nothing was done for longer than may be, counted from a moment of
+        `time.monotonic` on.
+        """
         return time.monotonic() - max(since, self._at) > self._patience_seconds
 
     def _steps(self) -> float:
@@ -76,10 +85,12 @@ progress = Progress()  # of this process
 
 
 def die_with_launcher(world: LaunchWorld) -> None:
-    """Make a worker stop when its launcher is gone. Called first thing; before training, the stop is an end.
+    """Make a worker stop when its launcher is gone. Called first thing; before training, the stop
+    is an end.
 
-    On Linux the kernel sends SIGTERM at the parent's death, elsewhere a thread that looks. A worker that then makes no
-    progress for longer than `progress` allows, and moves no bytes, is ended by SIGKILL.
+    On Linux the kernel sends SIGTERM at the parent's death, elsewhere a thread that looks. A worker
+    that then makes no progress for longer than `progress` allows, and moves no bytes, is ended by
+    SIGKILL.
     """
     if not world.launched:
         return
@@ -87,7 +98,9 @@ def die_with_launcher(world: LaunchWorld) -> None:
     told_by_kernel = sys.platform == "linux"
     if told_by_kernel:
         PR_SET_PDEATHSIG = 1
-        told_by_kernel = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
+        told_by_kernel = (
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
+        )
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -118,7 +131,9 @@ class Stop:
 
 
 def _moved_bytes() -> int:
-    """What this process has read and written by system calls, in all; 0 where the system does not say."""
+    """What this process has read and written by system calls, in all; 0 where the system does not
+    say.
+    """
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more specific names first.
-# 910B3 and 910B4 are an eighth of their servers' figures (Atlas 800T A2, Atlas 800I A2).
+# Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more
+# specific names first. 910B3 and 910B4 are an eighth of their servers' figures (Atlas 800T A2,
+# Atlas 800I A2).
 PEAK_FLOPS = (
     ("B200", 2.25e15),
     ("H200", 989e12),

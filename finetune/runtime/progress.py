@@ -26,9 +26,15 @@ class ProgressLine:
     """
 
     def __init__(
-        self, total_steps: int, done_steps: int = 0, every_seconds: float = 10.0, counted: str = "step"
+        self,
+        total_steps: int,
+        done_steps: int = 0,
+        every_seconds: float = 10.0,
+        counted: str = "step",
     ) -> None:
-        self.total_steps, self.every_seconds, self.counted = total_steps, every_seconds, counted
+        self.total_steps = total_steps
+        self.every_seconds = every_seconds
+        self.counted = counted
         self._last_line = 0.0
         self._bar: Progress | None = None
         if sys.stderr.isatty():
@@ -36,7 +42,13 @@ class ProgressLine:
             self._bar.start()
 
     def _make_bar(self, done_steps: int) -> tuple[Progress, TaskID]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         bar = Progress(
             TextColumn(self.counted),

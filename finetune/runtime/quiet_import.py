@@ -8,10 +8,12 @@ from importlib.util import find_spec
 
 
 def import_bitsandbytes() -> None:
-    """Import bitsandbytes where it is installed; call it before peft is imported, which imports it too.
+    """Import bitsandbytes where it is installed; call it before peft is imported, which imports it
+    too.
 
-    On some CPUs it asks the package `kernels` to download a kernel for inference, and complains without it (0.50.2,
-    backends/cpu/ops.py). Training computes quantised layers otherwise (modeling/quantisation.py).
+    On some CPUs it asks the package `kernels` to download a kernel for inference, and complains
+    without it (0.50.2, backends/cpu/ops.py). Training computes quantised layers otherwise
+    (modeling/quantisation.py).
     """
     if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
         return

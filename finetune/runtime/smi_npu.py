@@ -1,8 +1,10 @@
-"""Ascend NPUs: the table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P), run and read.
+"""Ascend NPUs: the table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P), run
+and read.
 
-The table has two lines for a chip. The second one ends with the memory that a program gets: HBM where there is a column
-for it, else DDR. Cards with two chips count programs' devices by chip ("Phy-ID"); a container may see only some of them
-and counts those from 0, so a device's index is its place in the list.
+The table has two lines for a chip. The second one ends with the memory that a program gets: HBM
+where there is a column for it, else DDR. Cards with two chips count programs' devices by chip
+("Phy-ID"); a container may see only some of them and counts those from 0, so a device's index is
+its place in the list.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class _Chip:
 
 
 def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
-    """What `npu-smi info` tells; None where it is not installed. One that hangs (a lost device) is ended."""
+    """What `npu-smi info` tells; None where it is not installed. One that hangs (a lost device) is
+    ended.
+    """
     program = shutil.which("npu-smi")
     if program is None:
         return None
@@ -77,7 +81,9 @@ def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
         else:
             pending = _first_line(cells)
     version = _VERSION.search(text)
-    devices = tuple(_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips))
+    devices = tuple(
+        _device(index, chip, chips, has_process_table) for index, chip in enumerate(chips)
+    )
     problem = "" if devices else _problem(text, errors, exit_code)
     return SmiReport("npu", version[2] if version else "", devices=devices, problem=problem)
 
@@ -91,7 +97,9 @@ def _cells(line: str) -> list[str]:
 
 
 def _first_line(cells: Sequence[str]) -> _Chip | None:
-    """`| 0     910B3 | OK | 93.6  40  0 / 0 |`, or on 950 `| 0 | Ascend950 | OK | ... |`; None for a heading."""
+    """`| 0     910B3 | OK | 93.6  40  0 / 0 |`, or on 950 `| 0 | Ascend950 | OK | ... |`; None for
+    a heading.
+    """
     if len(cells) == 4:
         cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
     found = _FIRST.fullmatch(cells[0]) if len(cells) == 3 else None
@@ -102,7 +110,9 @@ def _first_line(cells: Sequence[str]) -> _Chip | None:
 
 
 def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
-    """`| 0     4 | 0000:C1:00.0 | 12   0 / 0   3161 / 65536 |`: chip, Phy-ID where there is one, bus, use, memory."""
+    """`| 0     4 | 0000:C1:00.0 | 12   0 / 0   3161 / 65536 |`: chip, Phy-ID where there is one,
+    bus, use, memory.
+    """
     if len(cells) == 4:
         cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
     ids = re.findall(r"\d+", cells[0])
@@ -116,15 +126,19 @@ def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
 
 
 def _add_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
-    """`| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container; other lines have no process.
+    """`| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container; other
+    lines have no process.
 
-    On 950 the first cell is the NPU alone. In a container the tool may give the host's process id in the second column.
+    On 950 the first cell is the NPU alone. In a container the tool may give the host's process id
+    in the second column.
     """
     if len(cells) < 4 or not cells[1].isdigit():
         return
     ids = [int(word) for word in cells[0].split() if word.isdigit()]
     inside = cells[4] if len(cells) > 4 else ""
-    process = SmiProcess(int(inside) if inside.isdigit() else int(cells[1]), cells[2], _bytes(cells[3]))
+    process = SmiProcess(
+        int(inside) if inside.isdigit() else int(cells[1]), cells[2], _bytes(cells[3])
+    )
     for chip in chips:
         if ids and chip.npu == ids[0] and (len(ids) < 2 or chip.chip == ids[1]):
             chip.processes.append(process)
@@ -153,7 +167,11 @@ def _problem(text: str, errors: str, exit_code: int) -> str:
         matching = [line for line in lines if word.lower() in line.lower()]
         if matching:
             return matching[0]
-    return "npu-smi lists no device" if exit_code == 0 else (lines or [f"npu-smi ended with {exit_code}"])[-1]
+    return (
+        "npu-smi lists no device"
+        if exit_code == 0
+        else (lines or [f"npu-smi ended with {exit_code}"])[-1]
+    )
 
 
 def _number(cell: str) -> float | None:

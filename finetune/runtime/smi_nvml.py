@@ -18,19 +18,24 @@ _T = TypeVar("_T")
 _PROBLEMS = {
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
     pynvml.NVML_ERROR_NO_PERMISSION: "no permission to ask the NVIDIA driver",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "Driver/library version mismatch: the driver was changed under the "
-    "loaded kernel module",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "Driver/library version mismatch: the driver was changed under the loaded kernel module"
+    ),
 }
 # The device does not answer any more: nothing else that it says is worth having.
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 
 
 def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
-    """What the NVIDIA driver tells; None where it is not installed. A call on a lost device may never return."""
+    """What the NVIDIA driver tells; None where it is not installed. A call on a lost device may
+    never return.
+    """
     try:
         return call_with_timeout(_read, timeout_seconds)
     except TimeoutError:
-        return SmiReport("cuda", problem=f"the NVIDIA driver did not answer in {timeout_seconds:g} s")
+        return SmiReport(
+            "cuda", problem=f"the NVIDIA driver did not answer in {timeout_seconds:g} s"
+        )
 
 
 def _read() -> SmiReport | None:
@@ -50,7 +55,9 @@ def _read() -> SmiReport | None:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-    return SmiReport("cuda", driver, cuda, devices, problem="" if devices else "No devices were found")
+    return SmiReport(
+        "cuda", driver, cuda, devices, problem="" if devices else "No devices were found"
+    )
 
 
 def _reason(error: pynvml.NVMLError) -> str:
@@ -58,7 +65,9 @@ def _reason(error: pynvml.NVMLError) -> str:
 
 
 def _if_told(question: Callable[..., _T], *arguments: Any) -> _T | None:
-    """The answer; None where the device or driver does not support the question, or there is no permission."""
+    """The answer; None where the device or driver does not support the question, or there is no
+    permission.
+    """
     try:
         return question(*arguments)
     except pynvml.NVMLLibraryMismatchError:  # a driver from before this function
@@ -70,8 +79,12 @@ def _if_told(question: Callable[..., _T], *arguments: Any) -> _T | None:
 
 
 def _devices() -> tuple[SmiDevice, ...]:
-    """The GPUs; where some have MIG slices, the slices in place of all GPUs, as CUDA counts them."""
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    """The GPUs; where some have MIG slices, the slices in place of all GPUs, as CUDA counts
+    them.
+    """
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
     slices = [
         (f"GPU {gpu} MIG {number}", f"{_name(handle)} MIG", slice_handle)
         for gpu, handle in enumerate(handles)
@@ -91,7 +104,9 @@ def _slices(handle: Any) -> Iterator[tuple[int, Any]]:
     if not mode or not mode[0]:
         return
     for number in range(_if_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        if (found := _if_told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)) is not None:
+        if (
+            found := _if_told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+        ) is not None:
             yield number, found
 
 
@@ -108,7 +123,9 @@ def _device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
         total_bytes=None if memory is None else memory.total,
         used_bytes=None if memory is None else memory.used,
         utilization_percent=None if use is None else float(use.gpu),
-        temperature_celsius=_if_told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        temperature_celsius=_if_told(
+            pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+        ),
         processes=_processes(handle),
     )
 
@@ -118,7 +135,9 @@ def _processes(handle: Any) -> tuple[SmiProcess, ...] | None:
     computing = _if_told(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if computing is None:
         return None
-    return tuple(SmiProcess(one.pid, _process_name(one.pid), one.usedGpuMemory) for one in computing)
+    return tuple(
+        SmiProcess(one.pid, _process_name(one.pid), one.usedGpuMemory) for one in computing
+    )
 
 
 def _process_name(pid: int) -> str:

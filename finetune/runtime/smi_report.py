@@ -1,4 +1,6 @@
-"""What a device driver tells of its devices: the types that the readers (`smi_npu`, `smi_nvml`) fill."""
+"""What a device driver tells of its devices: the types that the readers (`smi_npu`, `smi_nvml`)
+fill.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ TIMEOUT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class SmiProcess:
-    """A process on a device. `memory_bytes` is None where the driver does not tell (no permission, not supported)."""
+    """A process on a device. `memory_bytes` is None where the driver does not tell (no permission,
+    not supported).
+    """
 
     pid: int
     name: str
@@ -25,8 +29,8 @@ class SmiDevice:
     Attributes:
         index: its number in the order that visible-device variables count by.
         label: what the vendor's tool calls it, e.g. "NPU 2 chip 1" or "GPU 0".
-        health: the driver's own word ("OK", "Warning", "Alarm", "Critical", "ECC errors: 3"); empty where unknown.
-        total_bytes, used_bytes: device memory; None where the driver does not tell.
+        health: the driver's own word ("OK", "Warning", "Alarm", "Critical", "ECC errors: 3"); empty
+        where unknown. total_bytes, used_bytes: device memory; None where the driver does not tell.
         processes: who is on it; None where the driver does not tell.
     """
 
@@ -53,16 +57,18 @@ class SmiReport:
 
     device_type: str  # "npu" or "cuda"
     driver_version: str = ""  # empty where unknown
-    runtime_version: str = ""  # newest CUDA that the driver can run; empty for npu, and where unknown
+    # newest CUDA that the driver can run; empty for npu, and where unknown
+    runtime_version: str = ""
     devices: tuple[SmiDevice, ...] = ()
-    problem: str = ""  # why there are no devices, in the driver's own words; empty where all is well
+    # why there are no devices, in the driver's own words; empty where all is well
+    problem: str = ""
 
 
 def visible(devices: Sequence[SmiDevice], variable: str | None) -> list[SmiDevice]:
     """The devices that a visible-device variable leaves, renumbered as a program would see them.
 
-    Ids from the first that does not exist on are dropped, as the runtimes do. Entries that are no numbers (GPU-... and
-    MIG-... names) cannot be told from here: then all devices are returned.
+    Ids from the first that does not exist on are dropped, as the runtimes do. Entries that are no
+    numbers (GPU-... and MIG-... names) cannot be told from here: then all devices are returned.
     """
     if variable is None:
         return list(devices)

@@ -1,7 +1,9 @@
-"""What commands write to a terminal holds only what they mean: names of files and words of logs come from others.
+"""What commands write to a terminal holds only what they mean: names of files and words of logs
+come from others.
 
-A file's name may hold an escape sequence as well as a log may. So it is not left to each text: the streams of a command
-take out what a terminal would obey, and `console` does where colours and bars are drawn.
+A file's name may hold an escape sequence as well as a log may. So it is not left to each text: the
+streams of a command take out what a terminal would obey, and `console` does where colours and bars
+are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from finetune.plain_text import plain_lines
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What a line may break behind: a word, or a command in backticks, with its spaces; a Chinese character.
+# What a line may break behind: a word, or a command in backticks, with its spaces; a Chinese
+# character.
 _PIECE = re.compile(r"(?:`[^`]*`|[^\s\u2e80-\uffef])+\s*|[\u2e80-\uffef]\s*|\s+")
 _NOT_FIRST = "，。、；：？！）」』】》"
 
@@ -30,7 +33,12 @@ class PlainStream(io.TextIOWrapper):
     """A stream over another one's bytes; `unfiltered` is the other one."""
 
     def __init__(self, unfiltered: TextIO) -> None:
-        super().__init__(unfiltered.buffer, encoding=unfiltered.encoding, errors=unfiltered.errors, line_buffering=True)
+        super().__init__(
+            unfiltered.buffer,
+            encoding=unfiltered.encoding,
+            errors=unfiltered.errors,
+            line_buffering=True,
+        )
         self.unfiltered = unfiltered
 
     def write(self, text: str) -> int:
@@ -40,10 +48,16 @@ class PlainStream(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def plain_streams() -> Iterator[None]:
-    """Filter what is written to stdout and stderr where they are terminals; a file gets everything as it is."""
+    """Filter what is written to stdout and stderr where they are terminals; a file gets everything
+    as it is.
+    """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, PlainStream) and stream.isatty():
+        if (
+            isinstance(stream, io.TextIOWrapper)
+            and not isinstance(stream, PlainStream)
+            and stream.isatty()
+        ):
             setattr(sys, name, PlainStream(stream))
     try:
         yield
@@ -57,7 +71,9 @@ def plain_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def libraries_to_stderr() -> Iterator[None]:
-    """What is written to stdout meanwhile, from C too, goes to stderr: stdout is for the command's own answer."""
+    """What is written to stdout meanwhile, from C too, goes to stderr: stdout is for the command's
+    own answer.
+    """
     # The gloo of torch 2.10 says there which ranks have met, and NCCL what NCCL_DEBUG asks for.
     sys.stdout.flush()
     own = os.dup(1)
@@ -79,14 +95,20 @@ def console(*, stderr: bool = False, **settings: Any) -> Console:
     class PlainConsole(Console):
         def render(self, renderable: Any, options: Any = None) -> Any:
             for segment in super().render(renderable, options):
-                yield segment if segment.control else Segment(plain_lines(segment.text), segment.style)
+                yield (
+                    segment
+                    if segment.control
+                    else Segment(plain_lines(segment.text), segment.style)
+                )
 
     stream = sys.stderr if stderr else sys.stdout
     return PlainConsole(file=getattr(stream, "unfiltered", stream), **settings)
 
 
 def write_filled(text: str) -> None:
-    """Write lines to stdout; where it is a terminal, long ones break between words and go on indented."""
+    """Write lines to stdout; where it is a terminal, long ones break between words and go on
+    indented.
+    """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         text = "\n".join(row for line in text.splitlines() for row in filled(line, columns))
@@ -94,7 +116,9 @@ def write_filled(text: str) -> None:
 
 
 def filled(line: str, columns: int) -> list[str]:
-    """A line in rows of at most so many columns, longer words excepted; later rows are indented by 4 more."""
+    """A line in rows of at most so many columns, longer words excepted; later rows are indented by
+    4 more.
+    """
     from rich.cells import cell_len
 
     indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -11,7 +11,9 @@ _T = TypeVar("_T")
 
 
 def in_thread(call: Callable[[], _T], name: str | None = None) -> Future[_T]:
-    """Begin a call in a thread; the result or error is the future's. The process may end before it returns."""
+    """Begin a call in a thread; the result or error is the future's. The process may end before it
+    returns.
+    """
     future: Future[_T] = Future()
 
     def run() -> None:

@@ -1,4 +1,6 @@
-"""A file that a run appends to for weeks: whole pieces only, whatever happens to the disk and to the file's name."""
+"""A file that a run appends to for weeks: whole pieces only, whatever happens to the disk and to
+the file's name.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ _BLOCK_BYTES = 1 << 16
 
 
 class AppendFile:
-    """Appends pieces to a file, each with a single unbuffered write: a crash tears at most the last.
+    """Appends pieces to a file, each with a single unbuffered write: a crash tears at most the
+    last.
 
-    Where the disk is full, what a piece had taken of it is given back, so that the next one, once there is room again,
-    does not follow half of it. Where another file, or none, has the name (logrotate has renamed it, somebody has
-    removed it), a new one is begun within `LOOK_SECONDS`; one that is copied and cut is simply written on.
+    Where the disk is full, what a piece had taken of it is given back, so that the next one, once
+    there is room again, does not follow half of it. Where another file, or none, has the name
+    (logrotate has renamed it, somebody has removed it), a new one is begun within `LOOK_SECONDS`;
+    one that is copied and cut is simply written on.
 
     Raises:
         OSError: the file cannot be opened; it is a link.
@@ -39,13 +43,16 @@ class AppendFile:
             self._follow_name()
         written = 0
         try:
-            # The system takes less than all only when the disk is full, and then says so on the second write.
+            # The system takes less than all only when the disk is full, and then says so on the
+            # second write.
             while written < len(piece):
                 written += os.write(self._descriptor, memoryview(piece)[written:])
         except OSError:
             if written:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, max(0, os.fstat(self._descriptor).st_size - written))
+                    os.ftruncate(
+                        self._descriptor, max(0, os.fstat(self._descriptor).st_size - written)
+                    )
             raise
 
     def _follow_name(self) -> None:
@@ -53,7 +60,8 @@ class AppendFile:
         try:
             moved = not os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
         except OSError as error:
-            moved = isinstance(error, FileNotFoundError)  # anything else: what is open can still be written
+            # anything else: what is open can still be written
+            moved = isinstance(error, FileNotFoundError)
         if not moved:
             return
         try:
@@ -66,7 +74,9 @@ class AppendFile:
         os.close(before)
 
     def cut_torn_line(self) -> None:
-        """Cut what stands after the last newline: a writer was killed, and the next line would follow half a line."""
+        """Cut what stands after the last newline: a writer was killed, and the next line would
+        follow half a line.
+        """
         end = os.fstat(self._descriptor).st_size
         while end > 0:
             begin = max(0, end - _BLOCK_BYTES)

@@ -1,14 +1,15 @@
 """Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
 
-A save is: every rank writes its files into one staging folder, hashed (SHA-256) on the way and synced; then one rank
-writes the manifest, syncs the folder and renames it to `checkpoint-<step>`. Files that others write (a tokenizer's, an
-adapter's) are read back for their hash. No rank reads what another has written. Killed or powered off at any moment,
-the run folder holds the previous valid checkpoint, the new one, or both. What else may be left carries a name that
-starts with a dot:
+A save is: every rank writes its files into one staging folder, hashed (SHA-256) on the way and
+synced; then one rank writes the manifest, syncs the folder and renames it to `checkpoint-<step>`.
+Files that others write (a tokenizer's, an adapter's) are read back for their hash. No rank reads
+what another has written. Killed or powered off at any moment, the run folder holds the previous
+valid checkpoint, the new one, or both. What else may be left carries a name that starts with a dot:
 
     .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
     .removing-checkpoint-<step>       a removal that did not finish; `clean_staging` removes it
-    .invalid-checkpoint-<step>-<n>    a broken checkpoint that stood in the way of a new one; kept for its owner
+    .invalid-checkpoint-<step>-<n>    a broken checkpoint that stood in the way of a new one; kept
+    for its owner
 """
 
 from __future__ import annotations
@@ -64,15 +65,21 @@ class CheckpointWriter:
         run_folder: the run's folder; it exists, is locked by this run and is seen by all ranks.
         step: optimizer steps done.
         token: letters and digits, the same on every rank, new for every save.
-        expected_bytes: size of the whole checkpoint if known; given on one rank, refused early where it does not fit.
+        expected_bytes: size of the whole checkpoint if known; given on one rank, refused early
+            where it does not fit.
 
     Raises (on entry, and from any OSError or safetensors input/output error inside):
         FinetuneError: the folder, the needed and free bytes, and the previous checkpoint.
     """
 
-    def __init__(self, run_folder: Path | str, step: int, token: str, *, expected_bytes: int | None = None) -> None:
+    def __init__(
+        self, run_folder: Path | str, step: int, token: str, *, expected_bytes: int | None = None
+    ) -> None:
         if step < 0 or not _TOKEN.fullmatch(token):
-            raise ValueError(f"a step >= 0 and a token of letters and digits are needed, not {step!r} and {token!r}")
+            raise ValueError(
+                f"a step >= 0 and a token of letters and digits are needed, not {step!r} and"
+                f" {token!r}"
+            )
         self.run_folder = Path(run_folder)
         self.step = step
         self.expected_bytes = expected_bytes
@@ -80,7 +87,9 @@ class CheckpointWriter:
 
     def __enter__(self) -> CheckpointWriter:
         try:
-            if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(self.run_folder):
+            if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(
+                self.run_folder
+            ):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             make_folder(self.folder)  # another rank may be first
         except OSError as error:
@@ -88,18 +97,23 @@ class CheckpointWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             return
         cause = durable_files.os_error_in(error)
-        explained = self._explained(cause) if cause is not None else None  # before the files that it counts are gone
+        # before the files that it counts are gone
+        explained = self._explained(cause) if cause is not None else None
         self.discard()
         if explained is not None:
             raise explained from error
 
     def seal(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Sync and read files that this rank has written; return their records: `{"size_bytes", "sha256"}` by name.
+        """Sync and read files that this rank has written; return their records: `{"size_bytes",
+        "sha256"}` by name.
 
         Args:
             names: relative to the staging folder, with forward slashes.
@@ -113,26 +127,32 @@ class CheckpointWriter:
             for name, path, sha256 in zip(names, paths, hashes, strict=True)
         }
 
-    def publish(self, records: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]) -> Path:
-        """Make the staging folder the checkpoint of its step, verify it and return it. One rank calls this.
+    def publish(
+        self, records: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Path:
+        """Make the staging folder the checkpoint of its step, verify it and return it. One rank
+        calls this.
 
-        A valid checkpoint that is there already is kept and the staging folder dropped (the same step of the same run
-        holds the same training); an invalid one is moved aside.
+        A valid checkpoint that is there already is kept and the staging folder dropped (the same
+        step of the same run holds the same training); an invalid one is moved aside.
 
         Args:
-            records: of the files of all ranks, as `seal` and `durable_files.write_hashed` return them.
-            metadata: plain JSON facts, without paths of this machine: global batch size, seed, schedule hash, data
-                fingerprint, package versions.
+            records: of the files of all ranks, as `seal` and `durable_files.write_hashed` return
+                them.
+            metadata: plain JSON facts, without paths of this machine: global batch size, seed,
+                schedule hash, data fingerprint, package versions.
 
         Raises:
-            FinetuneError: a file is missing, unsealed or of a kind that no checkpoint holds; the checkpoint does not
-                verify after it was written; or as for the class.
+            FinetuneError: a file is missing, unsealed or of a kind that no checkpoint holds; the
+                checkpoint does not verify after it was written; or as for the class.
         """
         self._check_staged(records)
         try:
             manifest = manifest_bytes(self.step, records, metadata)
         except (TypeError, ValueError) as error:
-            raise FinetuneError(f"the facts of a checkpoint must be plain JSON: {error}", str(self.folder)) from error
+            raise FinetuneError(
+                f"the facts of a checkpoint must be plain JSON: {error}", str(self.folder)
+            ) from error
         durable_files.write_new(self.folder / MANIFEST_NAME, manifest)
         self._sync_folders(records)
         target = self.run_folder / f"checkpoint-{self.step}"
@@ -160,20 +180,33 @@ class CheckpointWriter:
         return target
 
     def discard(self) -> None:
-        """Remove the staging folder as far as possible; `clean_staging` removes the rest when the run is resumed."""
+        """Remove the staging folder as far as possible; `clean_staging` removes the rest when the
+        run is resumed.
+        """
         try:
             durable_files.remove_tree(self.folder, missing_ok=True)
         except OSError as error:
-            logger.warning("%s could not be removed (%s); the next start of this run does it", self.folder.name, error)
+            logger.warning(
+                "%s could not be removed (%s); the next start of this run does it",
+                self.folder.name,
+                error,
+            )
 
     def _check_staged(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Exactly the recorded files are in the staging folder; waits where another node's are not seen yet."""
-        if refused := sorted(name for name in records if not is_allowed(name) or name == MANIFEST_NAME):
+        """Exactly the recorded files are in the staging folder; waits where another node's are not
+        seen yet.
+        """
+        if refused := sorted(
+            name for name in records if not is_allowed(name) or name == MANIFEST_NAME
+        ):
             raise FinetuneError(
-                f"a checkpoint must not hold {refused}", str(self.folder), "save it as safetensors or JSON"
+                f"a checkpoint must not hold {refused}",
+                str(self.folder),
+                "save it as safetensors or JSON",
             )
         for _ in looks(self.folder, VISIBLE_WITHIN_SECONDS):
-            # Of what other nodes have made, renamed and removed, this one may see the state of a minute ago.
+            # Of what other nodes have made, renamed and removed, this one may see the state of a
+            # minute ago.
             sizes, strange = durable_files.walk_files(self.folder)
             absent = [name for name in records if sizes.get(name) != records[name]["size_bytes"]]
             unsealed = sorted({*sizes, *strange} - records.keys())
@@ -181,11 +214,14 @@ class CheckpointWriter:
                 return
         if absent:
             raise FinetuneError(
-                f"files of other ranks are not seen by the rank that publishes: {sorted(absent)[:5]}",
+                "files of other ranks are not seen by the rank that publishes:"
+                f" {sorted(absent)[:5]}",
                 str(self.folder),
                 "put --output-dir on a file system that all nodes share",
             )
-        raise FinetuneError(f"files in the staging folder that no rank sealed: {unsealed[:5]}", str(self.folder))
+        raise FinetuneError(
+            f"files in the staging folder that no rank sealed: {unsealed[:5]}", str(self.folder)
+        )
 
     def _sync_folders(self, names: Collection[str]) -> None:
         inner = {parent for name in names for parent in Path(name).parents}
@@ -197,7 +233,11 @@ class CheckpointWriter:
             previous, _ = newest_valid(self.run_folder, hashes=False)
         except StateError:  # the disk is gone altogether
             return ""
-        return f"The previous checkpoint is {previous.name}" if previous else "There is no previous checkpoint"
+        return (
+            f"The previous checkpoint is {previous.name}"
+            if previous
+            else "There is no previous checkpoint"
+        )
 
     def _explained(self, error: OSError) -> FinetuneError:
         """The error of the system, with the numbers and the next step."""
@@ -217,18 +257,23 @@ class CheckpointWriter:
             errno.EDQUOT: "free some of your quota on it",
             errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
             errno.EROFS: "have it mounted for writing",
-            errno.EIO: "look for its errors in the system log and use another disk if there are any",
+            errno.EIO: (
+                "look for its errors in the system log and use another disk if there are any"
+            ),
         }
         remedy = remedies.get(error.errno or 0, "fix what the system reports about it")
         return FinetuneError(
-            f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed {needed}, free {free}",
+            f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed"
+            f" {needed}, free {free}",
             str(self.run_folder),
             f"{remedy}, then start the same command again. {self._previous()}".rstrip(),
         )
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Rename a checkpoint so that nothing takes it for one, keep its files, and say so. Returns the new name."""
+    """Rename a checkpoint so that nothing takes it for one, keep its files, and say so. Returns the
+    new name.
+    """
     number = 1
     while durable_files.is_taken(aside := folder.parent / f".invalid-{folder.name}-{number}"):
         number += 1
@@ -239,11 +284,13 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -> list[str]:
-    """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed ones.
+    """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed
+    ones.
 
-    No content is read: a save would take longer with each one kept. Nothing is removed before two newer ones are known
-    to be valid. What does not even look like a checkpoint of this package (by manifest, names and sizes) is left where
-    it is, and so is what a kept one names as the best: whichever of them a run resumes from, its best is there.
+    No content is read: a save would take longer with each one kept. Nothing is removed before two
+    newer ones are known to be valid. What does not even look like a checkpoint of this package (by
+    manifest, names and sizes) is left where it is, and so is what a kept one names as the best:
+    whichever of them a run resumes from, its best is there.
 
     Args:
         run_folder: locked by this run.
@@ -254,7 +301,11 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
         ConfigError: `keep` is below 2.
     """
     if keep < KEEP_AT_LEAST:
-        raise ConfigError(f"save_total_limit is {keep}, below {KEEP_AT_LEAST}", "save_total_limit", "give 2 or more")
+        raise ConfigError(
+            f"save_total_limit is {keep}, below {KEEP_AT_LEAST}",
+            "save_total_limit",
+            "give 2 or more",
+        )
     removed: list[str] = []
     best: set[str] = set()
     kept = known = 0
@@ -267,12 +318,19 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
         enough = kept >= keep and known >= KEEP_AT_LEAST
         validity = verify(folder, hashes=False)
         if not validity.valid:
-            if not enough and durable_files.is_taken(folder):  # else it was reported when it was new
+            # else it was reported when it was new
+            if not enough and durable_files.is_taken(folder):
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif not enough:
             kept += 1
             known += folder.name in known_valid
-            best.add(str(((validity.manifest or {}).get("metadata", {}).get("best") or {}).get("checkpoint")))
+            best.add(
+                str(
+                    ((validity.manifest or {}).get("metadata", {}).get("best") or {}).get(
+                        "checkpoint"
+                    )
+                )
+            )
         elif folder.name not in best and _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
     _finish_removals(run_folder)
@@ -282,7 +340,9 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
 def _finish_removals(run_folder: Path | str) -> None:
     """Remove what earlier calls could not, because a process had a file of it open."""
     try:
-        left = [folder for folder in staging_folders(run_folder) if folder.name.startswith(".removing-")]
+        left = [
+            folder for folder in staging_folders(run_folder) if folder.name.startswith(".removing-")
+        ]
     except OSError as error:
         logger.warning("no old checkpoint is looked for: %s", error.strerror or error)
         return
@@ -305,15 +365,28 @@ def _remove_checkpoint(folder: Path) -> None:
     doomed = folder.parent / f".removing-{folder.name}"
     durable_files.remove_tree(doomed, missing_ok=True)
     durable_files.move(folder, doomed)
-    durable_files.sync_folder(folder.parent)  # or a power loss could keep the old name and lose the files
+    # or a power loss could keep the old name and lose the files
+    durable_files.sync_folder(folder.parent)
     durable_files.remove_tree(doomed)
 
 
 def staging_folders(run_folder: Path | str) -> list[Path]:
-    """What saves and removals have under way or, where no run holds the folder's lock, have left."""
-    return [Path(run_folder) / name for name in sorted(os.listdir(run_folder)) if _UNFINISHED.fullmatch(name)]
+    """What saves and removals have under way or, where no run holds the folder's lock, have
+    left.
+    """
+    return [
+        Path(run_folder) / name
+        for name in sorted(os.listdir(run_folder))
+        if _UNFINISHED.fullmatch(name)
+    ]
 
 
 def clean_staging(run_folder: Path | str) -> list[str]:
-    """Remove what killed saves and removals left; return the names. Only for the holder of the run folder's lock."""
-    return [folder.name for folder in staging_folders(run_folder) if _removed(folder, durable_files.remove_tree)]
+    """Remove what killed saves and removals left; return the names. Only for the holder of the run
+    folder's lock.
+    """
+    return [
+        folder.name
+        for folder in staging_folders(run_folder)
+        if _removed(folder, durable_files.remove_tree)
+    ]

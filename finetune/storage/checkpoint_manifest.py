@@ -1,7 +1,9 @@
-"""What makes a checkpoint folder a valid one: a manifest that names every file with its size and SHA-256.
+"""What makes a checkpoint folder a valid one: a manifest that names every file with its size and
+SHA-256.
 
-Nothing is unpickled here or anywhere else: a checkpoint holds safetensors, JSON and the text files of a tokenizer; a
-folder with anything more is invalid as a whole, and what it holds more is not even opened.
+Nothing is unpickled here or anywhere else: a checkpoint holds safetensors, JSON and the text files
+of a tokenizer; a folder with anything more is invalid as a whole, and what it holds more is not
+even opened.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared, look
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT_BYTES = 64 << 20
-# Formats whose readers build data and run nothing: weights, JSON, and what tokenizers keep beside their JSON.
+# Formats whose readers build data and run nothing: weights, JSON, and what tokenizers keep beside
+# their JSON.
 ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
 UNREAD_SECONDS = 10.0
@@ -32,12 +35,14 @@ UNREAD_SECONDS = 10.0
 _CHANGED = "content changed"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_OF_RANK = re.compile(r".*-([0-9]{5})\.safetensors")  # training/state.py: a file that one rank wrote
+# training/state.py: a file that one rank wrote
+_OF_RANK = re.compile(r".*-([0-9]{5})\.safetensors")
 
 
 @dataclass(frozen=True)
 class Validity:
-    """Whether a checkpoint folder may be used, and if not, why; `manifest` is None where it could not be trusted.
+    """Whether a checkpoint folder may be used, and if not, why; `manifest` is None where it could
+    not be trusted.
 
     `unread`: the system did not let it be read, here and now; it may be whole.
     """
@@ -67,8 +72,11 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
-def manifest_bytes(step: int, files: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]) -> bytes:
-    """The manifest of a checkpoint as it lies on the disk; its `digest` is the SHA-256 of the same text without it.
+def manifest_bytes(
+    step: int, files: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]
+) -> bytes:
+    """The manifest of a checkpoint as it lies on the disk; its `digest` is the SHA-256 of the same
+    text without it.
 
     Args:
         files: `{"size_bytes": int, "sha256": str}` by relative name.
@@ -92,7 +100,9 @@ def _some(names: list[str]) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked in itself: its digest, its schema, its step against the folder's name."""
+    """The manifest, checked in itself: its digest, its schema, its step against the folder's
+    name.
+    """
     raw = durable_files.read_bytes(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
     try:
         content = json.loads(raw)
@@ -101,7 +111,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _Invalid(f"{MANIFEST_NAME} is not a JSON object")
     if content.get("schema_version") != SCHEMA_VERSION:
-        raise _Invalid(f"{MANIFEST_NAME} has schema version {content.get('schema_version')!r}, not {SCHEMA_VERSION}")
+        raise _Invalid(
+            f"{MANIFEST_NAME} has schema version {content.get('schema_version')!r}, not"
+            f" {SCHEMA_VERSION}"
+        )
     try:
         # Byte for byte, so that not even a changed space or a doubled key passes.
         expected = manifest_bytes(content["step"], content["files"], content["metadata"])
@@ -113,7 +126,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise _Invalid(f"{MANIFEST_NAME} is of step {content['step']!r}")
     for name, record in content["files"].items():
         size_bytes, sha256 = record.get("size_bytes"), record.get("sha256")
-        if type(size_bytes) is not int or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        if (
+            type(size_bytes) is not int
+            or not isinstance(sha256, str)
+            or not _SHA256.fullmatch(sha256)
+        ):
             raise _Invalid(f"{MANIFEST_NAME} has no size and SHA-256 for {name!a}")
     return content
 
@@ -124,7 +141,8 @@ def share_out(
     """Which of several shares each thing goes to: largest first, to whoever has least so far.
 
     Args:
-        wanted: the shares that have a use for it: one of them has it as long as that makes none larger than the mean.
+        wanted: the shares that have a use for it: one of them has it as long as that makes none
+            larger than the mean.
     """
     taken, found, mean = [0] * shares, {}, sum(sizes.values()) / shares
     for name in sorted(sizes, key=lambda name: (not wanted(name), -sizes[name], name)):
@@ -141,8 +159,8 @@ def share_out(
 def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict[str, int]:
     """Which of the ranks that resume looks at the content of each file.
 
-    As far as that shares the bytes evenly, a rank looks at those that it will load, which its node then holds in
-    memory: as many ranks as have written, at theirs.
+    As far as that shares the bytes evenly, a rank looks at those that it will load, which its node
+    then holds in memory: as many ranks as have written, at theirs.
     """
     numbers = {name: int(found.group(1)) for name in files if (found := _OF_RANK.fullmatch(name))}
     writers = max(numbers.values(), default=0) + 1
@@ -153,7 +171,9 @@ def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict
         first = numbers[name] * readers // writers
         return range(first, -(-(numbers[name] + 1) * readers // writers))
 
-    return share_out({name: record["size_bytes"] for name, record in files.items()}, readers, wanted)
+    return share_out(
+        {name: record["size_bytes"] for name, record in files.items()}, readers, wanted
+    )
 
 
 def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, Any]:
@@ -182,22 +202,31 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
     if hashes:
         names = [name for name, share in reading_shares(files, readers).items() if share == reader]
         found = durable_files.hash_files([folder / name for name in names])
-        if changed := [name for name, sha256 in zip(names, found, strict=True) if sha256 != files[name]["sha256"]]:
+        if changed := [
+            name
+            for name, sha256 in zip(names, found, strict=True)
+            if sha256 != files[name]["sha256"]
+        ]:
             raise _Invalid(f"{_CHANGED} (SHA-256 differs): {_some(changed)}")
     return manifest
 
 
-def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers: int = 1) -> Validity:
-    """Check a checkpoint folder: every file's presence, size and hash, no other file, the manifest's digest, the step.
+def verify(
+    folder: Path | str, *, hashes: bool = True, reader: int = 0, readers: int = 1
+) -> Validity:
+    """Check a checkpoint folder: every file's presence, size and hash, no other file, the
+    manifest's digest, the step.
 
-    Never raises for a broken folder: what is wrong is the answer. Where several machines share the file system, a
-    checkpoint that is younger than their caches, or cannot be read, is looked at again before it is found invalid.
+    Never raises for a broken folder: what is wrong is the answer. Where several machines share the
+    file system, a checkpoint that is younger than their caches, or cannot be read, is looked at
+    again before it is found invalid.
 
     Args:
         folder: `.../checkpoint-<step>`.
-        hashes: False leaves out the reading of the files (about 1 s for each GB and core): names, sizes and the
-            manifest are still checked.
-        reader, readers: this process and how many share the reading; it is valid if each finds it valid.
+        hashes: False leaves out the reading of the files (about 1 s for each GB and core): names,
+            sizes and the manifest are still checked.
+        reader, readers: this process and how many share the reading; it is valid if each finds it
+        valid.
     """
     validity = _judge(Path(folder), hashes, reader, readers)
     if (doubt_seconds := _doubt_seconds(Path(folder), validity)) > 0:
@@ -209,7 +238,9 @@ def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers:
 
 
 def _doubt_seconds(folder: Path, validity: Validity) -> float:
-    """How long what is wrong with a checkpoint may still turn out to be this machine's old view of it."""
+    """How long what is wrong with a checkpoint may still turn out to be this machine's old view of
+    it.
+    """
     if validity.valid or _CHANGED in validity.why:
         return 0.0
     try:
@@ -217,7 +248,9 @@ def _doubt_seconds(folder: Path, validity: Validity) -> float:
             return 0.0
         if validity.unread:
             return UNREAD_SECONDS
-        return min(SEEN_WITHIN_SECONDS, SEEN_WITHIN_SECONDS - (time.time() - os.lstat(folder).st_mtime))
+        return min(
+            SEEN_WITHIN_SECONDS, SEEN_WITHIN_SECONDS - (time.time() - os.lstat(folder).st_mtime)
+        )
     except (OSError, ValueError):
         return 0.0
 
@@ -229,13 +262,16 @@ def _judge(folder: Path, hashes: bool, reader: int, readers: int) -> Validity:
         return Validity(False, str(reason), None)
     except OSError as error:
         name = os.path.basename(os.fsdecode(error.filename)) if error.filename else "it"
-        return Validity(False, f"{name!a} cannot be read: {error.strerror or error}", None, unread=True)
+        return Validity(
+            False, f"{name!a} cannot be read: {error.strerror or error}", None, unread=True
+        )
     except ValueError as error:  # a name with a NUL, a number too long to convert
         return Validity(False, f"cannot be read: {error}", None)
 
 
 def list_checkpoints(run_folder: Path | str) -> list[Path]:
-    """Everything named `checkpoint-<step>` in a run folder, lowest step first; whether it is valid is for `verify`.
+    """Everything named `checkpoint-<step>` in a run folder, lowest step first; whether it is valid
+    is for `verify`.
 
     Raises:
         StateError: the folder is there but cannot be read.
@@ -245,7 +281,9 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise StateError(f"the run folder cannot be read: {error.strerror or error}", str(run_folder)) from error
+        raise StateError(
+            f"the run folder cannot be read: {error.strerror or error}", str(run_folder)
+        ) from error
     found = [(step, name) for name in names if (step := step_of(name)) is not None]
     return [Path(run_folder) / name for _, name in sorted(found)]
 
@@ -253,7 +291,8 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
 def newest_valid(
     run_folder: Path | str, *, hashes: bool = True, damaged: Mapping[str, str] | None = None
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The valid checkpoint of the highest step, and the newer ones that were skipped, each with the reason.
+    """The valid checkpoint of the highest step, and the newer ones that were skipped, each with the
+    reason.
 
     Args:
         hashes: as for `verify`.
@@ -272,7 +311,9 @@ def newest_valid(
 def _newest_of(
     listed: list[Path], hashes: bool, damaged: Mapping[str, str]
 ) -> tuple[Path | None, list[tuple[Path, str]], bool]:
-    """As `newest_valid`, and whether the list is old: something in it is gone, so something may have come as well."""
+    """As `newest_valid`, and whether the list is old: something in it is gone, so something may
+    have come as well.
+    """
     skipped: list[tuple[Path, str]] = []
     is_old = False
     for folder in reversed(listed):

@@ -1,7 +1,8 @@
 """Files that survive a kill and a power loss: written, synced, replaced, hashed, removed.
 
-Everything goes through plain `os` calls, one system call each, so that a test can stop a process at every one of them.
-A write is durable only when the file *and* the folder that names it are synced: neither alone is enough (fsync(2)).
+Everything goes through plain `os` calls, one system call each, so that a test can stop a process at
+every one of them. A write is durable only when the file *and* the folder that names it are synced:
+neither alone is enough (fsync(2)).
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHUNK_BYTES = 8 << 20
-# Of a file that is being written: the system would collect a tenth of the memory, and one fsync take as long.
+# Of a file that is being written: the system would collect a tenth of the memory, and one fsync
+# take as long.
 SYNC_EVERY_BYTES = 1 << 30
-# Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s where it has SHA instructions.
+# Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s where it has SHA
+# instructions.
 PARALLEL_HASHING_FROM_BYTES = 64 << 20
-# What a file system answers that knows no fsync of folders (some FUSE and SMB mounts): it cannot be asked for more.
+# What a file system answers that knows no fsync of folders (some FUSE and SMB mounts): it cannot be
+# asked for more.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS}
-# What reading answers once on a network file system: the file was replaced meanwhile (NFS knows files by their inodes),
-# or a request got lost on a mount that is `soft`.
+# What reading answers once on a network file system: the file was replaced meanwhile (NFS knows
+# files by their inodes), or a request got lost on a mount that is `soft`.
 _PASSING = {errno.ESTALE, errno.EIO}
 READ_ATTEMPTS = 3
 MOVED_WITHIN_SECONDS = 10.0
-# What a client of NFS, or libfuse, makes of a file that is removed while a process there has it open.
+# What a client of NFS, or libfuse, makes of a file that is removed while a process there has it
+# open.
 _STILL_OPEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -90,7 +95,9 @@ def _again(read: Callable[[], T]) -> T:
     return read()
 
 
-def read_bytes(path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None) -> bytes:
+def read_bytes(
+    path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None
+) -> bytes:
     """The whole content of a regular file.
 
     Args:
@@ -141,7 +148,8 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with _opened(path, flags) as descriptor:
         for chunk in _chunks(parts):
-            digest.update(chunk)  # while the system writes the chunk before; one core does both at 1 GB/s
+            # while the system writes the chunk before; one core does both at 1 GB/s
+            digest.update(chunk)
             left = chunk
             while left:
                 left = left[os.write(descriptor, left) :]
@@ -161,10 +169,11 @@ def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def move(source: Path, target: Path) -> None:
-    """`os.rename`, which over a network may have done its work and report that there is no such file.
+    """`os.rename`, which over a network may have done its work and report that there is no such
+    file.
 
-    The server answers a request that was sent twice, because its first answer got lost, by what it finds the second
-    time: the old name is gone.
+    The server answers a request that was sent twice, because its first answer got lost, by what it
+    finds the second time: the old name is gone.
     """
     moved = os.lstat(source)
     try:
@@ -178,9 +187,11 @@ def move(source: Path, target: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666, *, writer: str = "") -> None:
-    """Replace a file's content: at every moment, power loss included, it holds the old or the new content, whole.
+    """Replace a file's content: at every moment, power loss included, it holds the old or the new
+    content, whole.
 
-    One writer of a name at a time: the temporary name is fixed, so that a killed writer leaves no heap of them.
+    One writer of a name at a time: the temporary name is fixed, so that a killed writer leaves no
+    heap of them.
 
     Args:
         mode: permissions, as far as the umask leaves them.
@@ -214,7 +225,9 @@ def new_file_mode() -> int:
 
 
 def share_file(path: Path) -> None:
-    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their owner can read."""
+    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their
+    owner can read.
+    """
     os.chmod(path, new_file_mode())
 
 
@@ -239,7 +252,9 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of several regular files, in order; large ones side by side (hashlib leaves other threads running)."""
+    """SHA-256 of several regular files, in order; large ones side by side (hashlib leaves other
+    threads running).
+    """
     total_bytes = sum(os.lstat(path).st_size for path in paths)
     if len(paths) < 2 or total_bytes < PARALLEL_HASHING_FROM_BYTES:
         return [_hash_again(path) for path in paths]
@@ -252,16 +267,19 @@ def _hash_again(path: Path) -> str:
 
 
 def is_still_open(name: str) -> bool:
-    """Whether a name is that of a file which was removed while a process had it open; it goes when that closes it."""
+    """Whether a name is that of a file which was removed while a process had it open; it goes when
+    that closes it.
+    """
     return _STILL_OPEN.fullmatch(name) is not None
 
 
 def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """What lies in a folder and the folders below it, without following links and without what `is_still_open`.
+    """What lies in a folder and the folders below it, without following links and without what
+    `is_still_open`.
 
-    Returns:
-        sizes in bytes by name (relative, with forward slashes) of the regular files, and the names of everything that
-        is neither a regular file nor a folder, and of folders with nothing in them (these with a slash at the end).
+    Returns: sizes in bytes by name (relative, with forward slashes) of the regular files, and the
+        names of everything that is neither a regular file nor a folder, and of folders with nothing
+        in them (these with a slash at the end).
     """
     sizes: dict[str, int] = {}
     strange: list[str] = []
@@ -279,13 +297,16 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
             elif not entry.is_file(follow_symlinks=False):
                 strange.append(name)
             elif not is_still_open(entry.name):
-                with contextlib.suppress(FileNotFoundError):  # the listing is older than the file's removal
+                # the listing is older than the file's removal
+                with contextlib.suppress(FileNotFoundError):
                     sizes[name] = entry.stat(follow_symlinks=False).st_size
     return sizes, strange
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anything has this name, a broken link included; unlike `os.path.lexists`, an error is no "no"."""
+    """Whether anything has this name, a broken link included; unlike `os.path.lexists`, an error is
+    no "no".
+    """
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -299,8 +320,8 @@ def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
     Several processes may remove the same folder at once: what one finds gone, another has removed.
 
     Raises:
-        OSError: EBUSY where a process still has a file of it open and the file system keeps that file under another
-            name; all others are gone.
+        OSError: EBUSY where a process still has a file of it open and the file system keeps that
+            file under another name; all others are gone.
     """
     if not is_taken(path):
         if missing_ok:
@@ -321,13 +342,15 @@ def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
 def _empty_folder(folder: int) -> bool:
     """Remove what is in an open folder; False where files are left that a process has open.
 
-    shutil.rmtree would remove these too, and from another machine that takes them from their reader.
+    shutil.rmtree would remove these too, and from another machine that takes them from their
+    reader.
     """
     with os.scandir(folder) as scan:
         entries = list(scan)
     is_empty = True
     for entry in entries:
-        with contextlib.suppress(FileNotFoundError):  # another process was faster, or the listing is old
+        # another process was faster, or the listing is old
+        with contextlib.suppress(FileNotFoundError):
             if is_still_open(entry.name):
                 is_empty = False
             elif not entry.is_dir(follow_symlinks=False):
@@ -361,11 +384,14 @@ def format_bytes(size_bytes: int) -> str:
 def os_error_in(error: BaseException) -> OSError | None:
     """The system's error behind an exception, or None.
 
-    safetensors writes in Rust and raises its own kind with `(os error 28)` or `code: 28` in the text.
+    safetensors writes in Rust and raises its own kind with `(os error 28)` or `code: 28` in the
+    text.
     """
     if isinstance(error, OSError):
         return error
-    if type(error).__name__ == "SafetensorError" and (found := re.search(r"(?:os error |code: )(\d+)", str(error))):
+    if type(error).__name__ == "SafetensorError" and (
+        found := re.search(r"(?:os error |code: )(\d+)", str(error))
+    ):
         number = int(found.group(1))
         return OSError(number, os.strerror(number))
     return None

@@ -1,4 +1,6 @@
-"""`<log>.processes.json`: the processes that a launch started, so that what is left of it can be told from others'."""
+"""`<log>.processes.json`: the processes that a launch started, so that what is left of it can be
+told from others'.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from finetune.storage.durable_files import replace_file
 from finetune.storage.run_lock import now_utc
 
 VERSION = 1
-# Of records without ticks: start times are computed from the boot time, which the clock's corrections move a little.
+# Of records without ticks: start times are computed from the boot time, which the clock's
+# corrections move a little.
 SAME_START_SECONDS = 2.0
 # Between fork and the end of exec a process has no command line: for milliseconds.
 COMMAND_WAIT_SECONDS = 1.0
@@ -44,7 +47,9 @@ def command_digest(arguments: list[str]) -> str:
     return hashlib.sha256("\0".join(arguments).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | None = None) -> StartedProcess | None:
+def describe(
+    pid: int, role: str, *, rank: int | None = None, attempt: int | None = None
+) -> StartedProcess | None:
     """What tells this process from a later one with the same id; None if it is gone already."""
     try:
         process = psutil.Process(pid)
@@ -53,7 +58,9 @@ def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | Non
     except psutil.Error:
         return None
     host = socket.gethostname()
-    return StartedProcess(pid, start_time, digest, role, rank, attempt, host, start.boot_id, start.start_ticks)
+    return StartedProcess(
+        pid, start_time, digest, role, rank, attempt, host, start.boot_id, start.start_ticks
+    )
 
 
 def _digest(process: psutil.Process) -> str | None:
@@ -79,10 +86,14 @@ class LaunchRecord:
         self._processes: list[StartedProcess] = []
         self.add(os.getpid(), "supervisor")
 
-    def add(self, pid: int, role: str, *, rank: int | None = None, attempt: int | None = None) -> None:
+    def add(
+        self, pid: int, role: str, *, rank: int | None = None, attempt: int | None = None
+    ) -> None:
         self.add_all([(pid, rank)], role, attempt)
 
-    def add_all(self, started: list[tuple[int, int | None]], role: str, attempt: int | None) -> None:
+    def add_all(
+        self, started: list[tuple[int, int | None]], role: str, attempt: int | None
+    ) -> None:
         """Note processes, given as (pid, rank), and write the file."""
         for pid, rank in started:
             if (process := describe(pid, role, rank=rank, attempt=attempt)) is not None:
@@ -95,7 +106,9 @@ class LaunchRecord:
 
     def running(self, *roles: str) -> list[StartedProcess]:
         """Processes of these roles that still run."""
-        return [process for process in self._processes if process.role in roles and still_runs(process)]
+        return [
+            process for process in self._processes if process.role in roles and still_runs(process)
+        ]
 
     def kill(self) -> None:
         """SIGKILL to every process but the supervisor that still runs."""

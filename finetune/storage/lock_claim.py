@@ -1,9 +1,10 @@
 """A claim: a file that stands for a lock where the file system has none that all machines see.
 
-It is made by an exclusive create, which one process alone brings about on any file system (open(2): O_EXCL, also on
-NFS since version 3). It does not fall with its process as a lock does. That a process of this machine is dead can be
-seen, and its claim is taken over; that one of another machine is cannot, however long it is silent (storage that hangs
-hangs for minutes): its claim is for its owner to remove.
+It is made by an exclusive create, which one process alone brings about on any file system (open(2):
+O_EXCL, also on NFS since version 3). It does not fall with its process as a lock does. That a
+process of this machine is dead can be seen, and its claim is taken over; that one of another
+machine is cannot, however long it is silent (storage that hangs hangs for minutes): its claim is
+for its owner to remove.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ logger = logging.getLogger("finetune")
 
 def signature() -> dict[str, Any]:
     """What tells this process from any other, here and elsewhere; ISO 8601 in UTC since when."""
-    facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    facts = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     return facts | asdict(process_start(os.getpid())) | {"pid_namespace": _pid_namespace()}
 
 
@@ -50,9 +55,15 @@ def _pid_namespace() -> str | None:
 
 
 def is_dead(facts: dict[str, Any]) -> bool:
-    """Whether the process of a signature is known to be gone: it ran here; its id is free, reused or a zombie's."""
+    """Whether the process of a signature is known to be gone: it ran here; its id is free, reused
+    or a zombie's.
+    """
     here = (socket.gethostname(), boot_id(), _pid_namespace())
-    if None in here or here != (facts.get("host"), facts.get("boot_id"), facts.get("pid_namespace")):
+    if None in here or here != (
+        facts.get("host"),
+        facts.get("boot_id"),
+        facts.get("pid_namespace"),
+    ):
         return False
     pid, start = facts.get("pid"), recorded_start(facts)
     if type(pid) is not int or start.start_ticks is None:
@@ -69,7 +80,9 @@ def is_dead(facts: dict[str, Any]) -> bool:
 
 
 def read_signature(path: Path) -> dict[str, Any] | None:
-    """What a lock file or a claim says; empty where that cannot be read (yet), None where there is no such file."""
+    """What a lock file or a claim says; empty where that cannot be read (yet), None where there is
+    no such file.
+    """
     try:
         facts = json.loads(durable_files.read_bytes(path, LIMIT_BYTES))
     except FileNotFoundError:
@@ -91,7 +104,8 @@ class Claim:
         return self._make() or self._take_over()
 
     def _take_over(self) -> bool:
-        with machine_lock(self.path) as alone:  # two that find the same dead claim would remove each other's new one
+        # two that find the same dead claim would remove each other's new one
+        with machine_lock(self.path) as alone:
             facts = read_signature(self.path) if alone is not None else None
             # None: its owner has just removed it, or this machine does not see it yet.
             if facts is None or not is_dead(facts):
@@ -134,8 +148,15 @@ def claimed(path: Path, what: str) -> Iterator[None]:
     while not claim.take():
         if time.monotonic() >= say_at:
             facts = read_signature(path) or {}
-            who = f"process {facts.get('pid')} on {facts.get('host')}" if facts else "another process"
-            logger.warning("%s: waiting for %s; if it is gone, which cannot be seen from here: rm %s", what, who, path)
+            who = (
+                f"process {facts.get('pid')} on {facts.get('host')}" if facts else "another process"
+            )
+            logger.warning(
+                "%s: waiting for %s; if it is gone, which cannot be seen from here: rm %s",
+                what,
+                who,
+                path,
+            )
             say_at = time.monotonic() + SAID_EVERY_SECONDS
         time.sleep(POLL_SECONDS)
     try:
@@ -146,11 +167,11 @@ def claimed(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def machine_lock(path: Path) -> Iterator[int | None]:
-    """Hold a lock that stands for a path among the processes of this machine, in its folder for temporary files.
+    """Hold a lock that stands for a path among the processes of this machine, in its folder for
+    temporary files.
 
-    Yields:
-        the descriptor of the lock's file, which stays and is for its holder to write notes in; None where that folder
-        has no locks either.
+    Yields: the descriptor of the lock's file, which stays and is for its holder to write notes in;
+        None where that folder has no locks either.
     """
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
     file = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{name}.lock"

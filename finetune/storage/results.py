@@ -7,11 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.storage.durable_files import is_still_open, move, remove_tree, share_file, sync_file, sync_folder
+from finetune.storage.durable_files import (
+    is_still_open,
+    move,
+    remove_tree,
+    share_file,
+    sync_file,
+    sync_folder,
+)
 
 
 def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside, reopen what it wrote, then move its files in, durably. On one rank.
+    """Let `write` fill a folder beside, reopen what it wrote, then move its files in, durably. On
+    one rank.
 
     Raises:
         FinetuneError: a file is not whole (`reopen`).
@@ -33,7 +41,8 @@ def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
 def reopen(path: Path) -> None:
     """Look whether a library has really written a JSON or safetensors file.
 
-    They lose the error of a file's close, which is where storage over a network says that it is full or over quota.
+    They lose the error of a file's close, which is where storage over a network says that it is
+    full or over quota.
 
     Raises:
         FinetuneError: it is not whole.
@@ -44,7 +53,8 @@ def reopen(path: Path) -> None:
         if path.suffix == ".json":
             json.loads(path.read_bytes())
         elif path.suffix == ".safetensors":
-            with safe_open(path, framework="np"):  # its header, and whether the file is as long as that says
+            # its header, and whether the file is as long as that says
+            with safe_open(path, framework="np"):
                 pass
     except (ValueError, SafetensorError) as error:
         raise FinetuneError(

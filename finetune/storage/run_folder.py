@@ -1,4 +1,5 @@
-"""The run folder: what run it holds, how that run stands, which samples it took. Who may write in it: `RunLock`.
+"""The run folder: what run it holds, how that run stands, which samples it took. Who may write in
+it: `RunLock`.
 
 .lock               held by one process of the run while it works; names its holder
 .lock.claim         stands for the lock where the file system has none that all machines see
@@ -33,7 +34,8 @@ CONFIG_NAME = "run.yaml"
 STATUS_NAME = "status.json"
 SAMPLES_NAME = "samples.jsonl"
 FILE_LIMIT_BYTES = 16 << 20
-# Not a run's and nobody's work either: what a start that was refused or killed, a mount or a file manager leaves.
+# Not a run's and nobody's work either: what a start that was refused or killed, a mount or a file
+# manager leaves.
 _IGNORED_NAMES = {LOCK_NAME, CLAIM_NAME, "logs", f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
 
 logger = logging.getLogger("finetune")
@@ -42,7 +44,9 @@ RunState = Literal["running", "done", "failed", "stopped"]
 
 
 class Difference(NamedTuple):
-    """One fact in which a run differs from the run in its output folder; None stands for "not known there"."""
+    """One fact in which a run differs from the run in its output folder; None stands for "not known
+    there".
+    """
 
     name: str
     old: Any
@@ -53,8 +57,8 @@ class Difference(NamedTuple):
 class FolderDescription:
     """What an output folder holds.
 
-    `kind` is "empty" (or not there yet), "run" (a run of this package) or "other"; the rest is None where the file is
-    not there or cannot be read.
+    `kind` is "empty" (or not there yet), "run" (a run of this package) or "other"; the rest is None
+    where the file is not there or cannot be read.
     """
 
     kind: Literal["empty", "run", "other"]
@@ -68,7 +72,9 @@ def _json_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | None:
-    """Names and values from a file; None where it is not there, cannot be read or is something else."""
+    """Names and values from a file; None where it is not there, cannot be read or is something
+    else.
+    """
     try:
         content = parse(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -76,7 +82,9 @@ def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | N
     return content if isinstance(content, dict) else None
 
 
-def write_status(run_folder: Path | str, state: RunState, exit_code: int | None, **facts: Any) -> None:
+def write_status(
+    run_folder: Path | str, state: RunState, exit_code: int | None, **facts: Any
+) -> None:
     """Write `status.json`, whole or not at all. A refused run has no status: it writes nothing.
 
     Args:
@@ -95,7 +103,9 @@ def read_status(run_folder: Path | str) -> dict[str, Any] | None:
 
 
 def write_identity(run_folder: Path | str, identity: Mapping[str, Any]) -> None:
-    """Write `run_identity.json`: the facts that `check_output_folder` compares. The first file a run writes."""
+    """Write `run_identity.json`: the facts that `check_output_folder` compares. The first file a
+    run writes.
+    """
     durable_files.replace_file(Path(run_folder) / IDENTITY_NAME, _json_text(identity))
 
 
@@ -105,12 +115,14 @@ def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
 
 
 def list_anew(run_folder: Path) -> None:
-    """Have this machine forget what it believes a shared folder to hold: it looks anew where it has made a name itself.
+    """Have this machine forget what it believes a shared folder to hold: it looks anew where it has
+    made a name itself.
 
     Only for the holder of the folder's lock.
     """
     if is_shared(run_folder):
-        ask_anew(run_folder / f".{IDENTITY_NAME}.tmp")  # a name that nobody minds, should this process be killed here
+        # a name that nobody minds, should this process be killed here
+        ask_anew(run_folder / f".{IDENTITY_NAME}.tmp")
 
 
 def describe_folder(output_dir: Path | str) -> FolderDescription:
@@ -121,12 +133,16 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
     """
     folder = Path(output_dir)
     try:
-        names = {name for name in os.listdir(folder) if not durable_files.is_still_open(name)} - _IGNORED_NAMES
+        names = {
+            name for name in os.listdir(folder) if not durable_files.is_still_open(name)
+        } - _IGNORED_NAMES
     except FileNotFoundError:
         # Asked of the link itself: another rank may have made the folder since it was looked for.
         if not os.path.islink(folder) or os.path.exists(folder):
             return FolderDescription("empty")
-        raise StateError("the output folder is a link to nothing", str(folder), "choose another --output-dir") from None
+        raise StateError(
+            "the output folder is a link to nothing", str(folder), "choose another --output-dir"
+        ) from None
     except OSError as error:
         what = f"the output folder cannot be read: {error.strerror}"
         raise StateError(what, str(folder), "choose another --output-dir") from error
@@ -141,15 +157,18 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
 
 
 def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> list[Difference]:
-    """In what the run in an output folder differs from this one; nothing for a free folder or the same run.
+    """In what the run in an output folder differs from this one; nothing for a free folder or the
+    same run.
 
     Args:
         output_dir: there or not; it is only read.
-        identity: facts that make this run what it is (model, data fingerprint, schedule hash, global batch size, seed,
-            total steps, tokenizer hash, ...), plain JSON; compared as they are after a write and a read.
+        identity: facts that make this run what it is (model, data fingerprint, schedule hash,
+            global batch size, seed, total steps, tokenizer hash, ...), plain JSON; compared as they
+            are after a write and a read.
 
     Raises:
-        StateError: the folder holds files but no run of this package, or its identity cannot be read.
+        StateError: the folder holds files but no run of this package, or its identity cannot be
+            read.
     """
     description = describe_folder(output_dir)
     if description.kind == "empty":
@@ -157,19 +176,29 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
     if description.identity is None:
         if description.kind == "run":
             raise _unreadable(Path(output_dir) / IDENTITY_NAME)
-        what = f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})"
+        what = (
+            "the output folder is not empty and not a run of this package (it has no"
+            f" {IDENTITY_NAME})"
+        )
         raise StateError(what, str(output_dir), "choose an empty or new --output-dir")
     return differences(description.identity, identity)
 
 
 def _unreadable(path: Path) -> StateError:
-    """Why a file that is there gives nothing: the system did not let it be read, or its content is broken."""
+    """Why a file that is there gives nothing: the system did not let it be read, or its content is
+    broken.
+    """
     try:
         durable_files.read_bytes(path, FILE_LIMIT_BYTES)
     except OSError as error:
         what = f"{path.name} in the output folder cannot be read: {error.strerror or error}"
-        return StateError(what, str(path.parent), "see to this machine's mount or the disk and start again")
-    what = f"{path.name} in the output folder is broken, so it cannot be told whether this is the same run"
+        return StateError(
+            what, str(path.parent), "see to this machine's mount or the disk and start again"
+        )
+    what = (
+        f"{path.name} in the output folder is broken, so it cannot be told whether this is the"
+        " same run"
+    )
     return StateError(what, str(path.parent), "choose an empty or new --output-dir")
 
 
@@ -179,9 +208,11 @@ def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[D
     if "lr_batch_exponent" in new:  # runs of 0.1.0 had the square root, and no word for it
         old = {"lr_batch_exponent": 0.5, **old}
     names = [*new, *(name for name in old if name not in new)]
-    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone, and some later ones
-    # no commit of a hub's.
-    known = all("weights" in facts and not str(facts["weights"]).endswith("@None") for facts in (old, new))
+    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone,
+    # and some later ones no commit of a hub's.
+    known = all(
+        "weights" in facts and not str(facts["weights"]).endswith("@None") for facts in (old, new)
+    )
     ignored = "model" if known else "weights"
     return [
         Difference(name, old.get(name), new.get(name))
@@ -192,7 +223,9 @@ def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[D
 
 def format_differences(differences: Sequence[Difference]) -> str:
     """A line for each difference, for an error message."""
-    return "\n".join(f"{name}: {old!r} in the folder, {new!r} now" for name, old, new in differences)
+    return "\n".join(
+        f"{name}: {old!r} in the folder, {new!r} now" for name, old, new in differences
+    )
 
 
 class SampleLog(StepLog):
@@ -207,9 +240,12 @@ class SampleLog(StepLog):
         super().__init__(path, resume_step)
         if self.kept_steps != list(range(1, resume_step + 1)):
             present = set(self.kept_steps)
-            missing = next((step for step in range(1, resume_step + 1) if step not in present), resume_step)
+            missing = next(
+                (step for step in range(1, resume_step + 1) if step not in present), resume_step
+            )
             logger.warning(
-                "%s is not whole up to step %d, from which the run resumes; lines are missing from step %d",
+                "%s is not whole up to step %d, from which the run resumes; "
+                "lines are missing from step %d",
                 self.path, resume_step, missing,
             )  # fmt: skip
 
@@ -218,6 +254,7 @@ class SampleLog(StepLog):
 
         Args:
             step: counted from 1.
-            ids: record numbers of the step's global batch, counted from 0 through the data files in order.
+            ids: record numbers of the step's global batch, counted from 0 through the data files in
+                order.
         """
         self.write({"step": int(step), "ids": [int(number) for number in ids]})

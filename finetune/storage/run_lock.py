@@ -1,4 +1,6 @@
-"""One process at a time in a run folder: an flock that dies with its holder, or, where there is none, a claim."""
+"""One process at a time in a run folder: an flock that dies with its holder, or, where there is
+none, a claim.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ LOCK_NAME = ".lock"
 CLAIM_NAME = ".lock.claim"
 POLL_SECONDS = 0.2
 STALE_ATTEMPTS = 5
-# A file system that cannot lock at all says one of these: NFS without lockd, Lustre without -o flock, FUSE, SMB.
+# A file system that cannot lock at all says one of these: NFS without lockd, Lustre without -o
+# flock, FUSE, SMB.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _HELD = {errno.EWOULDBLOCK, errno.EACCES}
 
@@ -40,7 +43,9 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """A forked child (a loader's worker) shares the lock and would keep it after its parent was killed."""
+    """A forked child (a loader's worker) shares the lock and would keep it after its parent was
+    killed.
+    """
     for lock in list(_held):
         lock.release()
 
@@ -56,7 +61,8 @@ def _sign(descriptor: int, facts: dict[str, Any]) -> None:
 
 
 def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
-    """Try to lock an open file at once: True: locked, False: somebody else has it, None: no locks that all see here.
+    """Try to lock an open file at once: True: locked, False: somebody else has it, None: no locks
+    that all see here.
 
     Args:
         how: fcntl.LOCK_EX, for which NFS wants a file that is open for writing, or LOCK_SH.
@@ -91,7 +97,8 @@ def is_held(run_folder: Path) -> bool | None:
     except OSError:
         return None
     try:
-        return try_flock(descriptor, fcntl.LOCK_SH, path) is False  # without locks a holder has a claim
+        # without locks a holder has a claim
+        return try_flock(descriptor, fcntl.LOCK_SH, path) is False
     except OSError:
         return None
     finally:
@@ -99,24 +106,30 @@ def is_held(run_folder: Path) -> bool | None:
 
 
 def holder(run_folder: Path) -> dict[str, Any]:
-    """What the process that holds a run folder says of itself: pid, host, since; empty where it has not said it yet."""
+    """What the process that holds a run folder says of itself: pid, host, since; empty where it has
+    not said it yet.
+    """
     return read_signature(run_folder / CLAIM_NAME) or read_signature(run_folder / LOCK_NAME) or {}
 
 
 class RunLock:
-    """Holds a run folder for one process: `with RunLock(folder): ...`. It dies with the process, not with its children.
+    """Holds a run folder for one process: `with RunLock(folder): ...`. It dies with the process,
+    not with its children.
 
-    Enters by creating the folder where it does not exist. Where the block ends by a refusal (an error with exit code 2)
-    before anything else was written, what the lock created is removed again: a refused run writes nothing.
+    Enters by creating the folder where it does not exist. Where the block ends by a refusal (an
+    error with exit code 2) before anything else was written, what the lock created is removed
+    again: a refused run writes nothing.
 
-    Where the file system has no locks that all machines see, a claim (lock_claim.py) stands for the lock; one that is
-    there keeps others out also where this machine has locks.
+    Where the file system has no locks that all machines see, a claim (lock_claim.py) stands for the
+    lock; one that is there keeps others out also where this machine has locks.
 
     Args:
-        wait_seconds: how long to wait for another holder, who may be a killed run's worker about to end.
+        wait_seconds: how long to wait for another holder, who may be a killed run's worker about to
+            end.
 
     Raises (on entry):
-        StateError: another process holds the folder (named with its host), or the folder cannot be made or locked.
+        StateError: another process holds the folder (named with its host), or the folder cannot be
+            made or locked.
     """
 
     def __init__(self, run_folder: Path | str, wait_seconds: float = 30.0) -> None:
@@ -148,17 +161,23 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, FinetuneError) and error.exit_code == ExitCode.REFUSED:
             self._undo()
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder. The lock file stays: removing it would race with a process that waits for it."""
+        """Let go of the folder. The lock file stays: removing it would race with a process that
+        waits for it.
+        """
         try:
             self._claim.give_back()
-            if self._descriptor is not None and self._signed.get("pid") == os.getpid():  # a child leaves its parent's
+            # a child leaves its parent's
+            if self._descriptor is not None and self._signed.get("pid") == os.getpid():
                 _sign(self._descriptor, self._signed | {"ended": now_utc()})
         except OSError as error:
             logger.warning("%s: the run's name cannot be taken off: %s", self.run_folder, error)
@@ -173,7 +192,8 @@ class RunLock:
             try:
                 locked = self._attempt()
             except OSError as error:
-                # The file was removed, and perhaps made again, while this process looked at it; or a request got lost.
+                # The file was removed, and perhaps made again, while this process looked at it; or
+                # a request got lost.
                 if error.errno not in (errno.ESTALE, errno.EIO) or stale == STALE_ATTEMPTS:
                     raise
                 locked, stale = None, stale + 1
@@ -184,19 +204,24 @@ class RunLock:
             if time.monotonic() >= deadline:
                 raise self._refusal()
             if not warned:
-                logger.warning("%s is in use by %s; waiting up to %.0f s", *self._named(), self.wait_seconds)
+                logger.warning(
+                    "%s is in use by %s; waiting up to %.0f s", *self._named(), self.wait_seconds
+                )
                 warned = True
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _attempt(self) -> bool | None:
-        """Whether the folder is this process's now; None where the lock's file was removed meanwhile."""
+        """Whether the folder is this process's now; None where the lock's file was removed
+        meanwhile.
+        """
         descriptor = self._open()
         try:
             locked = try_flock(descriptor, fcntl.LOCK_EX, self.path)
             self._has_no_locks = locked is None
             if locked is False:
                 return False
-            # A refused run may have removed the file between our open and our lock: then try the new one.
+            # A refused run may have removed the file between our open and our lock: then try the
+            # new one.
             if locked and not self._is_still_there(descriptor):
                 return None
             if locked is None and self._is_signed():
@@ -205,14 +230,16 @@ class RunLock:
                 if not self._claim.take():
                     return False
                 logger.warning(
-                    "%s: this file system has no locks that all machines see; %s stands for one: should this machine "
+                    "%s: this file system has no locks that all machines see; %s stands for one: "
+                    "should this machine "
                     "be lost while the run works, remove it before the next one",
                     self.run_folder, CLAIM_NAME,
                 )  # fmt: skip
             signed = signature() if locked else {}
             if locked:
                 _sign(descriptor, signed)
-            self._descriptor, self._signed = descriptor, signed
+            self._descriptor = descriptor
+            self._signed = signed
             return True
         finally:
             if self._descriptor is None:
@@ -220,10 +247,17 @@ class RunLock:
                 self._claim.give_back()
 
     def _is_signed(self) -> bool:
-        """Whether a machine that has locks here, as this one has not, may hold one: its runs sign, and sign off."""
+        """Whether a machine that has locks here, as this one has not, may hold one: its runs sign,
+        and sign off.
+        """
         facts = read_signature(self.path)
         # Versions without claims never signed off.
-        return facts is not None and "pid_namespace" in facts and "ended" not in facts and not is_dead(facts)
+        return (
+            facts is not None
+            and "pid_namespace" in facts
+            and "ended" not in facts
+            and not is_dead(facts)
+        )
 
     def _refusal(self) -> StateError:
         folder, named = self._named()
@@ -250,7 +284,8 @@ class RunLock:
             try:
                 os.mkdir(folder)
                 self._created_folders.append(folder)
-            except FileExistsError:  # another run was faster, perhaps on a machine whose work is not seen here yet
+            # another run was faster, perhaps on a machine whose work is not seen here yet
+            except FileExistsError:
                 wait_for(folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -272,7 +307,9 @@ class RunLock:
             os.close(again)
 
     def _undo(self) -> None:
-        """Remove what entering created, as far as nothing else was put there; the lock file only while it is ours."""
+        """Remove what entering created, as far as nothing else was put there; the lock file only
+        while it is ours.
+        """
         try:
             self._claim.give_back()
             if self._created_file and self._descriptor is not None:
@@ -282,5 +319,8 @@ class RunLock:
                 os.rmdir(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                logger.warning("%s: what the refused run made could not be removed: %s", self.run_folder, error)
-        self._created_file, self._created_folders = False, []
+                logger.warning(
+                    "%s: what the refused run made could not be removed: %s", self.run_folder, error
+                )
+        self._created_file = False
+        self._created_folders = []

@@ -4,8 +4,8 @@ Files in the run folder (their form is public and frozen by a test):
 
 `trainer_log.jsonl`  one line per logged step: at least step, loss, learning_rate, tokens_per_second
 `events.jsonl`       one line per event that is not a step: `{"event": NAME, "time": seconds, ...}`
-`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see storage/run_folder.py)
-`logs/`              console copies, one file per rank and start
+`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see
+storage/run_folder.py) `logs/`              console copies, one file per rank and start
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
 _NAME_TIME = "%Y%m%d-%H%M%S"
 
-# Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on it.
+# Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on
+# it.
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
     "execution",  # what was chosen where the configuration says auto, and why
@@ -52,7 +53,9 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 class JsonLines(AppendFile):
-    """Appends one object per line to a file. A torn last line, which a crash has left, is cut first."""
+    """Appends one object per line to a file. A torn last line, which a crash has left, is cut
+    first.
+    """
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
@@ -65,7 +68,8 @@ class JsonLines(AppendFile):
     def write(self, content: dict[str, Any]) -> None:
         try:
             text = _encode(content)
-        except ValueError:  # few lines hold a number that is not finite, and looking for it takes time
+        # few lines hold a number that is not finite, and looking for it takes time
+        except ValueError:
             text = _encode(strict(content))
         self.append_bytes((text + "\n").encode())
 
@@ -82,8 +86,9 @@ def strict(value: Any) -> Any:
 class StepLog(JsonLines):
     """A log with a line per step, that a resumed run continues.
 
-    Opening it for a run that resumes after step `resume_step` cuts a torn last line and the lines of later steps, which
-    the run will write again: so the file of an interrupted run ends up the same as that of an uninterrupted one.
+    Opening it for a run that resumes after step `resume_step` cuts a torn last line and the lines
+    of later steps, which the run will write again: so the file of an interrupted run ends up the
+    same as that of an uninterrupted one.
 
     Attributes:
         kept_steps: the steps whose lines were kept, in order.
@@ -114,7 +119,9 @@ class StepLog(JsonLines):
 
 
 class RunLog:
-    """The log of one run folder. Every method is a no-op on ranks other than 0, so callers need not ask."""
+    """The log of one run folder. Every method is a no-op on ranks other than 0, so callers need not
+    ask.
+    """
 
     def __init__(self, run_folder: Path | None, resume_step: int = 0) -> None:
         self._steps = self._events = None
@@ -151,7 +158,8 @@ class RunLog:
 
 
 def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON) is left out.
+    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON)
+    is left out.
 
     Raises:
         DataError: a line before the last is not a JSON object.
@@ -194,7 +202,9 @@ class _TaggedFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is now, so that a progress bar which redirects it stays whole."""
+    """Writes to whatever sys.stderr is now, so that a progress bar which redirects it stays
+    whole.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -206,7 +216,9 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 def setup_console(rank: int) -> logging.Logger:
-    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors only."""
+    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors
+    only.
+    """
     logger = logging.getLogger(LOGGER_NAME)
     logger.propagate = False
     logger.setLevel(logging.INFO)
@@ -221,7 +233,9 @@ def setup_console(rank: int) -> logging.Logger:
 
 
 class _LogFile(logging.Handler):
-    """A rank's messages in a file. What a full disk does not take is lost, and counted once there is room again."""
+    """A rank's messages in a file. What a full disk does not take is lost, and counted once there
+    is room again.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -229,9 +243,13 @@ class _LogFile(logging.Handler):
         self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        lost = f"({self._lost} messages before this one could not be written)\n" if self._lost else ""
+        lost = (
+            f"({self._lost} messages before this one could not be written)\n" if self._lost else ""
+        )
         try:
-            self._file.append_bytes((lost + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+            self._file.append_bytes(
+                (lost + self.format(record) + "\n").encode("utf-8", "backslashreplace")
+            )
         except OSError:
             self._lost += 1
         else:
@@ -243,7 +261,9 @@ class _LogFile(logging.Handler):
 
 
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
-    """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; returns the handler to remove."""
+    """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; returns the
+    handler to remove.
+    """
     folder = run_folder / "logs"
     make_folder(folder, parents=True)
     handler = _LogFile(folder / f"{_start_time(folder, rank)}-{os.getpid()}-rank{rank}.log")
@@ -253,13 +273,19 @@ def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
 
 
 def _start_time(folder: Path, rank: int) -> str:
-    """The local time; where the clock has gone back, a second after this rank's newest log: readers go by the names."""
+    """The local time; where the clock has gone back, a second after this rank's newest log: readers
+    go by the names.
+    """
     own = re.compile(rf"(\d{{8}}-\d{{6}})-\d+-rank{rank}\.log")
-    newest = max((found[1] for name in os.listdir(folder) if (found := own.fullmatch(name))), default="")
+    newest = max(
+        (found[1] for name in os.listdir(folder) if (found := own.fullmatch(name))), default=""
+    )
     now = time.strftime(_NAME_TIME)
     if now > newest:
         return now
-    return time.strftime(_NAME_TIME, time.localtime(time.mktime(time.strptime(newest, _NAME_TIME)) + 1))
+    return time.strftime(
+        _NAME_TIME, time.localtime(time.mktime(time.strptime(newest, _NAME_TIME)) + 1)
+    )
 
 
 def success(message: str) -> None:

@@ -1,8 +1,10 @@
-"""File systems that several machines share: what their clients may not see yet, and which locks only one machine sees.
+"""File systems that several machines share: what their clients may not see yet, and which locks
+only one machine sees.
 
-A client of NFS believes what it knows of names, sizes and times for up to 60 seconds (nfs(5): acregmax, acdirmax);
-other kinds have caches of their own. So there a name may be missing that another machine has made, or a size be too
-small: what is missing is looked for again until that time is over. A disk of this machine is believed at once.
+A client of NFS believes what it knows of names, sizes and times for up to 60 seconds (nfs(5):
+acregmax, acdirmax); other kinds have caches of their own. So there a name may be missing that
+another machine has made, or a size be too small: what is missing is looked for again until that
+time is over. A disk of this machine is believed at once.
 """
 
 from __future__ import annotations
@@ -18,20 +20,51 @@ SEEN_WITHIN_SECONDS = 60.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
 # Of this machine alone. Any other may be shared: there are more kinds of those than any list has.
 _LOCAL = {
-    "apfs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs",
-    "jfs", "msdos", "ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "ufs", "vfat",
-    "xfs", "zfs",
-}  # fmt: skip
+    "apfs",
+    "bcachefs",
+    "btrfs",
+    "devtmpfs",
+    "erofs",
+    "exfat",
+    "ext2",
+    "ext3",
+    "ext4",
+    "f2fs",
+    "fuseblk",
+    "hfs",
+    "jfs",
+    "msdos",
+    "ntfs",
+    "ntfs3",
+    "overlay",
+    "ramfs",
+    "reiserfs",
+    "rootfs",
+    "squashfs",
+    "tmpfs",
+    "ufs",
+    "vfat",
+    "xfs",
+    "zfs",
+}
 # nfs(5), mount.lustre(8): with one of these each client grants locks by itself.
 _LOCAL_LOCKS = {"nolock", "local_lock=flock", "local_lock=all", "localflock"}
 
 
 def mount_of(path: Path | str) -> tuple[str, str]:
-    """The type and the mount options of the file system that a path, there or not, is on; "" where unknown."""
+    """The type and the mount options of the file system that a path, there or not, is on; "" where
+    unknown.
+    """
     place = os.path.realpath(path)
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if Path(place).is_relative_to(mount.mountpoint)]
+    mounts = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if Path(place).is_relative_to(mount.mountpoint)
+    ]
     # Of several at one place the last was put over the others.
-    nearest = max(enumerate(mounts), key=lambda each: (len(each[1].mountpoint), each[0]), default=None)
+    nearest = max(
+        enumerate(mounts), key=lambda each: (len(each[1].mountpoint), each[0]), default=None
+    )
     return (nearest[1].fstype, nearest[1].opts) if nearest is not None else ("", "")
 
 
@@ -46,7 +79,8 @@ def has_local_locks(path: Path | str) -> bool:
 
 
 def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iterator[None]:
-    """One look for each turn of a loop: one on a disk of this machine, else as many as fit, and one when time is over.
+    """One look for each turn of a loop: one on a disk of this machine, else as many as fit, and one
+    when time is over.
 
     for _ in looks(folder):
         if what_is_needed_is_there():
@@ -63,7 +97,9 @@ def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iter
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """`mkdir` of a folder that others may make or have made, perhaps on a machine whose work is not seen here yet."""
+    """`mkdir` of a folder that others may make or have made, perhaps on a machine whose work is not
+    seen here yet.
+    """
     problem: FileExistsError | None = None
     for _ in looks(path):
         try:
@@ -76,7 +112,8 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def has_name(path: Path) -> bool:
-    """Whether a file or folder is there: `exists`, which on a shared file system does not believe an old "no".
+    """Whether a file or folder is there: `exists`, which on a shared file system does not believe
+    an old "no".
 
     Where this machine has made a name in a folder itself, it asks for the folder's names anew.
     """
@@ -90,7 +127,9 @@ def has_name(path: Path) -> bool:
 
 
 def ask_anew(unused: Path) -> None:
-    """Have this machine forget what it believes the folder of an unused name to hold, by making that name."""
+    """Have this machine forget what it believes the folder of an unused name to hold, by making
+    that name.
+    """
     unused.touch()
     unused.unlink(missing_ok=True)
 

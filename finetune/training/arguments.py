@@ -1,6 +1,8 @@
-"""Settings -> TrainingArguments: the one place where the two meet; and where Trainer calls a run back.
+"""Settings -> TrainingArguments: the one place where the two meet; and where Trainer calls a run
+back.
 
-Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: one loader item is one optimizer step.
+Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: one loader item is one
+optimizer step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ def reporters(report_to: str | tuple[str, ...]) -> list[str]:
 
     if report_to == "auto":
         return ["tensorboard"] if find_spec("tensorboard") else []
-    return [name for name in ([report_to] if isinstance(report_to, str) else report_to) if name != "none"]
+    return [
+        name
+        for name in ([report_to] if isinstance(report_to, str) else report_to)
+        if name != "none"
+    ]
 
 
 def training_arguments(
@@ -56,7 +62,8 @@ def training_arguments(
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
-        # Without clipping the norm is still taken: not finite, it makes the step one that is skipped.
+        # Without clipping the norm is still taken: not finite, it makes the step one that is
+        # skipped.
         max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
         optim=_optimizer_name(device_type, deepspeed),
         lr_scheduler_type="constant",  # RunTrainer sets the rates of each step
@@ -74,7 +81,8 @@ def training_arguments(
         eval_on_start=evaluates and not resumed,
         activation_checkpointing=gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False},
-        ddp_find_unused_parameters=False,  # Trainer's default for peft models is True: a graph walk per step
+        # Trainer's default for peft models is True: a graph walk per step
+        ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         ddp_timeout=config.timeout_seconds,
         average_tokens_across_devices=False,  # the denominator is the global batch's
@@ -93,20 +101,20 @@ def training_arguments(
 
 
 def _optimizer_name(device_type: str, deepspeed: dict[str, Any] | None) -> str:
-    # Offloaded, AdamW steps on the CPU, whose fused kernel takes a tenth of the time (20 million parameters, one core:
-    # 15 ms instead of 161).
+    # Offloaded, AdamW steps on the CPU, whose fused kernel takes a tenth of the time (20 million
+    # parameters, one core: 15 ms instead of 161).
     fused = DEVICE_KINDS[device_type].fused_adamw or offloads(deepspeed, "optimizer")
     return "adamw_torch_fused" if fused else "adamw_torch"
 
 
 def _use_one_device(arguments: TrainingArguments) -> None:
-    """Of several that a process without a launcher sees: Trainer would wrap the model in DataParallel, which scatters
-    a microbatch's tensors whatever they mean.
+    """Of several that a process without a launcher sees: Trainer would wrap the model in
+    DataParallel, which scatters a microbatch's tensors whatever they mean.
     """
     if arguments.n_gpu > 1:
         logger.warning(
-            "this process sees %d devices and trains on one: start it with python -m finetune launch to use all, or "
-            "make one visible",
+            "this process sees %d devices and trains on one: start it with python -m finetune"
+            " launch to use all, or make one visible",
             arguments.n_gpu,
         )
         arguments._n_gpu = 1
@@ -115,8 +123,8 @@ def _use_one_device(arguments: TrainingArguments) -> None:
 class StepEnd(TrainerCallback):
     """Calls the trainer at the end of each step."""
 
-    # A callback, because Trainer has no method there to override; added last, so that it runs after DefaultFlowCallback
-    # has decided whether to evaluate, save or stop, and can decide otherwise.
+    # A callback, because Trainer has no method there to override; added last, so that it runs after
+    # DefaultFlowCallback has decided whether to evaluate, save or stop, and can decide otherwise.
 
     def __init__(self, end_of_step: Callable[[], None]) -> None:
         self._end_of_step = end_of_step

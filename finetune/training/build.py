@@ -1,4 +1,6 @@
-"""From checked data and a model to a trainer: what fine-tuning and pretraining build the same way."""
+"""From checked data and a model to a trainer: what fine-tuning and pretraining build the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ from finetune.storage.checkpoint_files import verify
 from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
-from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
+from finetune.training.executor import (
+    LOOKED_AT_SAMPLES,
+    StepExecutor,
+    largest_microbatch,
+    looked_at_steps,
+)
 from finetune.training.results import Best, Evaluations, read_best
 from finetune.training.resume import Resume, metadata_of
 from finetune.training.session import Session
@@ -46,13 +53,16 @@ KNOWN_WARNINGS = (
     # DeepSpeed 0.19.8 calls them by their old names, hundreds of times a step under ZeRO-3.
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
     (r"`torch\.distributed\.reduce_scatter_tensor` is deprecated", FutureWarning),
-    # accelerate 1.15 and transformers 5.23 know no other name for it; a model here has no buffers that ranks change.
+    # accelerate 1.15 and transformers 5.23 know no other name for it; a model here has no buffers
+    # that ranks change.
     (r"`broadcast_buffers` is deprecated", FutureWarning),
     # peft 0.21 asks transformers 5.23 by the old name, once per model.
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
-    # DeepSpeed's init_distributed, whose process group knows no device; each rank has chosen its own by then.
+    # DeepSpeed's init_distributed, whose process group knows no device; each rank has chosen its
+    # own by then.
     (r"barrier\(\): using the device under current context", UserWarning),
-    # FlashAttention 3 takes the place of torch's kernels by torch's own switch (modeling/attention_check.py).
+    # FlashAttention 3 takes the place of torch's kernels by torch's own switch
+    # (modeling/attention_check.py).
     (r"Warning only once for all operators", UserWarning),
 )
 
@@ -94,14 +104,26 @@ def make_context(
 
 
 def make_execution(
-    world: LaunchWorld, session: Session, *, packing: bool, token_budget: int, samples_per_microbatch: int
+    world: LaunchWorld,
+    session: Session,
+    *,
+    packing: bool,
+    token_budget: int,
+    samples_per_microbatch: int,
 ) -> Execution:
-    """How global batches are executed here; smaller than asked for where the last start ran out of memory."""
+    """How global batches are executed here; smaller than asked for where the last start ran out of
+    memory.
+    """
     note = session.out_of_memory_note()
     if note is not None:
         token_budget = min(token_budget, note.get("token_budget") or token_budget)
-        samples_per_microbatch = min(samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch)
-        logger.warning("the last start ran out of memory at step %s: this one takes smaller microbatches", note["step"])
+        samples_per_microbatch = min(
+            samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch
+        )
+        logger.warning(
+            "the last start ran out of memory at step %s: this one takes smaller microbatches",
+            note["step"],
+        )
     return Execution(
         world.rank,
         world.world_size,
@@ -113,7 +135,8 @@ def make_execution(
 def choose_layers(
     model: torch.nn.Module, config: BaseConfig, wanted: str, *, device_type: str, dtype: str
 ) -> tuple[str, str]:
-    """Let the device's own functions compute layers and attention, where they agree; who computes each.
+    """Let the device's own functions compute layers and attention, where they agree; who computes
+    each.
 
     Args:
         wanted: of the layers, as `--fused-layers`, which the attention goes by as it is.
@@ -170,12 +193,17 @@ def make_trainer(
         largest=largest_microbatch(step_batches),
         objective=objective,
     )
-    # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
-    context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
+    # Ranks plan and name tensors without communication: other packages or microbatches would part
+    # them in silence.
+    context.control.check_equal(
+        {**package_versions(), "packing": step_batches.execution.describe()}
+    )
     trained = count_parameters(model)["trainable"]
     held_out = getattr(own.get("eval_step_batches"), "samples", None)
     best = _best_so_far(config, context, session.output_dir, _compared_data(config, held_out))
-    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(config, context, best, session)
+    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(
+        config, context, best, session
+    )
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -220,63 +248,96 @@ def _checkpointer(
 
 def _evaluations(config: BaseConfig, context: RunContext, best: Best) -> Evaluations:
     higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
-    return Evaluations(best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping)
+    return Evaluations(
+        best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping
+    )
 
 
 def _compared_data(config: BaseConfig, held_out: Any) -> str | None:
-    """What evaluations are of, where it is known: those of other data, or of other answers, are not compared."""
+    """What evaluations are of, where it is known: those of other data, or of other answers, are not
+    compared.
+    """
     fingerprint = getattr(held_out, "fingerprint", None)
     if fingerprint is None or not config.followed_metric.startswith("eval_exact_match"):
         return fingerprint
     # A setting at its default is left out: checkpoints from before there was one go on.
     fields = type(config).model_fields
     others = {name: getattr(config, name) for name in ("answer_field", "max_new_tokens")}
-    changed = [f":{name}={value}" for name, value in others.items() if value != fields[name].default]
+    changed = [
+        f":{name}={value}" for name, value in others.items() if value != fields[name].default
+    ]
     return f"{fingerprint}:{getattr(config, 'eval_generate', None)}{''.join(changed)}"
 
 
-def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path, data: str | None) -> Best:
-    """The best evaluation before the checkpoint of this folder that the run resumes from. Every rank calls.
+def _best_so_far(
+    config: BaseConfig, context: RunContext, output_dir: Path, data: str | None
+) -> Best:
+    """The best evaluation before the checkpoint of this folder that the run resumes from. Every
+    rank calls.
 
     Args:
         data: fingerprint of the validation data, where it has one.
     """
     # Of another folder's checkpoint neither the best one nor this one is here to be kept.
     own = _resumed_here(context, output_dir)
-    best = read_best(config.followed_metric, metadata_of(context.resume_from if own is not None else None), data)
+    best = read_best(
+        config.followed_metric, metadata_of(context.resume_from if own is not None else None), data
+    )
     if config.keep_best and best.value is not None:
         if best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid:
-            logger.warning("the best checkpoint, of step %d, is not here: the best is looked for anew", best.step)
+            logger.warning(
+                "the best checkpoint, of step %d, is not here: the best is looked for anew",
+                best.step,
+            )
             best = Best(best.metric, data=data)
     elif best.checkpoint is not None:
         best = replace(best, checkpoint=None)
     return Best(**context.control.share(best.facts()))
 
 
-def _lacks_evaluation(config: BaseConfig, context: RunContext, best: Best, session: Session) -> bool:
-    """Whether a signal stopped the run at a step that it had to evaluate, so that this start makes up for it."""
+def _lacks_evaluation(
+    config: BaseConfig, context: RunContext, best: Best, session: Session
+) -> bool:
+    """Whether a signal stopped the run at a step that it had to evaluate, so that this start makes
+    up for it.
+    """
     if _resumed_here(context, session.output_dir) is None:
         return False
     step, follows = context.start_step, config.keep_best or config.early_stopping
     due = step % config.eval_steps == 0 if config.eval_steps else False
-    return bool(follows and step and best.evaluated != step and (due or step == context.total_steps))
+    return bool(
+        follows and step and best.evaluated != step and (due or step == context.total_steps)
+    )
 
 
 def _resumed_here(context: RunContext, output_dir: Path) -> str | None:
-    """Name of the checkpoint of this folder that the run resumes from, whose content was verified."""
+    """Name of the checkpoint of this folder that the run resumes from, whose content was
+    verified.
+    """
     folder = context.resume_from
-    return folder.name if folder is not None and folder.resolve().parent == output_dir.resolve() else None
+    return (
+        folder.name
+        if folder is not None and folder.resolve().parent == output_dir.resolve()
+        else None
+    )
 
 
-def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str) -> None:
-    """Refuse to train as something else than what was asked for: all of these happen silently elsewhere."""
+def _check_world(
+    trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str
+) -> None:
+    """Refuse to train as something else than what was asked for: all of these happen silently
+    elsewhere.
+    """
     accelerator = trainer.accelerator
     checks = [
         (
             accelerator.num_processes == world.world_size,
             f"{accelerator.num_processes} processes, not {world.world_size}",
         ),
-        (accelerator.device.type == device_type, f"device {accelerator.device.type}, not {device_type}"),
+        (
+            accelerator.device.type == device_type,
+            f"device {accelerator.device.type}, not {device_type}",
+        ),
         (
             (accelerator.distributed_type.value == "DEEPSPEED") == bool(config.deepspeed),
             f"DeepSpeed is {'not ' if config.deepspeed else ''}on, against the configuration",
@@ -284,16 +345,23 @@ def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, de
     ]
     for right, what in checks:
         if not right:
-            raise FinetuneError(f"accelerate set up {what}", "start of training", "report this with the launch command")
+            raise FinetuneError(
+                f"accelerate set up {what}",
+                "start of training",
+                "report this with the launch command",
+            )
 
 
 def _check_ties(trainer: RunTrainer, trained: int, device_type: str) -> None:
-    # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become two.
+    # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become
+    # two.
     if count_parameters(trainer.model)["trainable"] != trained:
         raise FinetuneError(
-            f"tied weights came apart on the move to the {device_type} device: each would train on its own",
+            f"tied weights came apart on the move to the {device_type} device: each would train on"
+            " its own",
             "start of training",
-            "report this with your versions; until then train a model whose embeddings are not tied",
+            "report this with your versions; until then train a model whose embeddings are not"
+            " tied",
         )
 
 
@@ -340,11 +408,13 @@ def say_start(
     print_table("execution", startup_lines(summary, facts))
 
 
-def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_microbatch: int) -> PlanSummary:
+def plan_summary(
+    step_batches: StepBatches, *, token_budget: int, samples_per_microbatch: int
+) -> PlanSummary:
     """Microbatches, packing efficiency, imbalance and padding of an even choice of the run's steps.
 
-    Args:
-        token_budget, samples_per_microbatch: of the way of making microbatches that the run does not take, to compare.
+    Args: token_budget, samples_per_microbatch: of the way of making microbatches that the run does
+        not take, to compare.
     """
     packing = step_batches.execution.token_budget is not None
     lengths = [
@@ -355,7 +425,8 @@ def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_mi
         lengths,
         step_batches.execution.world_size,
         token_budget=step_batches.execution.token_budget or token_budget,
-        samples_per_microbatch=step_batches.execution.samples_per_microbatch or samples_per_microbatch,
+        samples_per_microbatch=step_batches.execution.samples_per_microbatch
+        or samples_per_microbatch,
         packing=step_batches.execution.token_budget is not None,
     )
 
@@ -389,7 +460,9 @@ def print_table(title: str, lines: list[tuple[str, str]]) -> None:
 
 
 def quiet_known_warnings() -> None:
-    """Filter the warnings above, and transformers' bar for reading weights (the run has its own progress)."""
+    """Filter the warnings above, and transformers' bar for reading weights (the run has its own
+    progress).
+    """
     from transformers.utils import logging as transformers_logging
 
     for message, category in KNOWN_WARNINGS:

@@ -1,8 +1,9 @@
-"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, microbatches, in that order.
+"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, microbatches,
+in that order.
 
-Under DeepSpeed the order is forced (transformers 5.23, DeepSpeed 0.19.8): TrainingArguments registers the
-configuration, `deepspeed.init_distributed` makes its process group, and only then `from_pretrained` partitions what it
-loads.
+Under DeepSpeed the order is forced (transformers 5.23, DeepSpeed 0.19.8): TrainingArguments
+registers the configuration, `deepspeed.init_distributed` makes its process group, and only then
+`from_pretrained` partitions what it loads.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def build_trainer(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is built: this process, the run's folder, where it starts, and what it computes on and in."""
+    """Where a run is built: this process, the run's folder, where it starts, and what it computes
+    on and in.
+    """
 
     world: LaunchWorld
     session: Session
@@ -114,7 +117,8 @@ def build_as(
         compute_dtype=place.dtype,
         optimizer_name=config.optimizer,
         lora_plus_ratio=config.lora_plus_ratio if lora else None,
-        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
+        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a
+        # checkpoint as it is.
         state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",
         **own,
     )
@@ -126,9 +130,9 @@ def _arguments(config: RunConfig, data: Prepared, place: Place) -> TrainingArgum
     device_type, dtype = place.device_type, place.dtype
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
-    # First of all: it registers DeepSpeed's configuration (HfDeepSpeedConfig.__init__: a weak reference, which
-    # from_pretrained asks whether to load under zero.Init). Registered later, ZeRO-3 would load the whole model on
-    # every rank; that it did not, load_model checks.
+    # First of all: it registers DeepSpeed's configuration (HfDeepSpeedConfig.__init__: a weak
+    # reference, which from_pretrained asks whether to load under zero.Init). Registered later,
+    # ZeRO-3 would load the whole model on every rank; that it did not, load_model checks.
     return training_arguments(
         config,
         learning_rate=float(config.learning_rate),  # auto was resolved with the data
@@ -145,36 +149,54 @@ def _arguments(config: RunConfig, data: Prepared, place: Place) -> TrainingArgum
 def _loaded(
     config: RunConfig, data: Prepared, place: Place, device: torch.device
 ) -> tuple[torch.nn.Module, dict[str, str]]:
-    """The model as the run starts or as it was saved, and who computes its layers and its attention."""
+    """The model as the run starts or as it was saved, and who computes its layers and its
+    attention.
+    """
     device_type, dtype = place.device_type, place.dtype
     model = _model(config, device_type, dtype, device, token_ids(config, data.tokenizer))
-    fused, attention = choose_layers(model, config, config.fused_layers, device_type=device_type, dtype=dtype)
-    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
+    fused, attention = choose_layers(
+        model, config, config.fused_layers, device_type=device_type, dtype=dtype
+    )
+    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see
+    # state.py).
     if place.start.folder is not None:
         TrainingState(model).load_weights(place.start.folder)
     return model, {"fused layers": fused, "attention": attention}
 
 
-def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: str) -> dict[str, Any] | None:
+def _deepspeed(
+    config: RunConfig, world: LaunchWorld, device_type: str, dtype: str
+) -> dict[str, Any] | None:
     if not config.deepspeed:
         return None
-    # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for every use would cost
-    # more in messages than it saves in memory.
+    # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for
+    # every use would cost more in messages than it saves in memory.
     largest = 0
     if config.finetuning == "lora":
         from finetune.modeling.model_config import load_model_config
 
-        text = load_model_config(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
-        widths = [text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size]
+        text = load_model_config(
+            config.model, trust_remote_code=config.trust_remote_code
+        ).get_text_config()
+        widths = [
+            text.hidden_size,
+            getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        ]
         largest = config.lora_r * max(widths)
     pin = devices.can_pin(device_type)
-    if not pin and device_type != "cpu" and any(offloads(config.deepspeed, what) for what in ("param", "optimizer")):
+    if (
+        not pin
+        and device_type != "cpu"
+        and any(offloads(config.deepspeed, what) for what in ("param", "optimizer"))
+    ):
         logger.warning(
-            "what is offloaded is not pinned, so copies hold up the device: this process may lock less than %d MiB. "
-            "Fix: ulimit -l unlimited (docker run --ulimit memlock=-1)",
+            "what is offloaded is not pinned, so copies hold up the device: this process may lock"
+            " less than %d MiB. Fix: ulimit -l unlimited (docker run --ulimit memlock=-1)",
             devices.LEAST_LOCKED_BYTES >> 20,
         )
-    return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin)
+    return deepspeed_dict(
+        config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin
+    )
 
 
 def _model(
@@ -183,14 +205,16 @@ def _model(
     if config.deepspeed:
         import deepspeed
 
-        # init_distributed loads it as well, but waits for ever for the lock of a process that was killed meanwhile.
+        # init_distributed loads it as well, but waits for ever for the lock of a process that was
+        # killed meanwhile.
         load_shared_memory_operator()
-        # For a CPU run accelerate's PartialState knows torch's group only, and leaves DeepSpeed's wrapper of it unmade;
-        # zero.Init, under which the model is loaded, would take the world for one process and partition nothing.
+        # For a CPU run accelerate's PartialState knows torch's group only, and leaves DeepSpeed's
+        # wrapper of it unmade; zero.Init, under which the model is loaded, would take the world for
+        # one process and partition nothing.
         deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)
     lora = config.finetuning == "lora"
-    # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
-    # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
+    # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are
+    # lost in 16 bits. DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
     model = load_model(
         config,
@@ -254,9 +278,21 @@ def _step_batches(
     return make(data.train, data.batches, data.source_names), valid
 
 
-def _say_start(trainer: RunTrainer, config: RunConfig, data: Prepared, place: Place, layers: dict[str, str]) -> None:
-    world, parameters, start = place.world, count_parameters(trainer.model), trainer.context.start_step
-    sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
+def _say_start(
+    trainer: RunTrainer, config: RunConfig, data: Prepared, place: Place, layers: dict[str, str]
+) -> None:
+    world, parameters, start = (
+        place.world,
+        count_parameters(trainer.model),
+        trainer.context.start_step,
+    )
+    sharding = (
+        f"ZeRO-{zero_stage(config)}"
+        if config.deepspeed
+        else "DDP"
+        if world.world_size > 1
+        else "none"
+    )
     summary = plan_summary(
         trainer.step_batches,
         token_budget=config.tokens_per_microbatch,
@@ -272,8 +308,13 @@ def _say_start(trainer: RunTrainer, config: RunConfig, data: Prepared, place: Pl
         summary,
         tables=tables,
         facts={
-            "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
-            "processes": f"{world.world_size} on {place.device_type}, {place.dtype}, sharding {sharding}",
+            "steps": (
+                f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples"
+                " each"
+            ),
+            "processes": (
+                f"{world.world_size} on {place.device_type}, {place.dtype}, sharding {sharding}"
+            ),
             **layers,
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
             "microbatches": trainer.step_batches.execution.describe(),

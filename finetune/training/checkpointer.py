@@ -1,19 +1,22 @@
-"""Checkpoints of a run: all ranks write, one publishes, and nothing older goes before the new one is verified.
+"""Checkpoints of a run: all ranks write, one publishes, and nothing older goes before the new one
+is verified.
 
-What is inside `checkpoint-<step>`: the training state (training/state.py), for LoRA also the adapter as peft reads it,
-and the manifest (storage/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
-are functions of the step.
+What is inside `checkpoint-<step>`: the training state (training/state.py), for LoRA also the
+adapter as peft reads it, and the manifest (storage/checkpoint_manifest.py). The sampler, the
+schedule and the random numbers have no state: they are functions of the step.
 
-A save has two parts. Each rank writes its files (hashed, synced); when all have, rank 0 publishes them, verifies and
-rotates. Both are the work of a thread, behind the training from a copy of the state that is made at the end of the
-step. The threads run no collective: two threads on one group mix up its messages, and a group of their own could not
-tell the main threads of a failure at a step that is the same for all. Tensors are gathered while they are copied, by
-the main thread, and ranks agree in `poll`, which every rank calls at the end of every step: the save goes on when the
-threads of all ranks are done. So what is written is published at the end of a step, at most one step late. Where
-training waits, the ranks ask one another every second: no collective takes as long as a file.
+A save has two parts. Each rank writes its files (hashed, synced); when all have, rank 0 publishes
+them, verifies and rotates. Both are the work of a thread, behind the training from a copy of the
+state that is made at the end of the step. The threads run no collective: two threads on one group
+mix up its messages, and a group of their own could not tell the main threads of a failure at a step
+that is the same for all. Tensors are gathered while they are copied, by the main thread, and ranks
+agree in `poll`, which every rank calls at the end of every step: the save goes on when the threads
+of all ranks are done. So what is written is published at the end of a step, at most one step late.
+Where training waits, the ranks ask one another every second: no collective takes as long as a file.
 
-Every failure is caught, told to all ranks and then raised on all: one that raised at once would leave the others
-waiting in a collective until its timeout, and the run would end with their error instead of the cause.
+Every failure is caught, told to all ranks and then raised on all: one that raised at once would
+leave the others waiting in a collective until its timeout, and the run would end with their error
+instead of the cause.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class _Saving:
 
     Attributes:
         entered: holds the entered writer, which explains an error and removes the staging folder.
-        work: of this rank: records of its files; then (`publishing`) the checkpoint's name, on rank 0.
+        work: of this rank: records of its files; then (`publishing`) the checkpoint's name, on rank
+            0.
         behind: training goes on meanwhile.
     """
 
@@ -75,13 +79,16 @@ class _Saving:
 class Checkpointer:
     """Saves the checkpoints of one run.
 
-    A context manager around the training: at its end the save under way is finished, or left where training failed.
+    A context manager around the training: at its end the save under way is finished, or left where
+    training failed.
 
     Args:
         metadata: plain JSON facts for the manifest, the same on every rank.
-        model_files: on rank 0, gives what writes the files that make the checkpoint usable as it is (a peft adapter)
-            into a folder; called between steps with what gives the saved weights, by parameter name.
-        keep: newest valid checkpoints to keep, at least 2; with each the one that it names as the best.
+        model_files: on rank 0, gives what writes the files that make the checkpoint usable as it is
+            (a peft adapter) into a folder; called between steps with what gives the saved weights,
+            by parameter name.
+        keep: newest valid checkpoints to keep, at least 2; with each the one that it names as the
+            best.
         last: name of the checkpoint that this start resumed from.
         verified: the same, where it is one of this run folder.
         behind: save behind the training, where the host has memory for a copy of the state.
@@ -107,26 +114,37 @@ class Checkpointer:
         behind: bool = False,
         local_world_size: int = 1,
     ) -> None:
-        self.run_folder, self.control, self.rank, self.world_size = run_folder, control, rank, world_size
-        self.metadata, self.model_files, self.keep = metadata, model_files, keep
-        self.runlog, self.sample_log, self.local_world_size = runlog, sample_log, local_world_size
+        self.run_folder = run_folder
+        self.control = control
+        self.rank = rank
+        self.world_size = world_size
+        self.metadata = metadata
+        self.model_files = model_files
+        self.keep = keep
+        self.runlog = runlog
+        self.sample_log = sample_log
+        self.local_world_size = local_world_size
         self.last = last
         self.best: dict[str, Any] | None = None  # of the evaluations so far, for the manifest
         self._verified = set() if verified is None else {verified}
-        self._behind, self._memory_asked = behind, False
-        self._copies, self._copies_made = HostCopies(), False
+        self._behind = behind
+        self._memory_asked = False
+        self._copies = HostCopies()
+        self._copies_made = False
         self._saving: _Saving | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         durable_files.new_file_mode()
 
-    # ------------------------------------------------------------------ every rank calls, between steps
+    # -------------------------------------------------------------- every rank calls, between steps
 
     def save(self, step: int, state: TrainingState, *, wait: bool = False) -> None:
-        """Begin to save, or save, where the run does so or `wait` is set: publish, verify, then rotate.
+        """Begin to save, or save, where the run does so or `wait` is set: publish, verify, then
+        rotate.
 
         Raises:
-            FinetuneError: on every rank, if any rank could not write or the result does not verify, here or, behind the
-                training, in a later call of any method. What was there before is still there.
+            FinetuneError: on every rank, if any rank could not write or the result does not verify,
+                here or, behind the training, in a later call of any method. What was there before
+                is still there.
         """
         self._wait_for_last(step)
         progress.begin_save(self.control.timeout_seconds)
@@ -135,8 +153,9 @@ class Checkpointer:
         token = self.control.token()
         with contextlib.ExitStack() as entered:
             writer = entered.enter_context(CheckpointWriter(self.run_folder, step, token))
-            # Memory that there is for copies is used, also where nothing goes on meanwhile: `save` would ask for more.
-            # Whether there is any on this rank does not matter: each way has its own questions between ranks.
+            # Memory that there is for copies is used, also where nothing goes on meanwhile: `save`
+            # would ask for more. Whether there is any on this rank does not matter: each way has
+            # its own questions between ranks.
             self._copies_made |= behind
             if self._copies_made:
                 work = self._do(behind, self._copied(state), writer)
@@ -175,23 +194,28 @@ class Checkpointer:
         self.finish()
         waited = time.monotonic() - began
         if last is not None and waited >= NOTED_WAIT_SECONDS:
-            logger.info("step %d waited %.1f s for the checkpoint of step %d", step, waited, last.writer.step)
+            logger.info(
+                "step %d waited %.1f s for the checkpoint of step %d",
+                step,
+                waited,
+                last.writer.step,
+            )
 
     def _has_memory(self, state: TrainingState) -> bool:
         """Whether every node's memory holds the copies of its ranks. Asked once: then they stay."""
         if not self._memory_asked:
             self._memory_asked = True
             host = HostMeter().look()
-            # What a plan calls usable, of what is free while training: what a step needs was used and is still held, or
-            # is needed again.
+            # What a plan calls usable, of what is free while training: what a step needs was used
+            # and is still held, or is needed again.
             free = host.memory_total_bytes * USABLE_SHARE - host.memory_used_bytes
             needed = state.snapshot_bytes(self.rank, self.world_size)
             needed *= 1 if state.form == "whole" else self.local_world_size
             if self.control.any(needed > free):
                 self._behind = False
                 logger.warning(
-                    "training waits for its checkpoints: the host has no memory for a copy of the state (%s here, %s "
-                    "free); --async-save false says so from the start",
+                    "training waits for its checkpoints: the host has no memory for a copy of the"
+                    " state (%s here, %s free); --async-save false says so from the start",
                     durable_files.format_bytes(needed),
                     durable_files.format_bytes(max(0, int(free))),
                 )
@@ -203,10 +227,14 @@ class Checkpointer:
         if self.rank != 0:
             return lambda writer: snapshot.write(writer.folder)
         write_model = self.model_files(lambda: snapshot.files["weights.safetensors"])
-        return lambda writer: snapshot.write(writer.folder) | self._add_model_files(writer, write_model)
+        return lambda writer: (
+            snapshot.write(writer.folder) | self._add_model_files(writer, write_model)
+        )
 
     def _write_state(self, writer: CheckpointWriter, state: TrainingState) -> Future[Records]:
-        """Write it without a copy: gathered here, as every rank takes part in that, and written by a thread."""
+        """Write it without a copy: gathered here, as every rank takes part in that, and written by
+        a thread.
+        """
         done: Future[Records] = Future()
         weights = writer.folder / "weights.safetensors"
         try:
@@ -217,11 +245,13 @@ class Checkpointer:
                 do=lambda work: self.control.together(work).result(),
             )
             if self.rank == 0:
-                records |= self._add_model_files(writer, self.model_files(lambda: load_file(weights)))
+                records |= self._add_model_files(
+                    writer, self.model_files(lambda: load_file(weights))
+                )
             done.set_result(records)
         except (OSError, SafetensorError, FinetuneError) as error:
-            # Raised once the other ranks know. Anything else is a bug: it must end this process at once, because the
-            # other ranks are in a collective that this one has left.
+            # Raised once the other ranks know. Anything else is a bug: it must end this process at
+            # once, because the other ranks are in a collective that this one has left.
             done.set_exception(error)
         return done
 
@@ -237,7 +267,10 @@ class Checkpointer:
         failure = saving.work.exception()
         with saving.entered as entered:
             # As text, because exceptions that hold locks or tensors cannot be sent.
-            told = (None if failure is not None else saving.work.result(), None if failure is None else str(failure))
+            told = (
+                None if failure is not None else saving.work.result(),
+                None if failure is None else str(failure),
+            )
             reports = self.control.gather(told)
             # Its own first, so that this rank's traceback shows the cause.
             if failure is not None:
@@ -245,8 +278,13 @@ class Checkpointer:
             self._raise_first([problem for _, problem in reports])
             if not saving.publishing:
                 # After every rank has sealed its files: the manifest names all of them.
-                everything = {name: record for records, _ in reports for name, record in records.items()}
-                saving.work, saving.publishing = self._do(saving.behind, self._publish, saving.writer, everything), True
+                everything = {
+                    name: record for records, _ in reports for name, record in records.items()
+                }
+                saving.work, saving.publishing = (
+                    self._do(saving.behind, self._publish, saving.writer, everything),
+                    True,
+                )
                 self._saving, saving.entered = saving, entered.pop_all()
                 return
         self.last = str(reports[0][0])
@@ -255,21 +293,28 @@ class Checkpointer:
     def _publish(self, writer: CheckpointWriter, records: dict[str, Any]) -> str:
         if self.rank != 0:
             return ""
-        # Before the checkpoint appears: a resumed run expects a line for each of its steps (and cuts those of later
-        # ones, which may be there already).
+        # Before the checkpoint appears: a resumed run expects a line for each of its steps (and
+        # cuts those of later ones, which may be there already).
         if self.sample_log is not None:
             self.sample_log.sync()
         # No evaluation comes between a save and its publishing: it waits for that.
-        folder = writer.publish(records, self.metadata | ({} if self.best is None else {"best": self.best}))
+        folder = writer.publish(
+            records, self.metadata | ({} if self.best is None else {"best": self.best})
+        )
         self._verified.add(folder.name)
-        # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
+        # After publish has verified it; `keep` counts valid ones only, so a damaged disk never
+        # costs the last.
         removed = rotate(self.run_folder, self.keep, known_valid=self._verified)
         size_bytes = sum(int(record["size_bytes"]) for record in records.values())
-        self.runlog.event("checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed)
+        self.runlog.event(
+            "checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed
+        )
         return folder.name
 
     def _add_model_files(self, writer: CheckpointWriter, write_model: WriteFiles) -> Records:
-        """Write them beside and move them in: others write into the same folder at the same time."""
+        """Write them beside and move them in: others write into the same folder at the same
+        time.
+        """
         own = writer.folder / MODEL_FILES_NAME
         own.mkdir()
         write_model(own)
@@ -282,8 +327,8 @@ class Checkpointer:
     def _leave(self) -> None:
         """Training failed on this rank: the others may be anywhere and cannot be asked.
 
-        What this rank's thread does is waited for, and on one rank the save finished. Of several, a save that is not
-        published yet is given up; the next start removes what it has written.
+        What this rank's thread does is waited for, and on one rank the save finished. Of several, a
+        save that is not published yet is given up; the next start removes what it has written.
         """
         if self._saving is None:
             return

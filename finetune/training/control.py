@@ -1,7 +1,8 @@
-"""What ranks agree on while they train, the signals that ask a run to stop, and what a trainer is told of its run.
+"""What ranks agree on while they train, the signals that ask a run to stop, and what a trainer is
+told of its run.
 
-Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never on the device, so
-that asking does not wait for what the device still computes.
+Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never
+on the device, so that asking does not wait for what the device still computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ import numpy as np
 import torch.distributed as dist
 
 from finetune.errors import FinetuneError
-from finetune.runtime.collectives import all_gather_plain, broadcast_plain, largest_of_all, name_ranks, plain
+from finetune.runtime.collectives import (
+    all_gather_plain,
+    broadcast_plain,
+    largest_of_all,
+    name_ranks,
+    plain,
+)
 from finetune.runtime.parent_watchdog import progress
 from finetune.runtime.timeouts import in_thread
 from finetune.storage.run_folder import SampleLog
@@ -36,10 +43,12 @@ from finetune.storage.run_log import RunLog
 
 logger = logging.getLogger("finetune")
 
-# Signals that come within this time are one request: a batch system signals every process, and the launcher passes its
-# own on. Longer than it takes a worker to notice that its launcher is gone (runtime/parent_watchdog.py).
+# Signals that come within this time are one request: a batch system signals every process, and the
+# launcher passes its own on. Longer than it takes a worker to notice that its launcher is gone
+# (runtime/parent_watchdog.py).
 SAME_REQUEST_SECONDS = 3.0
-# How often ranks ask one another whether all are done with their parts of a work; the longest that a collective waits.
+# How often ranks ask one another whether all are done with their parts of a work; the longest that
+# a collective waits.
 POLL_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -49,7 +58,8 @@ class Control:
     """Agreement between ranks. With one process every method answers at once."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 1800) -> None:
-        self.world_size, self.timeout_seconds = world_size, timeout_seconds
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
         self.group = _make_group(timedelta(seconds=timeout_seconds)) if world_size > 1 else None
 
     def any(self, flag: bool) -> bool:
@@ -57,7 +67,9 @@ class Control:
         return flag if self.group is None else largest_of_all([int(flag)], group=self.group) == [1]
 
     def gather(self, item: object) -> list[Any]:
-        """Every rank's plain value, by rank, on every rank; as JSON has it, so tuples come back as lists."""
+        """Every rank's plain value, by rank, on every rank; as JSON has it, so tuples come back as
+        lists.
+        """
         if self.group is None:
             return [plain(item)]  # so that one process notices what several would
         found = all_gather_plain(item, self.world_size, group=self.group)
@@ -65,11 +77,14 @@ class Control:
         return found
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each of these sums over all ranks, in float64 and in the order of ranks. Every rank gives as many."""
+        """Each of these sums over all ranks, in float64 and in the order of ranks. Every rank gives
+        as many.
+        """
         return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def check_equal(self, facts: Mapping[str, object]) -> None:
-        """Raise on every rank unless all ranks know the same facts. Every rank must call, with the same names.
+        """Raise on every rank unless all ranks know the same facts. Every rank must call, with the
+        same names.
 
         Raises:
             FinetuneError: names every fact that differs, its values, and the ranks that have them.
@@ -87,40 +102,56 @@ class Control:
             raise FinetuneError(
                 f"ranks do not have the same run: {'; '.join(differing)}",
                 where="start of training",
-                fix="give all nodes the same files, settings and package versions, and one output folder that "
-                "they share; if another run was just ending there, start the same command again",
+                fix=(
+                    "give all nodes the same files, settings and package versions, and one output"
+                    " folder that they share; if another run was just ending there, start the same"
+                    " command again"
+                ),
             )
 
     def share(self, item: object) -> Any:
-        """Rank 0's plain value on every rank, as JSON has it; that of the others is not looked at."""
-        return self.gather(item)[0] if self.group is None else broadcast_plain(item, group=self.group)
+        """Rank 0's plain value on every rank, as JSON has it; that of the others is not looked
+        at.
+        """
+        return (
+            self.gather(item)[0] if self.group is None else broadcast_plain(item, group=self.group)
+        )
 
     def token(self) -> str:
-        """A fresh name, the same on every rank; not from the seeded generators, so that training does not notice."""
+        """A fresh name, the same on every rank; not from the seeded generators, so that training
+        does not notice.
+        """
         return str(self.share(f"{random.SystemRandom().getrandbits(48):012x}"))
 
     def wait_for(self, work: Future[Any]) -> None:
-        """Wait until every rank's work is done, which may take longer than a collective. Every rank must call.
+        """Wait until every rank's work is done, which may take longer than a collective. Every rank
+        must call.
 
         Raises:
-            FinetuneError: on every rank, where a rank's work has moved no bytes for as long as a collective may take.
+            FinetuneError: on every rank, where a rank's work has moved no bytes for as long as a
+                collective may take.
         """
         began = time.monotonic()
         while True:
             wait([work], None if self.world_size == 1 else POLL_SECONDS)
             if not self.any(not work.done()):
                 return
-            # All have answered just now, so this rank is not stuck; one whose disk has gone is told of below.
+            # All have answered just now, so this rank is not stuck; one whose disk has gone is told
+            # of below.
             progress.begin_save(self.timeout_seconds)
             if self.any(not work.done() and progress.seconds_unmoved(began) > self.timeout_seconds):
                 raise FinetuneError(
                     f"a rank has neither read nor written anything for {self.timeout_seconds} s",
                     where="reading or writing a checkpoint",
-                    fix="see whether every node still reaches the run folder's disk, then start the same command again",
+                    fix=(
+                        "see whether every node still reaches the run folder's disk, then start the"
+                        " same command again"
+                    ),
                 )
 
     def together(self, work: Callable[[], T]) -> Future[T]:
-        """Do this rank's part of a work by a thread while the ranks wait for one another. Every rank must call.
+        """Do this rank's part of a work by a thread while the ranks wait for one another. Every
+        rank must call.
 
         Returns:
             what is done: the part's result or error.
@@ -134,7 +165,9 @@ class Control:
         return done
 
     def have_one(self, known: object) -> bool:
-        """Whether all ranks have this, by digests alone: 64 bytes a rank, however much it is. Every rank must call."""
+        """Whether all ranks have this, by digests alone: 64 bytes a rank, however much it is. Every
+        rank must call.
+        """
         if self.group is None:
             return True
         digest = hashlib.sha256(json.dumps(known).encode()).digest()
@@ -145,14 +178,16 @@ class Control:
 
 
 def _make_group(timeout: timedelta) -> dist.ProcessGroup:
-    # Else each rank connects to every other at once, though a tree needs 2 log2 N of its connections, and reads 8 N
-    # bytes of each from node 0's store: 9 GB at 1,024 ranks (gloo's transport/tcp/context.cc).
+    # Else each rank connects to every other at once, though a tree needs 2 log2 N of its
+    # connections, and reads 8 N bytes of each from node 0's store: 9 GB at 1,024 ranks (gloo's
+    # transport/tcp/context.cc).
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _who_has_what(values: Sequence[str]) -> str:
-    """`x on 1,014 ranks, y on ranks 8-15, 77`: what most have is counted, and who has anything else is named.
+    """`x on 1,014 ranks, y on ranks 8-15, 77`: what most have is counted, and who has anything else
+    is named.
 
     Args:
         values: by rank.
@@ -165,7 +200,9 @@ def _who_has_what(values: Sequence[str]) -> str:
         plural = "s" if len(having) > 1 else ""
         majority = len(having) > max(2, len(values) / 2)
         named.append(
-            f"{value} on {len(having):,} ranks" if majority else f"{value} on rank{plural} {name_ranks(having)}"
+            f"{value} on {len(having):,} ranks"
+            if majority
+            else f"{value} on rank{plural} {name_ranks(having)}"
         )
     return ", ".join(named)
 
@@ -175,11 +212,12 @@ class StoppedBeforeTraining(Exception):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
+    """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves
+    at once.
 
-    A context manager: handlers are put back on exit; in a launcher's worker, what still comes of a request is taken for
-    it. Outside the main thread (a notebook's worker, a test) Python does not allow handlers; then signals keep their
-    meaning and this asks for nothing.
+    A context manager: handlers are put back on exit; in a launcher's worker, what still comes of a
+    request is taken for it. Outside the main thread (a notebook's worker, a test) Python does not
+    allow handlers; then signals keep their meaning and this asks for nothing.
 
     Args:
         launched: whether this process is a launcher's worker.
@@ -205,8 +243,8 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # Linux sends a worker one SIGTERM per thread of its launcher as they die: a late one would end a worker
-            # that has saved and waits for its peers to be done.
+            # Linux sends a worker one SIGTERM per thread of its launcher as they die: a late one
+            # would end a worker that has saved and waits for its peers to be done.
             late = self._launched and self.name is not None
             signal.signal(number, partial(self._after, handler) if late else handler)
 
@@ -238,7 +276,9 @@ class StopSignals:
         text = f"{self.answer}; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
         os.write(2, f"[WARNING] {self.name}: {text}\n".encode())
 
-    def _after(self, previous: Callable[..., Any] | int, number: int, frame: FrameType | None) -> None:
+    def _after(
+        self, previous: Callable[..., Any] | int, number: int, frame: FrameType | None
+    ) -> None:
         if self._is_same_request:
             return
         signal.signal(number, previous)

@@ -1,4 +1,6 @@
-"""The last step of a run: train, save the result, write how it ended. Where a run comes from: training/run.py."""
+"""The last step of a run: train, save the result, write how it ended. Where a run comes from:
+training/run.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EST
 
 
 class OutOfMemoryError(FinetuneError):
-    """A sharded run ran out of device memory; started again it resumes with smaller microbatches."""
+    """A sharded run ran out of device memory; started again it resumes with smaller
+    microbatches.
+    """
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
@@ -36,7 +40,8 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
     """Train to the end or to a signal.
 
     Raises:
-        OutOfMemoryError: under DDP buckets or ZeRO, after `oom.json` was written for the next start.
+        OutOfMemoryError: under DDP buckets or ZeRO, after `oom.json` was written for the next
+            start.
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
     # Until the output is written: a signal that comes then must not leave half of it.
@@ -58,7 +63,9 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.save_output(session.output_dir, best)
             told |= {"output_step": output_step}
         peaks = {**_peaks(trainer), **_planned_peaks(session)}
-        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told)
+        session.finish(
+            state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told
+        )
     if state == "stopped":
         saved = trainer.checkpointer.last or "no checkpoint"
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, saved)
@@ -67,43 +74,61 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
 
 
 def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
-    """The checkpoint that the output is made of; None: the weights as they are now. Every rank calls.
+    """The checkpoint that the output is made of; None: the weights as they are now. Every rank
+    calls.
 
     Raises:
         FinetuneError: its content was changed.
     """
     best = trainer.evaluations.best
-    if not trainer.evaluations.keep or best.checkpoint is None or best.step == trainer.state.global_step:
+    if (
+        not trainer.evaluations.keep
+        or best.checkpoint is None
+        or best.step == trainer.state.global_step
+    ):
         return None
     folder = session.output_dir / best.checkpoint
     if (problem := session.problem_in(folder)) is not None:
         raise FinetuneError(
             f"the best checkpoint cannot be made the output: {problem}",
             str(folder),
-            "start the same command with --keep-best false: the output is then made of the last step",
+            "start the same command with --keep-best false: the output is then made of the last"
+            " step",
         )
     return folder
 
 
 def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
-    """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which readers spare."""
+    """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which
+    readers spare.
+    """
     if not session.world.is_main:
         return {}
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    # Training is over. Still registered, ZeRO-3 would partition the empty model that is planned with, and wait for the
-    # other ranks to do so too.
+    # Training is over. Still registered, ZeRO-3 would partition the empty model that is planned
+    # with, and wait for the other ranks to do so too.
     unset_hf_deepspeed_config()
     try:
-        return {"planned_peak_bytes": peaks_of(*planned_of_run(session.output_dir, read_events(session.output_dir)))}
-    except Exception as error:  # of a model that cannot be planned for, mostly; and the run itself is done
+        return {
+            "planned_peak_bytes": peaks_of(
+                *planned_of_run(session.output_dir, read_events(session.output_dir))
+            )
+        }
+    # of a model that cannot be planned for, mostly; and the run itself is done
+    except Exception as error:
         logger.debug("the memory of this run is not planned: %s", error)
         return {}
 
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
-    """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
-    mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
+    """The most memory of each rank so far, by rank, on its device and its host. Every rank
+    calls.
+    """
+    mine: tuple[int | None, int | None] = (
+        devices.peak_memory_bytes(trainer.args.device),
+        peak_host_bytes(),
+    )
     of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)
     return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
 
@@ -122,13 +147,17 @@ def _storage_errors(trainer: RunTrainer, session: Session) -> Iterator[None]:
         raise FinetuneError(
             f"the run folder's disk {'is full' if full else 'or mount failed'}: {cause.strerror}",
             where=str(session.output_dir),
-            fix=f"{'free some space on it' if full else 'see to it'}, then start the same command again; it resumes "
-            f"from {last}",
+            fix=(
+                f"{'free some space on it' if full else 'see to it'}, then start the same command"
+                f" again; it resumes from {last}"
+            ),
         ) from error
 
 
 def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> FinetuneError:
-    """The error to raise, after a smaller execution was written for the next start (where there is one)."""
+    """The error to raise, after a smaller execution was written for the next start (where there is
+    one).
+    """
     # On whichever rank it happened: the others are in a collective with it and cannot be asked.
     old = trainer.step_batches.execution
     new = old.smaller(trainer.step_batches.longest)

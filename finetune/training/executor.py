@@ -1,9 +1,9 @@
 """One optimizer step executed here: microbatches forward and backward, gradients summed over ranks.
 
-However the microbatches are cut and wherever they run, the gradient is that of (the objective's sum over microbatches)
-/ (its denominator of the global batch); of the token loss: losses of the targets / their number. DDP and DeepSpeed
-average over ranks, so their loss is scaled by the world size first. What the comments say of others is of accelerate
-1.15, DeepSpeed 0.19.8 and torch 2.13.
+However the microbatches are cut and wherever they run, the gradient is that of (the objective's sum
+over microbatches) / (its denominator of the global batch); of the token loss: losses of the targets
+/ their number. DDP and DeepSpeed average over ranks, so their loss is scaled by the world size
+first. What the comments say of others is of accelerate 1.15, DeepSpeed 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class StepResult:
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.
-        sums: what the objective adds up, of this rank's microbatches; of the token loss `(groups,)`, losses per group.
+        sums: what the objective adds up, of this rank's microbatches; of the token loss
+            `(groups,)`, losses per group.
     """
 
     loss: torch.Tensor
@@ -59,15 +60,17 @@ class StepExecutor:
     """Executes steps on a model that accelerate has wrapped.
 
     Args:
-        flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's buckets. For LoRA, whose
-            gradients are small: no collective runs while microbatches do, so a rank that runs out of memory can say
-            so and all try again. (With DDP's buckets or ZeRO the peers would wait in a collective for it.)
+        flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's
+            buckets. For LoRA, whose gradients are small: no collective runs while microbatches do,
+            so a rank that runs out of memory can say so and all try again. (With DDP's buckets or
+            ZeRO the peers would wait in a collective for it.)
         objective: what is minimised.
-        largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it shows now and not
-            days on.
+        largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it
+            shows now and not days on.
 
     Attributes:
-        on_out_of_memory: called after each retry with the step (0-based), the old and the new execution, and the error.
+        on_out_of_memory: called after each retry with the step (0-based), the old and the new
+            execution, and the error.
     """
 
     def __init__(
@@ -82,37 +85,51 @@ class StepExecutor:
         largest: Microbatch | None,
         objective: Objective | None = None,
     ) -> None:
-        self.accelerator, self.step_batches, self.control = accelerator, step_batches, control
-        self.seed, self.head, self.largest = seed, head, largest
+        self.accelerator = accelerator
+        self.step_batches = step_batches
+        self.control = control
+        self.seed = seed
+        self.head = head
+        self.largest = largest
         self.objective: Objective = objective or TokenLoss()
-        self.on_out_of_memory: Callable[[int, Execution, Execution, str], None] = lambda *arguments: None
+        self.on_out_of_memory: Callable[[int, Execution, Execution, str], None] = (
+            lambda *arguments: None
+        )
         self.is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
         self.flat_reduce = flat_reduce and not self.is_deepspeed and accelerator.num_processes > 1
-        self.can_retry = not self.is_deepspeed and (self.flat_reduce or accelerator.num_processes == 1)
+        self.can_retry = not self.is_deepspeed and (
+            self.flat_reduce or accelerator.num_processes == 1
+        )
         # DDP's buckets and ZeRO average over ranks; the flat sum and a single process do not.
         self.scale = 1 if self.can_retry else accelerator.num_processes
 
     def run(self, model: torch.nn.Module, batch: StepBatch) -> StepResult:
-        """Forward and backward of all microbatches; afterwards gradients are those of the global batch on every rank.
+        """Forward and backward of all microbatches; afterwards gradients are those of the global
+        batch on every rank.
 
         Raises:
             StepOutOfMemory: a device ran out of memory under DDP buckets or ZeRO.
             FinetuneError: not even one sample a microbatch fits.
         """
         microbatches = batch.microbatches
-        # Loader processes are ahead by some batches, which they planned before this step (or one before it) shrank the
-        # microbatches; they also keep their own copy of `step_batches`, which never hears of it.
+        # Loader processes are ahead by some batches, which they planned before this step (or one
+        # before it) shrank the microbatches; they also keep their own copy of `step_batches`, which
+        # never hears of it.
         if batch.execution != self.step_batches.execution:
-            microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
+            microbatches = list(
+                self.step_batches.microbatches(batch.indices, self.step_batches.execution)
+            )
         while True:
             result, error = self._try_microbatches(model, batch, microbatches)
-            # Every rank asks, also one whose microbatches fitted: it must cut its part of the batch anew as the others
-            # do.
+            # Every rank asks, also one whose microbatches fitted: it must cut its part of the batch
+            # anew as the others do.
             failed_somewhere = self.can_retry and self.control.any(result is None)
             if result is not None and not failed_somewhere:
                 break
             self._shrink(model, batch, error)
-            microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
+            microbatches = list(
+                self.step_batches.microbatches(batch.indices, self.step_batches.execution)
+            )
         self.largest = None  # tried once: it has fitted
         if self.flat_reduce:
             self._sum_gradients(model)
@@ -130,10 +147,13 @@ class StepExecutor:
             error = str(caught).splitlines()[0]
             if not self.can_retry:
                 raise StepOutOfMemory(error) from caught
-            # Not `caught` itself: its traceback holds the frames, and with them the tensors that did not fit.
+            # Not `caught` itself: its traceback holds the frames, and with them the tensors that
+            # did not fit.
             return None, error
 
-    def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
+    def _run_microbatches(
+        self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]
+    ) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
         self.objective.begin(model, batch)
@@ -143,7 +163,8 @@ class StepExecutor:
         weight = self.scale / denominator
         work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]
         if self.largest is not None:
-            # A number of its own: it is rehearsed after every start, and must not move the others' dropout.
+            # A number of its own: it is rehearsed after every start, and must not move the others'
+            # dropout.
             work.insert(0, (REHEARSAL, self.largest, 0.0))
         for number, microbatch, weight_here in work:
             with self._microbatch(model, batch.step, number, last=number == len(microbatches) - 1):
@@ -152,29 +173,41 @@ class StepExecutor:
                 microbatch_loss = scored.total * weight_here
                 self._backward(model, microbatch_loss)
             if weight_here:
-                # Not the microbatch's loss: the reported one has another scale, and is summed in float32.
-                loss += scored.total.detach().to(loss.dtype) * (self.accelerator.num_processes / denominator)
+                # Not the microbatch's loss: the reported one has another scale, and is summed in
+                # float32.
+                loss += scored.total.detach().to(loss.dtype) * (
+                    self.accelerator.num_processes / denominator
+                )
                 sums += scored.sums
             # Else they, and what their graph holds on to, would live through the next forward.
             del microbatch, scored, microbatch_loss
         return StepResult(loss, sums)
 
     @contextlib.contextmanager
-    def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
-        """Seed the microbatch and set whether its backward is the one that ends the accumulation."""
-        _seed(microbatch_seed(self.seed, step, number, self.accelerator.process_index), self.accelerator.device)
-        # Trainer's loop has set it for its own accumulation (one item a step: always True). It is what
-        # AcceleratedOptimizer.step and .zero_grad go by: they do nothing while it is False.
+    def _microbatch(
+        self, model: torch.nn.Module, step: int, number: int, *, last: bool
+    ) -> Iterator[None]:
+        """Seed the microbatch and set whether its backward is the one that ends the
+        accumulation.
+        """
+        _seed(
+            microbatch_seed(self.seed, step, number, self.accelerator.process_index),
+            self.accelerator.device,
+        )
+        # Trainer's loop has set it for its own accumulation (one item a step: always True). It is
+        # what AcceleratedOptimizer.step and .zero_grad go by: they do nothing while it is False.
         self.accelerator.gradient_state._set_sync_gradients(last)
         wrapped: Any = model  # DeepSpeed's engine, or DDP
         if self.is_deepspeed:
-            # The engine counts micro-steps against its configuration, which says 1; the schedule has their number.
-            # To be set before the forward too (documented with the method), and the same on every rank: ZeRO reduces
-            # there. Every rank has as many microbatches, if need be an empty one (data/collate.py).
+            # The engine counts micro-steps against its configuration, which says 1; the schedule
+            # has their number. To be set before the forward too (documented with the method), and
+            # the same on every rank: ZeRO reduces there. Every rank has as many microbatches, if
+            # need be an empty one (data/collate.py).
             wrapped.set_gradient_accumulation_boundary(is_boundary=last)
             yield
         elif self.accelerator.num_processes > 1 and (self.flat_reduce or not last):
-            # DDP decides in the forward whether the backward that follows reduces, so both are inside.
+            # DDP decides in the forward whether the backward that follows reduces, so both are
+            # inside.
             with wrapped.no_sync():
                 yield
         else:
@@ -182,30 +215,38 @@ class StepExecutor:
 
     def _backward(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
         if self.is_deepspeed:
-            # Not accelerator.backward: its DeepSpeedEngineWrapper calls engine.step() after the last microbatch, and
-            # the trainer looks at the gradients first. The weight is in the loss already, so nothing is to be divided
-            # by the engine's accumulation steps.
+            # Not accelerator.backward: its DeepSpeedEngineWrapper calls engine.step() after the
+            # last microbatch, and the trainer looks at the gradients first. The weight is in the
+            # loss already, so nothing is to be divided by the engine's accumulation steps.
             engine: Any = model
             engine.backward(loss, scale_wrt_gas=False)
         else:
             self.accelerator.backward(loss)
 
     def _sum_gradients(self, model: torch.nn.Module) -> None:
-        # The same list on every rank: a microbatch without targets gives zeros, not None (modeling/loss.py).
+        # The same list on every rank: a microbatch without targets gives zeros, not None
+        # (modeling/loss.py).
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = _flatten_dense_tensors(gradients)
         dist.all_reduce(flat)
-        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        for gradient, summed in zip(
+            gradients, _unflatten_dense_tensors(flat, gradients), strict=True
+        ):
             gradient.copy_(summed)
 
     def _shrink(self, model: torch.nn.Module, batch: StepBatch, error: str | None) -> None:
-        """Half the tokens of a microbatch from here on; the same global batch in more microbatches."""
+        """Half the tokens of a microbatch from here on; the same global batch in more
+        microbatches.
+        """
         old = self.step_batches.execution
         new = old.smaller(self.step_batches.longest)
         if new is None:
-            raise cannot_shrink_error(self.step_batches, batch.step, error, rehearsed=self.largest is not None)
-        # Gradients of the microbatches that went well, which are part of what takes memory and would count twice. The
-        # collector first: a failed backward leaves cycles that hold tensors, and the cache gives back only free blocks.
+            raise cannot_shrink_error(
+                self.step_batches, batch.step, error, rehearsed=self.largest is not None
+            )
+        # Gradients of the microbatches that went well, which are part of what takes memory and
+        # would count twice. The collector first: a failed backward leaves cycles that hold tensors,
+        # and the cache gives back only free blocks.
         model.zero_grad(set_to_none=True)
         gc.collect()
         devices.empty_cache(self.accelerator.device)
@@ -215,31 +256,43 @@ class StepExecutor:
         self.on_out_of_memory(batch.step, old, new, error or "on another rank")
 
 
-def cannot_shrink_error(step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
+def cannot_shrink_error(
+    step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool
+) -> FinetuneError:
     """The error for microbatches that cannot be made smaller; names the sample that they must hold.
 
     Args:
         step: 0-based.
         rehearsed: the microbatch may be another step's: the largest of the run was being tried.
     """
-    # Packed microbatches must have room for the longest sample of the data, padded ones hold one of this step each.
+    # Packed microbatches must have room for the longest sample of the data, padded ones hold one of
+    # this step each.
     anywhere = rehearsed or step_batches.execution.token_budget is not None
-    candidates = np.arange(len(step_batches.samples)) if anywhere else step_batches.batches.indices(step)
+    candidates = (
+        np.arange(len(step_batches.samples)) if anywhere else step_batches.batches.indices(step)
+    )
     worst = int(candidates[step_batches.samples.lengths[candidates].argmax()])
-    record, tokens = int(step_batches.samples.record_ids[worst]), int(step_batches.samples.lengths[worst])
+    record, tokens = (
+        int(step_batches.samples.record_ids[worst]),
+        int(step_batches.samples.lengths[worst]),
+    )
     return FinetuneError(
-        f"out of memory with microbatches that cannot be made smaller ({step_batches.execution.describe()}): "
-        f"record {record} of the data alone has {tokens} tokens; {error or 'another rank'}",
+        "out of memory with microbatches that cannot be made smaller"
+        f" ({step_batches.execution.describe()}): record {record} of the data alone has {tokens}"
+        f" tokens; {error or 'another rank'}",
         where=f"step {step + 1}",
-        fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "
-        "(ds_configs/zero3.json)",
+        fix=(
+            "lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "
+            "(ds_configs/zero3.json)"
+        ),
     )
 
 
 def _seed(seed: int, device: torch.device) -> None:
     """Seed the generators that dropout may draw from: the host's, and this device's."""
-    # Not torch.manual_seed: it seeds the devices of all kinds that torch was built for, and notes a formatted stack for
-    # each that is not in use (torch 2.13, cuda/__init__.py, _lazy_call): 0.6 ms, and 40 calls of stat.
+    # Not torch.manual_seed: it seeds the devices of all kinds that torch was built for, and notes a
+    # formatted stack for each that is not in use (torch 2.13, cuda/__init__.py, _lazy_call): 0.6
+    # ms, and 40 calls of stat.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -255,21 +308,33 @@ def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def largest_microbatch(step_batches: StepBatches, *, looked_at_samples: int = LOOKED_AT_SAMPLES) -> Microbatch:
-    """The planned microbatch with the most tokens, from all steps or an even choice; the same on every rank."""
+def largest_microbatch(
+    step_batches: StepBatches, *, looked_at_samples: int = LOOKED_AT_SAMPLES
+) -> Microbatch:
+    """The planned microbatch with the most tokens, from all steps or an even choice; the same on
+    every rank.
+    """
     best, best_tokens = np.empty(0, dtype=np.int64), -1
     for step in looked_at_steps(step_batches, looked_at_samples):
         indices = step_batches.batches.indices(step)
         plan = step_batches.plan(indices, step_batches.execution)
         if plan.largest_microbatch_tokens > best_tokens:
-            rank, micro_step = np.unravel_index(plan.computed_tokens.argmax(), plan.computed_tokens.shape)
-            best, best_tokens = indices[plan.of_rank(int(rank))[micro_step]], plan.largest_microbatch_tokens
+            rank, micro_step = np.unravel_index(
+                plan.computed_tokens.argmax(), plan.computed_tokens.shape
+            )
+            best, best_tokens = (
+                indices[plan.of_rank(int(rank))[micro_step]],
+                plan.largest_microbatch_tokens,
+            )
     return step_batches.microbatch(best, packing=step_batches.execution.token_budget is not None)
 
 
 def looked_at_steps(step_batches: StepBatches, samples: int, *, most: int = 400) -> range:
-    """All steps, or an even choice of them with about so many samples: to plan all of a long run, or many of a run on
-    thousands of devices, would take longer than its first step."""
+    """All steps, or an even choice of them with about so many samples: to plan all of a long run,
+    or many of a run on thousands of devices, would take longer than its first step.
+    """
     total = len(step_batches)
-    count = max(FEWEST_LOOKED_AT, min(most, samples // max(1, len(step_batches.batches.indices(0)))))
+    count = max(
+        FEWEST_LOOKED_AT, min(most, samples // max(1, len(step_batches.batches.indices(0))))
+    )
     return range(0, total, max(1, total // count))

@@ -1,4 +1,6 @@
-"""What must never be hidden: NaN and inf in loss or gradients, loss spikes, and a training that changes nothing."""
+"""What must never be hidden: NaN and inf in loss or gradients, loss spikes, and a training that
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from finetune.errors import FinetuneError
 
 logger = logging.getLogger("finetune")
 
-# Skipped steps in a row after which a run is beyond repair: one bad batch is not, a broken state is.
+# Skipped steps in a row after which a run is beyond repair: one bad batch is not, a broken state
+# is.
 NONFINITE_LIMIT = 10
 SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
@@ -50,18 +53,22 @@ class NonFiniteGuard:
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
             raise FinetuneError(
-                f"loss or gradients were NaN or inf in {self.in_a_row} steps in a row, up to step {step}",
+                f"loss or gradients were NaN or inf in {self.in_a_row} steps in a row, up to step"
+                f" {step}",
                 where="training",
-                fix="lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the records of these steps "
-                f"(events.jsonl names them); the last good checkpoint is {last_good or 'none: start again'}",
+                fix=(
+                    "lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the"
+                    " records of these steps (events.jsonl names them); the last good checkpoint"
+                    f" is {last_good or 'none: start again'}"
+                ),
             )
 
 
 class StepOutcomes:
     """Which steps were not finite, where the device knows at once and the host reads later.
 
-    Reading a step's outcome at its end, the host would wait for the device, which then waits for the next step's first
-    kernels. So it reads the step before, unless this one's is needed now.
+    Reading a step's outcome at its end, the host would wait for the device, which then waits for
+    the next step's first kernels. So it reads the step before, unless this one's is needed now.
     """
 
     def __init__(self) -> None:
@@ -72,7 +79,9 @@ class StepOutcomes:
         self._unread.append((step, batch, nonfinite))
 
     def read(self, *, all_of_them: bool) -> Iterator[tuple[int, Any, bool]]:
-        """Steps not read yet with their batches and whether they were skipped; the last only with `all_of_them`."""
+        """Steps not read yet with their batches and whether they were skipped; the last only with
+        `all_of_them`.
+        """
         while len(self._unread) > (0 if all_of_them else 1):
             step, batch, nonfinite = self._unread.popleft()
             yield step, batch, nonfinite()
@@ -80,12 +89,13 @@ class StepOutcomes:
 
 def step_engine(engine: Any) -> bool:
     """DeepSpeed's step, unless gradients are not finite; whether they were not."""
-    # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
-    # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN before
-    # they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32. ZeRO-3 looks
-    # at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it clips by
-    # (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3 passes
-    # without it.
+    # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a
+    # no-op (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take.
+    # ZeRO-1/2 look for NaN before they step: by check_grad_overflow in 16 bits (a bf16 setting, on
+    # by default), by the norm in float32. ZeRO-3 looks at the raw gradients in float16 only
+    # (_overflow_check_and_loss_scale_update), else at the norm it clips by (is_invalid_grad_norm):
+    # the first condition asks earlier, and may go when a test of NaN under ZeRO-3 passes without
+    # it.
     zero = engine.optimizer
     if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
         zero._overflow_clean_up(zero.loss_scale)
@@ -96,45 +106,58 @@ def step_engine(engine: Any) -> bool:
 
 
 class SpikeDetector:
-    """Tells a loss that lies more than 6 sigma above the mean of the last 128 steps (OLMo's SkipStepOptimizer rule).
+    """Tells a loss that lies more than 6 sigma above the mean of the last 128 steps (OLMo's
+    SkipStepOptimizer rule).
 
-    It only tells: a spike's step is trained on, so that the samples of every step stay those of its global batch.
+    It only tells: a spike's step is trained on, so that the samples of every step stay those of its
+    global batch.
     """
 
-    def __init__(self, window_steps: int = SPIKE_WINDOW_STEPS, sigmas: float = SPIKE_SIGMAS) -> None:
+    def __init__(
+        self, window_steps: int = SPIKE_WINDOW_STEPS, sigmas: float = SPIKE_SIGMAS
+    ) -> None:
         self.sigmas = sigmas
         self.losses: deque[float] = deque(maxlen=window_steps)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike against the window, which it then enters. False until the window is full."""
+        """Whether this loss is a spike against the window, which it then enters. False until the
+        window is full.
+        """
         spike = False
         if math.isfinite(loss):
             if len(self.losses) == self.losses.maxlen:
                 mean = sum(self.losses) / len(self.losses)
-                deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / (len(self.losses) - 1))
+                deviation = math.sqrt(
+                    sum((x - mean) ** 2 for x in self.losses) / (len(self.losses) - 1)
+                )
                 spike = loss - mean > self.sigmas * deviation
             self.losses.append(loss)
         return spike
 
 
 class StillGuard:
-    """Says once that the trained weights have not moved, and once that the loss is constant. It only says so.
+    """Says once that the trained weights have not moved, and once that the loss is constant. It
+    only says so.
 
     Args:
         steps: with a learning rate above 0, or lines of the log, that must have changed something.
     """
 
     def __init__(self, steps: int = STILL_STEPS) -> None:
-        self.steps, self._taken = steps, 0
+        self.steps = steps
+        self._taken = 0
         self._before: list[torch.Tensor | None] | None = None
-        self._loss, self._same = math.nan, 0
+        self._loss = math.nan
+        self._same = 0
 
     def before_step(self, model: torch.nn.Module) -> None:
         """Note the weights before the first step of this start."""
         if self._before is None:
             self._before = _sums_of_bits(model)
 
-    def after_step(self, model: torch.nn.Module, rate: float, any_rank: Callable[[bool], bool]) -> None:
+    def after_step(
+        self, model: torch.nn.Module, rate: float, any_rank: Callable[[bool], bool]
+    ) -> None:
         """Look at the weights once, after enough steps. Every rank calls.
 
         Args:
@@ -152,8 +175,9 @@ class StillGuard:
         moved = not sums or any(bool(old != new) for old, new in sums)
         if not any_rank(moved):
             logger.warning(
-                "no trained weight has changed in %d steps: the gradients are 0, or a learning rate of %g is lost in "
-                "rounding (fix: raise --learning-rate; python -m finetune inspect shows which tokens are trained)",
+                "no trained weight has changed in %d steps: the gradients are 0, or a learning rate"
+                " of %g is lost in rounding (fix: raise --learning-rate; python -m finetune inspect"
+                " shows which tokens are trained)",
                 self.steps,
                 rate,
             )
@@ -166,15 +190,27 @@ class StillGuard:
             cause = (
                 "everything is learned by heart (fix: fewer steps, or more data)"
                 if loss == 0
-                else "nothing is learned (fix: raise --learning-rate; see the records with python -m finetune inspect)"
+                else (
+                    "nothing is learned (fix: raise --learning-rate; see the records with python -m"
+                    " finetune inspect)"
+                )
             )
-            logger.warning("the loss is %.6g in each of the last %d lines of the log: %s", loss, self.steps, cause)
+            logger.warning(
+                "the loss is %.6g in each of the last %d lines of the log: %s",
+                loss,
+                self.steps,
+                cause,
+            )
 
 
 def _sums_of_bits(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """For each trained parameter, of ZeRO-3 this rank's slice, the sum of its bits as numbers: int64, on its device.
+    """For each trained parameter, of ZeRO-3 this rank's slice, the sum of its bits as numbers:
+    int64, on its device.
 
     None for a slice that is not in memory but on NVMe.
     """
     held = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]
-    return [t.contiguous().view(_BITS[t.element_size()]).sum(dtype=torch.int64) if t.numel() else None for t in held]
+    return [
+        t.contiguous().view(_BITS[t.element_size()]).sum(dtype=torch.int64) if t.numel() else None
+        for t in held
+    ]

@@ -1,8 +1,9 @@
-"""float16's loss scale, as a checkpoint keeps it: the same for torch's GradScaler and DeepSpeed's DynamicLossScaler.
+"""float16's loss scale, as a checkpoint keeps it: the same for torch's GradScaler and DeepSpeed's
+DynamicLossScaler.
 
-A run that forgot it would begin again at 65,536 and skip steps until it has come down: other steps than the run that
-went on. Both double the scale after so many steps without overflow (a window) and halve it at one; DeepSpeed may let a
-few overflows pass first (hysteresis).
+A run that forgot it would begin again at 65,536 and skip steps until it has come down: other steps
+than the run that went on. Both double the scale after so many steps without overflow (a window) and
+halve it at one; DeepSpeed may let a few overflows pass first (hysteresis).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 
 def read_scale(scaler: Any, engine: Any) -> dict[str, float] | None:
-    """The scale and the steps since it was last changed or an overflow seen; None where there is no scale.
+    """The scale and the steps since it was last changed or an overflow seen; None where there is no
+    scale.
 
     Args:
         scaler: torch.amp.GradScaler; None without one.
@@ -19,7 +21,11 @@ def read_scale(scaler: Any, engine: Any) -> dict[str, float] | None:
     """
     if scaler is not None:
         state = scaler.state_dict()
-        return {"scale": float(state["scale"]), "good_steps": int(state["_growth_tracker"])} if state else None
+        return (
+            {"scale": float(state["scale"]), "good_steps": int(state["_growth_tracker"])}
+            if state
+            else None
+        )
     dynamic = _dynamic(engine)
     if dynamic is None:
         return None

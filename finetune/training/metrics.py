@@ -1,6 +1,7 @@
 """What a line of the log has beside loss, gradient norm and learning rate.
 
-A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up by `StepMeter`.
+A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up
+by `StepMeter`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two lines of the log, over all ranks. Evaluation and saving are not in the seconds.
+    """The steps between two lines of the log, over all ranks. Evaluation and saving are not in the
+    seconds.
 
     Attributes:
         groups: what losses are summed by.
@@ -78,7 +80,9 @@ def model_flops_utilisation(interval: Interval) -> dict[str, Any]:
     cost = interval.cost
     if cost is None:
         return {}
-    used = flops_utilisation(interval.tokens_per_second, cost.flops_per_token, cost.peak_flops, cost.devices)
+    used = flops_utilisation(
+        interval.tokens_per_second, cost.flops_per_token, cost.peak_flops, cost.devices
+    )
     return {"mfu": None if used is None else round(used, 4)}
 
 
@@ -90,7 +94,9 @@ def per_source(interval: Interval) -> dict[str, Any]:
     return _named_facts("source_", interval, interval.groups.by_source)
 
 
-def _named_facts(prefix: str, interval: Interval, by: Callable[[Sequence[float]], dict[str, float]]) -> dict[str, Any]:
+def _named_facts(
+    prefix: str, interval: Interval, by: Callable[[Sequence[float]], dict[str, float]]
+) -> dict[str, Any]:
     """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
     counts, losses = by(interval.group_tokens), by(interval.sums)
@@ -106,12 +112,18 @@ def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[st
     return {f"{prefix}tokens/{name}": tokens, f"{prefix}share/{name}": round(tokens / total, 4)}
 
 
-def mean_losses(groups: LossGroups, sums: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-    """An evaluation's mean loss of each difficulty and source that has targets; sums and targets are by group."""
+def mean_losses(
+    groups: LossGroups, sums: Sequence[float], tokens: Sequence[int]
+) -> dict[str, float]:
+    """An evaluation's mean loss of each difficulty and source that has targets; sums and targets
+    are by group.
+    """
     found: dict[str, float] = {}
     for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
         counts = by(tokens)
-        found |= {f"{name}/{one}": loss / counts[one] for one, loss in by(sums).items() if counts[one]}
+        found |= {
+            f"{name}/{one}": loss / counts[one] for one, loss in by(sums).items() if counts[one]
+        }
     return found
 
 
@@ -162,8 +174,11 @@ class StepMeter:
         device: where losses are.
     """
 
-    def __init__(self, groups: LossGroups, sums: int, device: torch.device, cost: ComputeCost | None = None) -> None:
-        self.groups, self.cost = groups, cost
+    def __init__(
+        self, groups: LossGroups, sums: int, device: torch.device, cost: ComputeCost | None = None
+    ) -> None:
+        self.groups = groups
+        self.cost = cost
         # On the device: reading a loss after every step would make the host wait for the device.
         self._sums = torch.zeros(sums, device=device)
         self._mark: float | None = None
@@ -185,7 +200,8 @@ class StepMeter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        # The clock starts with the first batch: what comes before (engine, first evaluation) is no training.
+        # The clock starts with the first batch: what comes before (engine, first evaluation) is no
+        # training.
         if self._mark is None:
             self._mark = time.perf_counter()
         began = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Muon with the matrices of one shape at once, as torch.optim.Muon computes it; and NorMuon, with what was found since.
+"""Muon with the matrices of one shape at once, as torch.optim.Muon computes it; and NorMuon, with
+what was found since.
 
-With several processes every rank holds all gradients after DDP's sum, and all weights and moments: only the
-orthogonalisation is shared out, and gathered again. Sharing the work over ranks is that of Keller Jordan's distributed
-Muon and nanochat's; here moments and weights stay whole on every rank, so that a checkpoint is the same for any number
-of ranks, and its names are torch's.
+With several processes every rank holds all gradients after DDP's sum, and all weights and moments:
+only the orthogonalisation is shared out, and gathered again. Sharing the work over ranks is that of
+Keller Jordan's distributed Muon and nanochat's; here moments and weights stay whole on every rank,
+so that a checkpoint is the same for any number of ranks, and its names are torch's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.distributed as dist
 
 from finetune.planning.traffic import MUON_AT_ONCE
 
-# Of five steps: Amsel et al. 2025, arXiv:2505.16932 (Polar Express), for a safety factor of 0.02 and a cushion of 2, as
-# nanochat (karpathy/nanochat, nanochat/optim.py) has them.
+# Of five steps: Amsel et al. 2025, arXiv:2505.16932 (Polar Express), for a safety factor of 0.02
+# and a cushion of 2, as nanochat (karpathy/nanochat, nanochat/optim.py) has them.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -32,13 +33,15 @@ SECOND_MOMENT = "neuron_exp_avg_sq"
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch.optim.Muon with the matrices of one shape stacked, and each rank orthogonalising a part of them.
+    """torch.optim.Muon with the matrices of one shape stacked, and each rank orthogonalising a part
+    of them.
 
-    torch takes them one by one: 23 kernels for each. The result is torch's up to the rounding of its bfloat16 products.
+    torch takes them one by one: 23 kernels for each. The result is torch's up to the rounding of
+    its bfloat16 products.
 
     Attributes:
-        found_inf: 1 where the next step is to be empty, 0 where not, on the device; None: not. As torch's fused AdamW
-            has it.
+        found_inf: 1 where the next step is to be empty, 0 where not, on the device; None: not. As
+            torch's fused AdamW has it.
         dtype: of the products, and of what the ranks send each other.
     """
 
@@ -63,7 +66,9 @@ class BatchedMuon(torch.optim.Muon):
     def _update(self, members: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
         """Momentum and weights of matrices of one shape."""
         momentum = group["momentum"]
-        gradient = torch.stack([parameter.grad for parameter in members if parameter.grad is not None])
+        gradient = torch.stack(
+            [parameter.grad for parameter in members if parameter.grad is not None]
+        )
         buffers = self._held(members, "momentum_buffer", gradient.shape[1:])
         moment, weight = torch.stack(buffers), torch.stack([p.detach() for p in members])
         skip = None if self.found_inf is None else self.found_inf.to(torch.bool)
@@ -71,14 +76,18 @@ class BatchedMuon(torch.optim.Muon):
             # A gradient that is the moment leaves it as it is, exactly; and what follows is finite.
             gradient = torch.where(skip, moment, gradient)
         moment.lerp_(gradient, 1 - momentum)
-        direction = self._directions(gradient.lerp_(moment, momentum) if group["nesterov"] else moment, group)
+        direction = self._directions(
+            gradient.lerp_(moment, momentum) if group["nesterov"] else moment, group
+        )
         changed = self._changed(weight, direction, members, group, skip)
         if skip is not None:
             changed = torch.where(skip, weight, changed)
         torch._foreach_copy_(buffers, list(moment.unbind()))
         torch._foreach_copy_([p.detach() for p in members], list(changed.unbind()))
 
-    def _held(self, members: list[torch.nn.Parameter], name: str, shape: Sequence[int]) -> list[torch.Tensor]:
+    def _held(
+        self, members: list[torch.nn.Parameter], name: str, shape: Sequence[int]
+    ) -> list[torch.Tensor]:
         """The moments of that name, zeros before the first step."""
         for parameter in members:
             if name not in self.state[parameter]:
@@ -97,11 +106,17 @@ class BatchedMuon(torch.optim.Muon):
         rate, (rows, columns) = float(group["lr"]), weight.shape[1:]
         changed = weight * (1 - rate * group["weight_decay"])
         like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if like_adamw else math.sqrt(max(1.0, rows / columns))
+        scale = (
+            0.2 * math.sqrt(max(rows, columns))
+            if like_adamw
+            else math.sqrt(max(1.0, rows / columns))
+        )
         return changed.add_(direction, alpha=-rate * scale)
 
     def _directions(self, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Updates `(matrices, rows, columns)` orthogonalised; each rank computes some, and gets all."""
+        """Updates `(matrices, rows, columns)` orthogonalised; each rank computes some, and gets
+        all.
+        """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 1:
             return self._orthogonalised(update, group)
@@ -115,30 +130,36 @@ class BatchedMuon(torch.optim.Muon):
         return gathered[: len(update)]
 
     def _orthogonalised(self, matrices: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Newton-Schulz iteration of each of `(n, rows, columns)`, as torch.optim.Muon does it for one."""
+        """Newton-Schulz iteration of each of `(n, rows, columns)`, as torch.optim.Muon does it for
+        one.
+        """
         found = matrices.to(self.dtype)
         found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
         return _iterated(found, [group["ns_coefficients"]] * group["ns_steps"])
 
 
 class NorMuon(BatchedMuon):
-    """Muon as nanochat has it (karpathy/nanochat, nanochat/optim.py): four changes beside the batching.
+    """Muon as nanochat has it (karpathy/nanochat, nanochat/optim.py): four changes beside the
+    batching.
 
-    - Polar Express in place of one polynomial five times (Amsel et al. 2025, arXiv:2505.16932), of gradients whose
-      rows have been made equally long (arXiv:2603.28254), its result brought to the Frobenius norm of an orthogonal
-      matrix (arXiv:2602.21545).
-    - A second moment for each neuron, the longer side of a matrix: its updates become equally long, the whole keeps its
-      norm (Li et al. 2025, arXiv:2510.05491).
-    - Weights decay only where the update goes the same way (Chen et al. 2025, arXiv:2510.12402), and the factor on the
-      rate of tall matrices is on their decay too.
+    - Polar Express in place of one polynomial five times (Amsel et al. 2025, arXiv:2505.16932), of
+      gradients whose rows have been made equally long (arXiv:2603.28254), its result brought to the
+      Frobenius norm of an orthogonal matrix (arXiv:2602.21545).
+    - A second moment for each neuron, the longer side of a matrix: its updates become equally long,
+      the whole keeps its norm (Li et al. 2025, arXiv:2510.05491).
+    - Weights decay only where the update goes the same way (Chen et al. 2025, arXiv:2510.12402),
+      and the factor on the rate of tall matrices is on their decay too.
 
     Args:
-        dtype: bfloat16, where the model computes in 16 bits; float32 keeps runs of it as near to one another on other
-            numbers of processes as their gradients are: bfloat16 would make small singular values' rounding large.
+        dtype: bfloat16, where the model computes in 16 bits; float32 keeps runs of it as near to
+            one another on other numbers of processes as their gradients are: bfloat16 would make
+            small singular values' rounding large.
         arguments, settings: of torch.optim.Muon.
     """
 
-    def __init__(self, *arguments: Any, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+    def __init__(
+        self, *arguments: Any, dtype: torch.dtype = torch.bfloat16, **settings: Any
+    ) -> None:
         super().__init__(*arguments, **settings)
         self.dtype = dtype
 
@@ -152,7 +173,9 @@ class NorMuon(BatchedMuon):
     ) -> torch.Tensor:
         update = direction.to(weight.dtype)
         rows, columns = update.shape[1:]
-        update = update * (math.sqrt(min(rows, columns)) / update.norm(dim=(1, 2), keepdim=True).clamp(min=1e-6))
+        update = update * (
+            math.sqrt(min(rows, columns)) / update.norm(dim=(1, 2), keepdim=True).clamp(min=1e-6)
+        )
         across = 2 if rows >= columns else 1  # the mean is over the shorter side
         squares = update.square().mean(dim=across, keepdim=True)
         held = self._held(members, SECOND_MOMENT, squares.shape[1:])
@@ -178,15 +201,21 @@ class NorMuon(BatchedMuon):
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's step returns, computed with gradients; None without one."""
+    """What the closure of an optimizer's step returns, computed with gradients; None without
+    one.
+    """
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-def _iterated(matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
-    """Odd polynomials of degree five of each of `(n, rows, columns)`, one after another, on the shorter side."""
+def _iterated(
+    matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]
+) -> torch.Tensor:
+    """Odd polynomials of degree five of each of `(n, rows, columns)`, one after another, on the
+    shorter side.
+    """
     tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if tall else matrices
     for a, b, c in coefficients:

@@ -1,9 +1,10 @@
-"""DeepSpeed's C++ operator for processes on one CPU machine: loaded so that a killed start leaves no lock behind.
+"""DeepSpeed's C++ operator for processes on one CPU machine: loaded so that a killed start leaves
+no lock behind.
 
-torch builds and loads an operator under a file named `lock` and waits without end while that file is there
-(torch/utils/file_baton.py). A process that is killed meanwhile leaves it, and every later DeepSpeed run on the machine
-hangs in silence. An flock goes when its holder dies: who holds ours, and finds that its last holder had not finished,
-knows that torch's file is nobody's.
+torch builds and loads an operator under a file named `lock` and waits without end while that file
+is there (torch/utils/file_baton.py). A process that is killed meanwhile leaves it, and every later
+DeepSpeed run on the machine hangs in silence. An flock goes when its holder dies: who holds ours,
+and finds that its last holder had not finished, knows that torch's file is nobody's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _AT_WORK = b"loading\n"
 
 
 def prefer_own_ninja() -> None:
-    """Let torch build with this environment's ninja, active or not: ninjas of two versions each build all anew."""
+    """Let torch build with this environment's ninja, active or not: ninjas of two versions each
+    build all anew.
+    """
     own = Path(sys.executable).parent / "ninja"
     if own.exists() and shutil.which("ninja") != str(own):
         os.environ["PATH"] = f"{own.parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -45,10 +48,13 @@ def load_shared_memory_operator() -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the build folder for this process; remove torch's lock file if its owner, one of ours, was killed."""
+    """Hold the build folder for this process; remove torch's lock file if its owner, one of ours,
+    was killed.
+    """
     descriptor = os.open(folder / "finetune.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: torch's own file has to do
+        # a file system without locks: torch's own file has to do
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.pread(descriptor, len(_AT_WORK), 0) == _AT_WORK and (folder / "lock").exists():
                 logger.warning("%s was left by a process that was killed: removed", folder / "lock")

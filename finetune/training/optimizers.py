@@ -1,8 +1,8 @@
-"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one torch optimizer; and
-those of full fine-tuning beside AdamW.
+"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one
+torch optimizer; and those of full fine-tuning beside AdamW.
 
-Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
-base_train.py); Muon itself is in muon.py.
+Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py
+setup_optimizer and base_train.py); Muon itself is in muon.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from finetune.training.muon import BatchedMuon, NorMuon, evaluated
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
 
-# Rates are given for this width and batch; the decay for this many tokens (12 per parameter at depth 12).
+# Rates are given for this width and batch; the decay for this many tokens (12 per parameter at
+# depth 12).
 REFERENCE_WIDTH = 768
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)
-# The law for the decay was found on models worth more than a tenth of those tokens; smaller ones do not go beyond it.
+# The law for the decay was found on models worth more than a tenth of those tokens; smaller ones do
+# not go beyond it.
 LARGEST_DECAY_FACTOR = 10.0
-# The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv 2409.19913, beta).
+# The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv
+# 2409.19913, beta).
 HORIZON_POWER = 0.32
-LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
+# of a run of a seventy-sixth of the tokens; shorter ones were not measured
+LARGEST_HORIZON_FACTOR = 4.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
@@ -47,13 +51,16 @@ class Rates:
     decay: float
 
 
-def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float) -> Rates:
+def scaled_rates(
+    config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float
+) -> Rates:
     """The rates that the run trains with.
 
-    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, those of AdamW also by
-    (width / 768)^-1/2, the decay by sqrt(B / 2^19) x (reference tokens / horizon), where the horizon is what the model
-    is worth, or the run's tokens if they are more. A run that is shorter than its model is worth has higher rates, by
-    (worth / run)^0.32, but no higher decay: its weights would shrink away before they had learned.
+    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, those of AdamW also
+    by (width / 768)^-1/2, the decay by sqrt(B / 2^19) x (reference tokens / horizon), where the
+    horizon is what the model is worth, or the run's tokens if they are more. A run that is shorter
+    than its model is worth has higher rates, by (worth / run)^0.32, but no higher decay: its
+    weights would shrink away before they had learned.
 
     Args:
         worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
@@ -69,7 +76,10 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
         horizon = min(LARGEST_HORIZON_FACTOR, max(1.0, worth_tokens / run_tokens) ** HORIZON_POWER)
         scale *= batch**config.lr_batch_exponent * horizon
         width_factor = (width / REFERENCE_WIDTH) ** -0.5
-        decay = min(LARGEST_DECAY_FACTOR, math.sqrt(batch) * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
+        decay = min(
+            LARGEST_DECAY_FACTOR,
+            math.sqrt(batch) * REFERENCE_TOKENS / max(worth_tokens, run_tokens),
+        )
     adamw = scale * width_factor
     return Rates(
         matrix=matrix * (scale if config.optimizer in MUONS else adamw),
@@ -83,14 +93,25 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
 def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
     """Every trainable parameter under matrix, head, embedding or vector, in the model's order.
 
-    A head that is tied to the embedding counts as embedding, and so does a table that a block looks tokens up in. A
-    two-dimensional parameter outside the blocks that is neither is a vector's kin: Muon is for the blocks' matrices.
+    A head that is tied to the embedding counts as embedding, and so does a table that a block looks
+    tokens up in. A two-dimensional parameter outside the blocks that is neither is a vector's kin:
+    Muon is for the blocks' matrices.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     layers = model.get_decoder().layers
     blocks = {id(p) for layer in layers for p in layer.parameters()}
-    tables = {id(m.weight) for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
-    kinds: dict[str, list[tuple[str, torch.nn.Parameter]]] = {"matrix": [], "head": [], "embedding": [], "vector": []}
+    tables = {
+        id(m.weight)
+        for layer in layers
+        for m in layer.modules()
+        if isinstance(m, torch.nn.Embedding)
+    }
+    kinds: dict[str, list[tuple[str, torch.nn.Parameter]]] = {
+        "matrix": [],
+        "head": [],
+        "embedding": [],
+        "vector": [],
+    }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -122,21 +143,35 @@ def make_optimizer(
     beta1, beta2 = config.adam_beta1, config.adam_beta2
     groups = {
         "head": {"lr": rates.head, "betas": (beta1, beta2), "weight_decay": HEAD_DECAY},
-        "embedding": {"lr": rates.embedding, "betas": (beta1, EMBEDDING_BETA2), "weight_decay": EMBEDDING_DECAY},
+        "embedding": {
+            "lr": rates.embedding,
+            "betas": (beta1, EMBEDDING_BETA2),
+            "weight_decay": EMBEDDING_DECAY,
+        },
         "vector": {"lr": rates.vector, "betas": (beta1, beta2), "weight_decay": 0.0},
     }
     parts: list[torch.optim.Optimizer] = []
     if config.optimizer in MUONS:
         matrices = {"params": kinds["matrix"], "kind": "matrix"}
-        settings: dict[str, Any] = {"lr": rates.matrix, "weight_decay": rates.decay, "momentum": MOMENTUM_START}
+        settings: dict[str, Any] = {
+            "lr": rates.matrix,
+            "weight_decay": rates.decay,
+            "momentum": MOMENTUM_START,
+        }
         if config.optimizer == "normuon":
             dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
             parts.append(NorMuon([matrices], dtype=dtype, **settings))
         else:
             parts.append(BatchedMuon([matrices], **settings))
     else:
-        groups = {"matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}} | groups
-    adamw = [{"params": kinds[kind], "kind": kind, **group} for kind, group in groups.items() if kinds[kind]]
+        groups = {
+            "matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}
+        } | groups
+    adamw = [
+        {"params": kinds[kind], "kind": kind, **group}
+        for kind, group in groups.items()
+        if kinds[kind]
+    ]
     parts.append(torch.optim.AdamW(adamw, eps=config.adam_epsilon, fused=fused))
     return JointOptimizer(parts)
 
@@ -144,39 +179,52 @@ def make_optimizer(
 def make_small_optimizer(
     name: str, model: PreTrainedModel, groups: list[dict[str, Any]], arguments: TrainingArguments
 ) -> torch.optim.Optimizer:
-    """An optimizer of full fine-tuning with less state than AdamW's 8 bytes a number, at AdamW's learning rates.
+    """An optimizer of full fine-tuning with less state than AdamW's 8 bytes a number, at AdamW's
+    learning rates.
 
     Args:
-        name: adamw-8bit (Dettmers et al. 2021, arXiv:2110.02861; 2 bytes, of vectors 8), adafactor (Shazeer and Stern
-            2018, arXiv:1804.04235; a number for each row and column), or muon (4 bytes for the blocks' matrices; its
-            updates as large as AdamW's, Liu et al. 2025, arXiv:2502.16982).
+        name: adamw-8bit (Dettmers et al. 2021, arXiv:2110.02861; 2 bytes, of vectors 8), adafactor
+            (Shazeer and Stern 2018, arXiv:1804.04235; a number for each row and column), or muon (4
+            bytes for the blocks' matrices; its updates as large as AdamW's, Liu et al. 2025,
+            arXiv:2502.16982).
         groups: parameters with and without weight decay.
     """
     rate, betas = arguments.learning_rate, (arguments.adam_beta1, arguments.adam_beta2)
     if name == "adamw-8bit":
         from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
 
-        eight: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon)
+        eight: torch.optim.Optimizer = AdamW8bit(
+            groups, lr=rate, betas=betas, eps=arguments.adam_epsilon
+        )
         return eight
     if name == "adafactor":
         return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
     matrices = {id(parameter) for _, parameter in parameter_kinds(model)["matrix"]}
     muon, adamw = (
-        [{**group, "params": [p for p in group["params"] if (id(p) in matrices) == of_muon]} for group in groups]
+        [
+            {**group, "params": [p for p in group["params"] if (id(p) in matrices) == of_muon]}
+            for group in groups
+        ]
         for of_muon in (True, False)
     )
     fused = str(arguments.optim).endswith("fused")
     parts = [
         BatchedMuon([g for g in muon if g["params"]], lr=rate, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
-            [g for g in adamw if g["params"]], lr=rate, betas=betas, eps=arguments.adam_epsilon, fused=fused
+            [g for g in adamw if g["params"]],
+            lr=rate,
+            betas=betas,
+            eps=arguments.adam_epsilon,
+            fused=fused,
         ),
     ]
     return JointOptimizer(parts)
 
 
 def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read it there."""
+    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read
+    it there.
+    """
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return torch.tensor(float(step), device=parameter.device if fused else "cpu")
 
@@ -202,15 +250,19 @@ def restored_state(
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> bool:
-    """Let the optimizer's next step be empty where `nonfinite` is 1, which the device finds out by itself.
+    """Let the optimizer's next step be empty where `nonfinite` is 1, which the device finds out by
+    itself.
 
     Returns:
         False for an optimizer that cannot: the host has to look, and wait for the device.
     """
     parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
     for part in parts:
-        # What torch.amp.GradScaler sets where `_step_supports_amp_scaling`: fused Adam kernels return at once.
-        if not isinstance(part, BatchedMuon) and not all(group.get("fused") for group in part.param_groups):
+        # What torch.amp.GradScaler sets where `_step_supports_amp_scaling`: fused Adam kernels
+        # return at once.
+        if not isinstance(part, BatchedMuon) and not all(
+            group.get("fused") for group in part.param_groups
+        ):
             return False
     for part in parts:
         part.found_inf = nonfinite  # type: ignore[attr-defined]
@@ -218,19 +270,24 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> boo
 
 
 def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: float) -> None:
-    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times the rate."""
+    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times
+    the rate.
+    """
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if own:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            group["params"] = [
+                parameter for parameter in group["params"] if id(parameter) not in chosen
+            ]
             optimizer.add_param_group({**group, "params": own, "lr": ratio * group["lr"]})
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one: one list of groups and one state, shared with the parts.
+    """Several optimizers of different parameters as one: one list of groups and one state, shared
+    with the parts.
 
-    So what sets a group's rate or reads a parameter's state (schedulers, accelerate, checkpoints) need not know of
-    them.
+    So what sets a group's rate or reads a parameter's state (schedulers, accelerate, checkpoints)
+    need not know of them.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -261,12 +318,16 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def decay_factor(step: int, total_steps: int) -> float:
-    """Factor on the matrices' weight decay for the update after `step` steps: half a cosine to 0."""
+    """Factor on the matrices' weight decay for the update after `step` steps: half a cosine to
+    0.
+    """
     return 0.5 * (1.0 + math.cos(math.pi * min(step, total_steps) / total_steps))
 
 
 def momentum_at(step: int, total_steps: int, warmdown_ratio: float) -> float:
-    """Muon's momentum for the update after `step` steps: 0.85 to 0.97 in 400 steps, to 0.90 in the warm-down."""
+    """Muon's momentum for the update after `step` steps: 0.85 to 0.97 in 400 steps, to 0.90 in the
+    warm-down.
+    """
     rise = min(step / MOMENTUM_STEPS, 1.0)
     momentum = (1 - rise) * MOMENTUM_START + rise * MOMENTUM_TOP
     warmdown_steps = round(warmdown_ratio * total_steps)
@@ -277,9 +338,16 @@ def momentum_at(step: int, total_steps: int, warmdown_ratio: float) -> float:
 
 
 def set_matrix_schedule(
-    optimizer: torch.optim.Optimizer, step: int, *, total_steps: int, warmdown_ratio: float, decay: float
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    total_steps: int,
+    warmdown_ratio: float,
+    decay: float,
 ) -> None:
-    """Set momentum and decay of the matrices for the next update. A function of the step: nothing is restored."""
+    """Set momentum and decay of the matrices for the next update. A function of the step: nothing
+    is restored.
+    """
     for group in optimizer.param_groups:
         if group["kind"] == "matrix":
             group["weight_decay"] = decay * decay_factor(step, total_steps)

@@ -1,4 +1,6 @@
-"""What fine-tuning knows before a model or a process group exists: tokenizer, samples, global batches."""
+"""What fine-tuning knows before a model or a process group exists: tokenizer, samples, global
+batches.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-# Settings that make a run this run, besides its data and schedule. What only executes it (devices, micro-batch,
-# packing, ZeRO stage, checkpointing) is not among them, and may change when a run is resumed.
+# Settings that make a run this run, besides its data and schedule. What only executes it (devices,
+# micro-batch, packing, ZeRO stage, checkpointing) is not among them, and may change when a run is
+# resumed.
 IDENTITY_SETTINGS = (
     "model",
     "finetuning",
@@ -81,8 +84,12 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     from finetune.modeling import model_config as models
     from finetune.runtime.device import choose_device_type
 
-    model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_model_config(
+        config.model, trust_remote_code=config.trust_remote_code
+    )
+    tokenizer = load_tokenizer(
+        config.model, template=config.template, trust_remote_code=config.trust_remote_code
+    )
     models.check_unquantised(model_config)
     device_type = choose_device_type(config.device_type)
     check_device(config, device_type)
@@ -119,7 +126,9 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
         stages=tuple(stage.until for stage in batches.schedule.stages),
         packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=identity | _identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
+        identity=identity
+        | _identity(config, train, batches)
+        | {"weights": models.weights_identity(config.model)},
         derived=learning.values,
     )
 
@@ -143,7 +152,11 @@ def _global_batches(config: RunConfig, train: Samples) -> GlobalBatches:
     for warning in source_warnings(batches.source_draws()):
         logger.warning("%s", warning)
     for name, samples in batches.unused.items():
-        logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
+        logger.warning(
+            "difficulty %s has weight 0 in every stage: its %d samples are not trained on",
+            name,
+            samples,
+        )
     return batches
 
 
@@ -152,8 +165,8 @@ def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
 
     if config.packing and not can_pack(model_config):
         logger.warning(
-            "documents are not known to stay apart in packed sequences of a %s model: packing is off "
-            "(fix: --packing false)",
+            "documents are not known to stay apart in packed sequences of a %s model: packing is"
+            " off (fix: --packing false)",
             model_config.model_type,
         )
         return False
@@ -161,11 +174,17 @@ def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
 
 
 def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
-    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
+    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has
+    it.
+    """
     kind, _, name = metric.partition("/")
-    if valid is None or not name or kind == "exact_match":  # whether there are answers is seen where they are asked for
+    # whether there are answers is seen where they are asked for
+    if valid is None or not name or kind == "exact_match":
         return
-    if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
+    if (
+        name not in difficulty_names
+        or not (valid.difficulties == difficulty_names.index(name)).any()
+    ):
         raise DataError(
             f"no validation record is of difficulty {name!r}, so no evaluation has {metric}",
             "--best-metric",
@@ -181,15 +200,20 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
     taught = token_ids(config, tokenizer)
     if config.train_tokens == ("auto",):
         named = ", ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in taught)
-        logger.info("train_tokens auto: %s", named or "none found, the tokens that end answers are all trained")
+        logger.info(
+            "train_tokens auto: %s",
+            named or "none found, the tokens that end answers are all trained",
+        )
     if "lm_head" in (*config.lora_target_modules, *config.modules_to_save):
         return
     untrained = untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)) or ()
-    if missing := [token for token in untrained if tokenizer.convert_tokens_to_ids(token) not in taught]:
+    if missing := [
+        token for token in untrained if tokenizer.convert_tokens_to_ids(token) not in taught
+    ]:
         logger.warning(
-            "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "
-            "will not end well (fix: --train-tokens auto, --finetuning full, or --lora-target-modules with lm_head "
-            "among the names)",
+            "%s was never trained in this base model: its head cannot tell it from other unused"
+            " tokens, so answers will not end well (fix: --train-tokens auto, --finetuning full, or"
+            " --lora-target-modules with lm_head among the names)",
             " and ".join(missing),
         )
 
@@ -201,7 +225,9 @@ def token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int
 
     if not config.train_tokens or config.trains_all_weights:
         return []
-    return trained_token_ids(config.model, tokenizer, config.train_tokens, trained_end_ids(tokenizer))
+    return trained_token_ids(
+        config.model, tokenizer, config.train_tokens, trained_end_ids(tokenizer)
+    )
 
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class RunResult:
         steps: optimizer steps done.
         metrics: of the last evaluation and the last logged step.
         first_step: done before this start; None where it did nothing, as the run was finished.
-        output_step: step of the weights that the output is made of; None where there is none, or it was there before.
+        output_step: step of the weights that the output is made of; None where there is none, or it
+            was there before.
     """
 
     output_dir: Path
@@ -49,7 +50,8 @@ class RunResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The logged steps and evaluations of this start, in order, read from the run folder: a week's are many.
+        """The logged steps and evaluations of this start, in order, read from the run folder: a
+        week's are many.
 
         A number that is not finite is None.
         """
@@ -64,20 +66,23 @@ class RunResult:
             if event["event"] == "eval"
         ]
         own = [*(line for line in steps if line["step"] > self.first_step), *evaluations]
-        return sorted(own, key=lambda line: line["step"])  # what is equal stays in order: an evaluation ends its step
+        # what is equal stays in order: an evaluation ends its step
+        return sorted(own, key=lambda line: line["step"])
 
 
 @dataclass(frozen=True)
 class Best:
     """The best evaluation so far: what a checkpoint says of it. NaN or inf never is.
 
-    Of equal values the one with the lower loss is better, so that few answers do not choose the least trained. The
-    evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
+    Of equal values the one with the lower loss is better, so that few answers do not choose the
+    least trained. The evaluation before the first step does not count: there is no checkpoint of
+    it, and nothing trained in one.
 
     Attributes:
         metric: as the log names it.
         value: of the best one; None before the first.
-        loss: validation loss of the best one; None where an older checkpoint does not say: nothing equal is better.
+        loss: validation loss of the best one; None where an older checkpoint does not say: nothing
+            equal is better.
         step: of the best one.
         since: evaluations after it.
         evaluated: step of the last evaluation; None before the first.
@@ -95,12 +100,22 @@ class Best:
     loss: float | None = None
 
     def after(self, step: int, value: float, loss: float, *, higher: bool, keep: bool) -> Best:
-        """With the evaluation of a step, its value and its loss; `higher`: whether a higher value is better."""
+        """With the evaluation of a step, its value and its loss; `higher`: whether a higher value
+        is better.
+        """
         if step == 0:
             return self
         if math.isfinite(value) and math.isfinite(loss) and self._is_worse(value, loss, higher):
             checkpoint = f"checkpoint-{step}" if keep else None
-            return replace(self, value=value, loss=loss, step=step, since=0, evaluated=step, checkpoint=checkpoint)
+            return replace(
+                self,
+                value=value,
+                loss=loss,
+                step=step,
+                since=0,
+                evaluated=step,
+                checkpoint=checkpoint,
+            )
         return replace(self, since=self.since + 1, evaluated=step)
 
     def _is_worse(self, value: float, loss: float, higher: bool) -> bool:
@@ -116,11 +131,16 @@ class Best:
 
     def told(self) -> dict[str, Any]:
         """What an event says of it; nothing before the first."""
-        return {} if self.value is None else {"metric": self.metric, "best": self.value, "best_step": self.step}
+        return (
+            {}
+            if self.value is None
+            else {"metric": self.metric, "best": self.value, "best_step": self.step}
+        )
 
 
 class Evaluations:
-    """Follows the evaluations of a run: saves what is the best, and ends the run when nothing better has come for long.
+    """Follows the evaluations of a run: saves what is the best, and ends the run when nothing
+    better has come for long.
 
     Args:
         higher: whether a higher value of the metric is better.
@@ -128,47 +148,73 @@ class Evaluations:
         patience: evaluations without a better one, after which the run ends; 0: any number.
     """
 
-    def __init__(self, best: Best, context: RunContext, *, higher: bool, keep: bool, patience: int) -> None:
-        self.best, self.context, self.higher, self.keep, self.patience = best, context, higher, keep, patience
+    def __init__(
+        self, best: Best, context: RunContext, *, higher: bool, keep: bool, patience: int
+    ) -> None:
+        self.best = best
+        self.context = context
+        self.higher = higher
+        self.keep = keep
+        self.patience = patience
 
     @property
     def enough(self) -> bool:
         return 0 < self.patience <= self.best.since
 
     def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
-        """Take in an evaluation after so many steps, and tell Trainer what follows of it. Every rank calls."""
-        now = self.best.after(step, metrics[self.best.metric], metrics["eval_loss"], higher=self.higher, keep=self.keep)
-        self.best = Best(**self.context.control.share(now.facts()))  # one decision, however the ranks round
+        """Take in an evaluation after so many steps, and tell Trainer what follows of it. Every
+        rank calls.
+        """
+        now = self.best.after(
+            step,
+            metrics[self.best.metric],
+            metrics["eval_loss"],
+            higher=self.higher,
+            keep=self.keep,
+        )
+        # one decision, however the ranks round
+        self.best = Best(**self.context.control.share(now.facts()))
         if self.keep and step and self.best.step == step:
             flow.should_save = True
         if self.enough and step < self.context.total_steps:
-            logger.info("step %d: the last %d evaluations were not better: the run ends", step, self.best.since)
-            self.context.runlog.event("early_stop", step=step, evaluations=self.best.since, **self.best.told())
+            logger.info(
+                "step %d: the last %d evaluations were not better: the run ends",
+                step,
+                self.best.since,
+            )
+            self.context.runlog.event(
+                "early_stop", step=step, evaluations=self.best.since, **self.best.told()
+            )
             flow.should_save = flow.should_training_stop = True
 
 
 def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None = None) -> Best:
-    """What a checkpoint's facts say of the best evaluation; the beginning where they are of another metric or data."""
+    """What a checkpoint's facts say of the best evaluation; the beginning where they are of another
+    metric or data.
+    """
     found = (metadata or {}).get("best") or {}
     names = {each.name for each in fields(Best)}
     if found.get("metric") != metric:
         return Best(metric, data=data)
     if data is not None and found.get("data") not in (None, data):
         logger.warning(
-            "the validation data, or what is asked of it, is another than before: the best is looked for anew"
+            "the validation data, or what is asked of it, is another than before: the best is"
+            " looked for anew"
         )
         return Best(metric, data=data)
     return replace(Best(**{name: found[name] for name in names & found.keys()}), data=data)
 
 
 def ended_early(config: BaseConfig, metadata: Mapping[str, Any], step: int) -> bool:
-    """Whether a finished run ended with its newest checkpoint, of this step, because nothing better had come for long.
+    """Whether a finished run ended with its newest checkpoint, of this step, because nothing better
+    had come for long.
 
     Args:
         metadata: the checkpoint's facts.
     """
     best = read_best(config.followed_metric, metadata)
-    # Where a signal came before the step's evaluation, that followed the checkpoint, and was not better: the run ended.
+    # Where a signal came before the step's evaluation, that followed the checkpoint, and was not
+    # better: the run ended.
     late = best.evaluated not in (None, step)
     return 0 < config.early_stopping <= best.since + late
 

@@ -53,15 +53,17 @@ def decide_resume(
 ) -> Resume | None:
     """What to do with what is in the output folder. None: this run is finished already.
 
-    Checkpoints are looked at by names, sizes and manifest; their content is for the ranks to read once they have met,
-    each its share (Session.agree_on_run).
+    Checkpoints are looked at by names, sizes and manifest; their content is for the ranks to read
+    once they have met, each its share (Session.agree_on_run).
 
     Args:
         damaged: names of checkpoints whose content was found changed, with the reason.
-        is_enough: whether a finished run ended with a checkpoint of these facts and step, before its last step.
+        is_enough: whether a finished run ended with a checkpoint of these facts and step, before
+            its last step.
 
     Raises:
-        StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
+        StateError: the folder holds another run or foreign files; the checkpoint asked for is
+            broken or another run's.
     """
     if resume not in ("auto", "never"):
         return _resume_path(Path(resume), output_dir, identity, allow_change, damaged or {})
@@ -79,34 +81,43 @@ def decide_resume(
     _refuse_unread([path for path, _ in skipped])
     status = describe_folder(output_dir).status or {}
     step = step_in(folder)
-    if status.get("state") == "done" and (step >= total_steps or is_enough(metadata_of(folder), step)):
+    if status.get("state") == "done" and (
+        step >= total_steps or is_enough(metadata_of(folder), step)
+    ):
         return None
     reasons = tuple((path.name, why) for path, why in skipped)
     return Resume(folder, step, changed=bool(found), skipped=reasons)
 
 
 def _refuse_unread(skipped: list[Path]) -> None:
-    """A mount or disk that fails says nothing about a checkpoint; to go back to an older one would lose its steps."""
+    """A mount or disk that fails says nothing about a checkpoint; to go back to an older one would
+    lose its steps.
+    """
     for folder in skipped:
         validity = verify(folder, hashes=False)
         if validity.unread:
             raise StateError(
                 f"{folder.name} cannot be read: {validity.why}",
                 str(folder.parent),
-                "see to this machine's mount or the disk and start again; to go on from an older checkpoint, move this "
-                "one away",
+                "see to this machine's mount or the disk and start again; to go on from an older"
+                " checkpoint, move this one away",
             )
 
 
 def _resume_path(
-    folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool, damaged: Mapping[str, str]
+    folder: Path,
+    output_dir: Path,
+    identity: dict[str, Any],
+    allow_change: bool,
+    damaged: Mapping[str, str],
 ) -> Resume:
     validity = verify(folder, hashes=False)
     if not validity.valid or folder.name in damaged:
         raise StateError(
             f"the checkpoint is not valid: {damaged.get(folder.name, validity.why)}",
             str(folder),
-            "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
+            "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the"
+            " newest",
         )
     saved = (validity.manifest or {}).get("metadata", {}).get("identity", {})
     found = differences(saved, identity)
@@ -126,8 +137,8 @@ def _refuse_differences(found: list[Difference], where: str, allow_change: bool)
     raise StateError(
         f"this is not the run in the folder:\n{format_differences(found)}",
         where,
-        "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
-        "changed, on your own account, with --allow-data-change",
+        "choose another --output-dir for a new run; give the old values to continue the old one; or"
+        " continue it changed, on your own account, with --allow-data-change",
     )
 
 
@@ -138,7 +149,8 @@ def metadata_of(folder: Path | None) -> dict[str, Any]:
 
 
 def identity_begun(output_dir: Path, resume: str) -> dict[str, Any]:
-    """The identity of the run that would go on; empty where one would begin. What is wrong with it is said later.
+    """The identity of the run that would go on; empty where one would begin. What is wrong with it
+    is said later.
 
     Args:
         resume: auto, never, or the folder of a checkpoint.

@@ -1,15 +1,22 @@
-"""A run from the command line (or from Python) to its exit code, whatever it trains. The steps, in order:
+"""A run from the command line (or from Python) to its exit code, whatever it trains. The steps, in
+order:
 
 1. `run_command` or `run_config`: resolve the settings (config/resolution.py)
 2. `_check`: what can be seen without torch: paths, packages, the environment
-3. the kind's `prepare` (prepare_sft.py, pretraining/prepare.py): tokenizer, samples, the list of global batches
-4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong is refused
-5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and `agree_on_run`
-6. the kind's `build_trainer` (build_sft.py, pretraining/build.py): model, executor, trainer, checkpointer
-7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
+3. the kind's `prepare` (prepare_sft.py, pretraining/prepare.py): tokenizer, samples, the list of
+  global batches
+4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong
+  is refused
+5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and
+  `agree_on_run`
+6. the kind's `build_trainer` (build_sft.py, pretraining/build.py): model, executor, trainer,
+  checkpointer
+7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the
+  output, the status
 8. `_exit_code`
 
-A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py, finetune/dpo.py).
+A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py,
+finetune/dpo.py).
 """
 
 from __future__ import annotations
@@ -30,7 +37,12 @@ from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
-from finetune.runtime.launch_environment import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
+from finetune.runtime.launch_environment import (
+    LaunchWorld,
+    launch_world,
+    prepare_environment,
+    probe_torch_npu,
+)
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_log import setup_console, success
@@ -41,8 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-# An elastic launcher ends all workers as soon as one has exited. Where all are refused, local rank 0 prints why and the
-# others wait so long, that it is heard. Who is there still was refused alone, or has no such launcher: it says why.
+# An elastic launcher ends all workers as soon as one has exited. Where all are refused, local rank
+# 0 prints why and the others wait so long, that it is heard. Who is there still was refused alone,
+# or has no such launcher: it says why.
 QUIET_RANK_SECONDS = 3.0
 
 
@@ -69,7 +82,8 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file.
 
     Args:
-        config: of the kind that its `kind` names; else that its class or its names tell; else fine-tuning.
+        config: of the kind that its `kind` names; else that its class or its names tell; else
+            fine-tuning.
 
     Returns:
         The output folder, state, steps and metrics.
@@ -78,7 +92,8 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
         FinetuneError: with what is wrong, where, and the fix.
 
     >>> import finetune
-    >>> result = finetune.run({"model": "data_samples/tiny-qwen3", "data": "data_samples/train.jsonl",
+    >>> result = finetune.run({"model": "data_samples/tiny-qwen3",
+    ...                        "data": "data_samples/train.jsonl",
     ...                        "output_dir": "runs/example", "max_steps": 2, "device_type": "cpu"})
     >>> result.state, result.steps, sorted(result.metrics)[:2]
     ('done', 2, ['grad_norm', 'learning_rate'])
@@ -97,7 +112,9 @@ def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Pat
 
 @contextlib.contextmanager
 def _unchanged_environment() -> Iterator[None]:
-    """Put the environment back as it was: another run in this process must not take our RANK for a launcher's."""
+    """Put the environment back as it was: another run in this process must not take our RANK for a
+    launcher's.
+    """
     before = dict(os.environ)
     try:
         yield
@@ -128,16 +145,26 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     derived = getattr(data, "derived", {})
     config = config.model_copy(update=derived)
     # Who generates stands above training, and is handed to it.
-    ask = kind.load(kind.ask)(config, data) if kind.ask and getattr(config, "eval_generate", None) else None
+    ask = (
+        kind.load(kind.ask)(config, data)
+        if kind.ask and getattr(config, "eval_generate", None)
+        else None
+    )
     total_steps = data.batches.total_steps
     check_evaluated(config, total_steps)
-    session = _make_session(config, world, data, config_yaml=to_yaml(resolved.config.model_copy(update=derived)))
+    session = _make_session(
+        config, world, data, config_yaml=to_yaml(resolved.config.model_copy(update=derived))
+    )
     if session.start is None:
         folder = session.output_dir
-        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", folder)
+        logger.info(
+            "this run is finished: %s holds its output; choose another --output-dir for a new run",
+            folder,
+        )
         return RunResult(folder, "done", total_steps)
     with session:
-        # The libraries that build a model take seconds to load; a locked or foreign folder is refused before that.
+        # The libraries that build a model take seconds to load; a locked or foreign folder is
+        # refused before that.
         with _collector_paused():
             import_bitsandbytes()  # transformers' Trainer imports peft
             from finetune.training.execute import train_and_save
@@ -148,12 +175,16 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             config = _choose_execution(
                 config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
             )
-            trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
+            trainer = build_trainer(
+                config, world, data, session.start, session, device_type=device_type, dtype=dtype
+            )
             trainer.ask = ask
             return train_and_save(trainer, session)
 
 
-def _make_session(config: BaseConfig, world: LaunchWorld, data: Any, *, config_yaml: str) -> Session:
+def _make_session(
+    config: BaseConfig, world: LaunchWorld, data: Any, *, config_yaml: str
+) -> Session:
     """Where the run starts, and its folder.
 
     Args:
@@ -185,9 +216,15 @@ def _make_session(config: BaseConfig, world: LaunchWorld, data: Any, *, config_y
 
 
 def _choose_execution(
-    config: BaseConfig, kind: RunKind, world: LaunchWorld, data: Any, session: Session, device_type: str
+    config: BaseConfig,
+    kind: RunKind,
+    world: LaunchWorld,
+    data: Any,
+    session: Session,
+    device_type: str,
 ) -> BaseConfig:
-    """The configuration with numbers where it says auto, by the memory that is free now; the same on every rank.
+    """The configuration with numbers where it says auto, by the memory that is free now; the same
+    on every rank.
 
     Args:
         data: what the kind's `prepare` returned.
@@ -200,7 +237,10 @@ def _choose_execution(
     if not open_settings(config):
         return config
     host = HostMeter().look()
-    free = (devices.free_memory_bytes(device_type, world.local_rank), host.memory_total_bytes - host.memory_used_bytes)
+    free = (
+        devices.free_memory_bytes(device_type, world.local_rank),
+        host.memory_total_bytes - host.memory_used_bytes,
+    )
     of_devices, of_hosts = zip(*session.control.gather(free), strict=True)
     cluster = Cluster(
         nodes=max(1, world.world_size // world.local_world_size),
@@ -211,11 +251,15 @@ def _choose_execution(
         peak_flops=devices.capabilities(device_type).peak_flops,
     )
     samples = getattr(data, "train", None)  # where a kind names them so, their lengths are known
-    tokens = None if samples is None else float(samples.lengths.mean()) * data.batches.global_batch_size
+    tokens = (
+        None if samples is None else float(samples.lengths.mean()) * data.batches.global_batch_size
+    )
     noted = session.out_of_memory_note() is not None
     try:
         shape, workload = kind.load(kind.shape)(config), kind.load(kind.workload)
-        chosen = choose_execution(config, shape, cluster, step_tokens=tokens, out_of_memory=noted, workload=workload)
+        chosen = choose_execution(
+            config, shape, cluster, step_tokens=tokens, out_of_memory=noted, workload=workload
+        )
     except ConfigError as error:  # a model whose sizes the planner cannot read
         logger.info("no plan can be made of this model: %s", error.what)
         chosen = most_sparing(config, device_type)
@@ -226,8 +270,8 @@ def _choose_execution(
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """While libraries are imported: they make a million objects that stay, and looking for garbage among them, again
-    and again, is a fifth of the time that the imports take.
+    """While libraries are imported: they make a million objects that stay, and looking for garbage
+    among them, again and again, is a fifth of the time that the imports take.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -239,11 +283,17 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _check(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> None:
-    """Say what was noted while resolving, prepare the environment, and refuse what can be seen to be wrong."""
+    """Say what was noted while resolving, prepare the environment, and refuse what can be seen to
+    be wrong.
+    """
     config = resolved.config
     for note in resolved.notes:
         probably_wrong = note.startswith("warning: ")
-        logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
+        logger.log(
+            logging.WARNING if probably_wrong else logging.INFO,
+            "%s",
+            note.removeprefix("warning: "),
+        )
     probe_torch_npu()
     for line in prepare_environment(
         world,
@@ -273,7 +323,9 @@ def _missing_packages(config: BaseConfig) -> list[FinetuneError]:
 
 
 def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
-    """Run, and turn the outcome into an exit code; known errors become a message without a traceback."""
+    """Run, and turn the outcome into an exit code; known errors become a message without a
+    traceback.
+    """
     try:
         result = run()
     except FinetuneError as error:

@@ -1,9 +1,10 @@
-"""A run as a process: its folder, lock, logs and process group, and how it ends. The same for every kind of run.
+"""A run as a process: its folder, lock, logs and process group, and how it ends. The same for every
+kind of run.
 
-The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes the lock (rank 0);
-`process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0 holds the folder, checks that all have
-the same run, reads the checkpoint to resume from, and writes the first files; `finish` writes how it ended, or
-`__exit__` where it failed.
+The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes
+the lock (rank 0); `process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0
+holds the folder, checks that all have the same run, reads the checkpoint to resume from, and writes
+the first files; `finish` writes how it ended, or `__exit__` where it failed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from finetune.runtime import device as devices
 from finetune.runtime.launch_environment import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
-from finetune.storage.run_folder import RunLock, RunState, SampleLog, list_anew, write_identity, write_status
+from finetune.storage.run_folder import (
+    RunLock,
+    RunState,
+    SampleLog,
+    list_anew,
+    write_identity,
+    write_status,
+)
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
 from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared
 from finetune.training.control import Control
@@ -37,11 +45,12 @@ OUT_OF_MEMORY_NAME = "oom.json"
 
 
 class Session:
-    """Everything a run holds while it works; enters after every check has passed, so that a refused run writes nothing.
+    """Everything a run holds while it works; enters after every check has passed, so that a refused
+    run writes nothing.
 
     Args:
-        decide: says where the run starts, given the names of damaged checkpoints with the reason (see
-            resume.decide_resume); called again where the folder changed meanwhile.
+        decide: says where the run starts, given the names of damaged checkpoints with the reason
+            (see resume.decide_resume); called again where the folder changed meanwhile.
 
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
@@ -62,12 +71,16 @@ class Session:
         decide: Callable[[Mapping[str, str]], Resume | None],
         log_samples: bool,
     ) -> None:
-        self.output_dir, self.world, self._decide = output_dir, world, decide
+        self.output_dir = output_dir
+        self.world = world
+        self._decide = decide
         # Before deciding: a checkpoint that appears in between must make them differ.
         self._checkpoints_seen = self._checkpoint_names()
         self._damaged: dict[str, str] = {}
         self.start = decide(self._damaged)
-        self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
+        self._identity = identity
+        self._config_yaml = config_yaml
+        self._log_samples = log_samples
         self._stack = contextlib.ExitStack()
         self._begun = False
         self.runlog = RunLog(None)
@@ -77,20 +90,27 @@ class Session:
     def __enter__(self) -> Session:
         with contextlib.ExitStack() as stack:
             if self.world.is_main:
-                # The lock before everything: what follows changes the folder, and removes what looks abandoned.
+                # The lock before everything: what follows changes the folder, and removes what
+                # looks abandoned.
                 stack.enter_context(RunLock(self.output_dir))
                 list_anew(self.output_dir)
                 self._decide_again()
                 self._copy_log(stack)
-            # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
+            # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or
+            # be refused it.
             self._stack = stack.pop_all()
         return self
 
     def _checkpoint_names(self) -> list[str]:
-        return [folder.name for folder in list_checkpoints(self.output_dir)] if self.output_dir.is_dir() else []
+        return (
+            [folder.name for folder in list_checkpoints(self.output_dir)]
+            if self.output_dir.is_dir()
+            else []
+        )
 
     def _decide_again(self) -> Resume:
-        """The run that held the folder may have saved while this one waited for it, and ranks look at different times.
+        """The run that held the folder may have saved while this one waited for it, and ranks look
+        at different times.
 
         Raises:
             StateError: it is finished meanwhile.
@@ -99,21 +119,33 @@ class Session:
             self.start = self._decide(self._damaged)
         if self.start is None:
             raise StateError(
-                "another process finished this run meanwhile", str(self.output_dir), "nothing is left to do"
+                "another process finished this run meanwhile",
+                str(self.output_dir),
+                "nothing is left to do",
             )
         self.steps_done = self.start.step
         return self.start
 
     def out_of_memory_note(self) -> dict[str, Any] | None:
-        """The last out-of-memory note, the same on every rank: of nodes that share the folder some may not see it yet.
+        """The last out-of-memory note, the same on every rank: of nodes that share the folder some
+        may not see it yet.
 
         Every rank must call, after `agree_on_run`.
         """
-        notes = [note for note in self.control.gather(read_out_of_memory(self.output_dir)) if note is not None]
-        return min(notes, key=lambda note: note.get("token_budget") or note.get("samples_per_row") or 0, default=None)
+        notes = [
+            note
+            for note in self.control.gather(read_out_of_memory(self.output_dir))
+            if note is not None
+        ]
+        return min(
+            notes,
+            key=lambda note: note.get("token_budget") or note.get("samples_per_row") or 0,
+            default=None,
+        )
 
     def _set_aside_later_checkpoints(self, start: Resume) -> None:
-        """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are another training's.
+        """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are
+        another training's.
 
         The run will come to their steps again and must not find its own work done there.
         """
@@ -126,7 +158,8 @@ class Session:
                 set_aside(folder, f"the run resumes from step {start.step}")
 
     def agree_on_run(self, timeout_seconds: int) -> None:
-        """The process group exists, so rank 0 holds the folder: other ranks may look at it and write logs into it.
+        """The process group exists, so rank 0 holds the folder: other ranks may look at it and
+        write logs into it.
 
         Args:
             timeout_seconds: the process group's, which agreement between ranks has as well.
@@ -137,8 +170,9 @@ class Session:
         self.control = Control(self.world.world_size, timeout_seconds)
         if not self.world.is_main:
             self._copy_log(self._stack)
-        # Ranks plan without communication: two nodes with different files would train on different batches, in silence.
-        # Where the model lies may differ from node to node; which it is stands in "weights".
+        # Ranks plan without communication: two nodes with different files would train on different
+        # batches, in silence. Where the model lies may differ from node to node; which it is stands
+        # in "weights".
         named = {"model"} if "weights" in self._identity else set()
         facts = {name: value for name, value in self._identity.items() if name not in named}
         self._see_the_same_checkpoints()
@@ -152,36 +186,44 @@ class Session:
             self._begin(start)
 
     def _see_the_same_checkpoints(self) -> None:
-        """Wait until all ranks do: of nodes that share the folder over a network, one may see those of a minute ago."""
+        """Wait until all ranks do: of nodes that share the folder over a network, one may see those
+        of a minute ago.
+        """
         for _ in range(int(SEEN_WITHIN_SECONDS)):
-            if self.control.have_one(self._checkpoint_names()) or not self.control.any(is_shared(self.output_dir)):
+            if self.control.have_one(self._checkpoint_names()) or not self.control.any(
+                is_shared(self.output_dir)
+            ):
                 return
             time.sleep(1.0)
 
     def problem_in(self, checkpoint: Path) -> str | None:
-        """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
+        """What is wrong with the content of a checkpoint; the same on every rank, which all read
+        their share of it.
 
         Every rank must call.
 
-        16 ranks that each read all of a 32B model's state would read 6 TB. What a rank will load is in its share.
+        16 ranks that each read all of a 32B model's state would read 6 TB. What a rank will load is
+        in its share.
         """
         share = partial(verify, checkpoint, reader=self.world.rank, readers=self.world.world_size)
         mine = self.control.together(share).result()
         everyone = self.control.gather([mine.why, mine.unread])
         for rank, (why, unread) in enumerate(everyone):
-            # A mount that failed on one node says nothing about the checkpoint, and going back would lose steps.
+            # A mount that failed on one node says nothing about the checkpoint, and going back
+            # would lose steps.
             if unread:
                 raise StateError(
                     f"rank {rank} cannot read the checkpoint: {why}",
                     str(checkpoint),
-                    "see to that node's mount or the disk and start again; to go on from an older checkpoint, move "
-                    "this one away",
+                    "see to that node's mount or the disk and start again; to go on from an older"
+                    " checkpoint, move this one away",
                 )
         return next((str(why) for why, _ in everyone if why), None)
 
     def _begin(self, start: Resume) -> None:
         """Write the first files: nothing can be refused any more."""
-        # The identity before all: without it, what a kill leaves would be a foreign folder, refused.
+        # The identity before all: without it, what a kill leaves would be a foreign folder,
+        # refused.
         write_identity(self.output_dir, self._identity)
         self._begun = True
         durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
@@ -214,18 +256,27 @@ class Session:
         """Write how the run ended, with the code that the process ends with; on rank 0.
 
         Args:
-            told: further facts for the event: most memory of each rank, what was planned, the best evaluation.
+            told: further facts for the event: most memory of each rank, what was planned, the best
+                evaluation.
         """
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             write_status(self.output_dir, state, code, step=step, **facts)
             self.runlog.event("end", state=state, exit_code=code, step=step, **(told or {}))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+    ) -> None:
         if error is not None:
-            # Errors of others often begin with the offending value alone, so their type goes with them.
-            text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
-            logger.error("%s", text, extra=LOG_FILE_ONLY)  # the console gets it when the process ends
+            # Errors of others often begin with the offending value alone, so their type goes with
+            # them.
+            text = (
+                str(error)
+                if isinstance(error, FinetuneError)
+                else f"{type(error).__name__}: {error}"
+            )
+            # the console gets it when the process ends
+            logger.error("%s", text, extra=LOG_FILE_ONLY)
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
             try:
@@ -239,7 +290,8 @@ class Session:
 def process_group(
     device_type: str, world: LaunchWorld, timeout_seconds: int, backend: str | None = None
 ) -> Iterator[None]:
-    """The process group of the run, if it has several processes; torn down with a barrier, so that none aborts.
+    """The process group of the run, if it has several processes; torn down with a barrier, so that
+    none aborts.
 
     One that exists is used and left alone.
 
@@ -248,16 +300,19 @@ def process_group(
     """
     import torch.distributed as dist
 
-    # Here and not by TrainingArguments, which uses one that exists: it passes no timeout on for a CPU run
-    # (transformers 5.23, _setup_devices), and the group would have torch's 30 minutes whatever was asked for.
+    # Here and not by TrainingArguments, which uses one that exists: it passes no timeout on for a
+    # CPU run (transformers 5.23, _setup_devices), and the group would have torch's 30 minutes
+    # whatever was asked for.
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
         dist.init_process_group(
-            backend or devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds)
+            backend or devices.DEVICE_KINDS[device_type].backend,
+            timeout=timedelta(seconds=timeout_seconds),
         )
     try:
         yield
-        # Only after a good end: a rank that fails must not wait for peers that are stuck in a collective.
+        # Only after a good end: a rank that fails must not wait for peers that are stuck in a
+        # collective.
         if dist.is_initialized() and world.world_size > 1:
             dist.barrier()
     finally:
@@ -269,8 +324,8 @@ def process_group(
 
 def _forget_accelerate() -> None:
     """Reset accelerate's shared state, so that another run in this process starts clean."""
-    # Its classes keep their state in class attributes: device, number of processes and DeepSpeed of the first run would
-    # be those of every later one.
+    # Its classes keep their state in class attributes: device, number of processes and DeepSpeed of
+    # the first run would be those of every later one.
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -278,12 +333,15 @@ def _forget_accelerate() -> None:
 
 
 def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
-    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row", "error"}`."""
+    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row",
+    "error"}`.
+    """
     path = output_dir / OUT_OF_MEMORY_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def write_out_of_memory(output_dir: Path, rank: int, **facts: Any) -> None:
-    # Whole or not at all: several ranks may run out of memory at once, and a launcher kills the others meanwhile.
+    # Whole or not at all: several ranks may run out of memory at once, and a launcher kills the
+    # others meanwhile.
     content = (json.dumps(facts) + "\n").encode()
     durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, content, writer=f".{rank}")

@@ -1,4 +1,6 @@
-"""The curriculum: exact counts at every prefix, the choice of a schedule with its messages, and `curriculum show`."""
+"""The curriculum: exact counts at every prefix, the choice of a schedule with its messages, and
+`curriculum show`.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,50 @@ from hypothesis import strategies as st
 from rich.console import Console
 from schedules import GUIDE, exact_targets, schedules
 
-from finetune.batching.curriculum import Schedule, Stage, build_schedule, choose_schedule, plan_counts, uniform_schedule
+from finetune.batching.curriculum import (
+    Schedule,
+    Stage,
+    build_schedule,
+    choose_schedule,
+    plan_counts,
+    uniform_schedule,
+)
 from finetune.commands.curriculum import command
 from finetune.errors import ConfigError, DataError, FinetuneError
 
-# Largest fractions first runs into a corner with these: too many levels must stay up, and too few can go up.
+# Largest fractions first runs into a corner with these: too many levels must stay up, and too few
+# can go up.
 TOO_MANY_UP = Schedule(
-    tuple("abcdef"), (Stage(0.075, (0, 3, 4, 6, 0, 0)), Stage(0.25, (1, 0, 9, 0, 0, 8)), Stage(1.0, (0, 0, 0, 3, 0, 0)))
+    tuple("abcdef"),
+    (
+        Stage(0.075, (0, 3, 4, 6, 0, 0)),
+        Stage(0.25, (1, 0, 9, 0, 0, 8)),
+        Stage(1.0, (0, 0, 0, 3, 0, 0)),
+    ),
 )
-TOO_FEW_UP = Schedule(tuple("abcdefg"), (Stage(0.5, (1, 1, 1, 0, 0, 1, 1)), Stage(1.0, (1, 1, 3, 0, 0, 0, 0))))
+TOO_FEW_UP = Schedule(
+    tuple("abcdefg"), (Stage(0.5, (1, 1, 1, 0, 0, 1, 1)), Stage(1.0, (1, 1, 3, 0, 0, 0, 0)))
+)
 
 
 def check_plan(schedule: Schedule, total_steps: int, global_batch_size: int) -> Fraction:
-    """Assert all that a plan promises against exact targets; returns the largest error, in samples."""
+    """Assert all that a plan promises against exact targets; returns the largest error, in
+    samples.
+    """
     counts = plan_counts(schedule, total_steps, global_batch_size)
     assert counts.dtype == np.int64 and counts.shape == (total_steps, len(schedule.difficulties))
     assert (counts >= 0).all()
     assert (counts.sum(axis=1) == global_batch_size).all()
     worst, before = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
     targets = exact_targets(schedule, total_steps, global_batch_size)
-    for step, (drawn, target) in enumerate(zip(np.cumsum(counts, axis=0).tolist(), targets, strict=True)):
+    for step, (drawn, target) in enumerate(
+        zip(np.cumsum(counts, axis=0).tolist(), targets, strict=True)
+    ):
         worst = max(worst, *(abs(a - b) for a, b in zip(drawn, target, strict=True)))
         for difficulty, (old, new) in enumerate(zip(before, target, strict=True)):
-            assert new > old or counts[step, difficulty] == 0, f"level {difficulty} has weight 0 in step {step}"
+            assert new > old or counts[step, difficulty] == 0, (
+                f"level {difficulty} has weight 0 in step {step}"
+            )
         before = target
     assert worst < 1
     return worst
@@ -93,11 +116,17 @@ def test_the_guides_stages_are_exact(steps: int, batch: int) -> None:
         assert np.abs(drawn - exact).max() < 2  # the difference of two prefixes
     assert counts[: round(0.3 * steps), 2].sum() == 0
     if steps * batch % 40 == 0:
-        assert (counts.sum(axis=0) * 40).tolist() == [19 * steps * batch, 13 * steps * batch, 8 * steps * batch]
+        assert (counts.sum(axis=0) * 40).tolist() == [
+            19 * steps * batch,
+            13 * steps * batch,
+            8 * steps * batch,
+        ]
 
 
 def test_the_guides_largest_error_is_well_below_a_sample() -> None:
-    assert max(check_plan(GUIDE, 100, batch) for batch in (1, 2, 3, 4, 7, 8, 16, 32)) <= Fraction(2, 3)
+    assert max(check_plan(GUIDE, 100, batch) for batch in (1, 2, 3, 4, 7, 8, 16, 32)) <= Fraction(
+        2, 3
+    )
 
 
 def test_a_boundary_inside_a_step_counts_for_its_part() -> None:
@@ -106,7 +135,8 @@ def test_a_boundary_inside_a_step_counts_for_its_part() -> None:
 
 
 def test_a_decimal_boundary_is_the_decimal() -> None:
-    # 0.07 x 100 is 7.000000000000001 in binary: the eighth step must still be free of the first level.
+    # 0.07 x 100 is 7.000000000000001 in binary: the eighth step must still be free of the first
+    # level.
     schedule = Schedule(("a", "b"), (Stage(0.07, (1, 0)), Stage(1.0, (0, 1))))
     counts = plan_counts(schedule, 100, 4)
     assert counts[:7].tolist() == [[4, 0]] * 7
@@ -139,7 +169,10 @@ def test_stage_of_a_step_is_that_of_its_middle() -> None:
 
 
 def test_the_unit_of_weights_does_not_matter() -> None:
-    fractions = Schedule(GUIDE.difficulties, tuple(Stage(s.until, tuple(w / 100 for w in s.mix)) for s in GUIDE.stages))
+    fractions = Schedule(
+        GUIDE.difficulties,
+        tuple(Stage(s.until, tuple(w / 100 for w in s.mix)) for s in GUIDE.stages),
+    )
     assert fractions.canonical() == GUIDE.canonical()
     assert np.array_equal(plan_counts(fractions, 77, 13), plan_counts(GUIDE, 77, 13))
 
@@ -191,7 +224,12 @@ def test_several_problems_are_reported_together() -> None:
 def config_like(**changes: object) -> SimpleNamespace:
     curriculum = SimpleNamespace(levels=GUIDE.difficulties, stages=GUIDE.stages)
     return SimpleNamespace(
-        **{"use_curriculum": True, "difficulty_field": "difficulty", "curriculum": curriculum, **changes}
+        **{
+            "use_curriculum": True,
+            "difficulty_field": "difficulty",
+            "curriculum": curriculum,
+            **changes,
+        }
     )
 
 
@@ -204,9 +242,13 @@ def test_enough_rows_of_each_level_are_silent(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("field", ["difficulty", "niveau"])
-def test_no_level_anywhere_is_one_warning_and_uniform(caplog: pytest.LogCaptureFixture, field: str) -> None:
+def test_no_level_anywhere_is_one_warning_and_uniform(
+    caplog: pytest.LogCaptureFixture, field: str
+) -> None:
     with caplog.at_level(logging.WARNING, logger="finetune"):
-        schedule, ids = build_schedule(config_like(difficulty_field=field), np.full(50, -1, dtype=np.int16))
+        schedule, ids = build_schedule(
+            config_like(difficulty_field=field), np.full(50, -1, dtype=np.int16)
+        )
     assert schedule == uniform_schedule()
     assert ids.tolist() == [0] * 50
     assert len(caplog.records) == 1
@@ -214,7 +256,9 @@ def test_no_level_anywhere_is_one_warning_and_uniform(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("difficulties", [[-1, -1], [0, 1], [0, -1]])
-def test_without_curriculum_it_is_uniform_and_silent(caplog: pytest.LogCaptureFixture, difficulties: list[int]) -> None:
+def test_without_curriculum_it_is_uniform_and_silent(
+    caplog: pytest.LogCaptureFixture, difficulties: list[int]
+) -> None:
     schedule, ids = build_schedule(config_like(use_curriculum=False), np.array(difficulties))
     assert schedule == uniform_schedule()
     assert ids.tolist() == [0, 0]
@@ -249,7 +293,11 @@ def test_short_levels_are_warned_about_with_their_numbers() -> None:
     warnings = choose_schedule(config_like(), np.repeat([0, 1, 2], [999, 1000, 7]))[2]
     assert len(warnings) == 1
     assert "fewer than 1,000" in warnings[0]
-    assert "'explain' has 999" in warnings[0] and "'topology' has 7" in warnings[0] and "reasoning" not in warnings[0]
+    assert (
+        "'explain' has 999" in warnings[0]
+        and "'topology' has 7" in warnings[0]
+        and "reasoning" not in warnings[0]
+    )
 
 
 def test_no_samples_are_refused() -> None:
@@ -275,7 +323,9 @@ def test_report_names_rows_that_are_never_used() -> None:
     schedule = Schedule(("a", "b"), (Stage(1.0, (1, 0)),))
     report = command.report_curriculum(schedule, np.array([100, 50]), 10, 5)
     assert report.passes == (0.5, 0.0)
-    assert report.warnings == ("difficulty 'b' has weight 0 in every stage: its 50 records are not trained on",)
+    assert report.warnings == (
+        "difficulty 'b' has weight 0 in every stage: its 50 records are not trained on",
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2, 59, 60, 61, 1000])
@@ -311,9 +361,13 @@ def show(data: Path, *more: str) -> list[str]:
     return ["show", "--model", "some/model", "--data", str(data), "--output-dir", "unused", *more]
 
 
-def test_show_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    data = write_rows(tmp_path / "rows.jsonl", ["explain"] * 60 + ["reasoning"] * 30 + ["topology"] * 10)
+    data = write_rows(
+        tmp_path / "rows.jsonl", ["explain"] * 60 + ["reasoning"] * 30 + ["topology"] * 10
+    )
     assert command.main(show(data, "--global-batch-size", "10", "--num-epochs", "2", "--json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["total_steps"] == 20
@@ -328,9 +382,13 @@ def test_show_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypa
 
 
 def test_show_lists_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    first = write_rows(tmp_path / "first.jsonl", ["explain"] * 60 + ["reasoning"] * 30 + ["topology"] * 10)
+    first = write_rows(
+        tmp_path / "first.jsonl", ["explain"] * 60 + ["reasoning"] * 30 + ["topology"] * 10
+    )
     second = write_rows(tmp_path / "second.jsonl", ["explain"] * 20)
-    arguments = show(first, "--max-steps", "10", "--global-batch-size", "10", "--use-curriculum", "false")
+    arguments = show(
+        first, "--max-steps", "10", "--global-batch-size", "10", "--use-curriculum", "false"
+    )
     arguments.insert(arguments.index(str(first)) + 1, str(second))
     assert command.main([*arguments, "--data-weights", "3", "1", "--json"]) == 0
     sources = json.loads(capsys.readouterr().out)["sources"]
@@ -343,17 +401,25 @@ def test_show_lists_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture) -
     text = capsys.readouterr().out
     assert "source second: 20; weight 25.0%, share 25.0%; 25 drawn; passes all 1.25" in text
     assert command.main([*arguments[:-2], "--data-weights", "3", "1"]) == 0
-    assert "warning: the weights of the sources hold within each difficulty" in capsys.readouterr().out
+    assert (
+        "warning: the weights of the sources hold within each difficulty" in capsys.readouterr().out
+    )
 
 
 def test_show_on_the_bundled_data_needs_no_torch() -> None:
     root = Path(__file__).parents[2]
     code = (
-        "import sys; from finetune.commands.curriculum.command import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or 'torch' in sys.modules or 'transformers' in sys.modules)"
+        "import sys; from finetune.commands.curriculum.command import main; code ="
+        " main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules or 'transformers' in"
+        " sys.modules)"
     )
-    arguments = [*show(Path("data_samples/train.jsonl"), "--max-steps", "40", "--global-batch-size", "20"), "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, check=False)
+    arguments = [
+        *show(Path("data_samples/train.jsonl"), "--max-steps", "40", "--global-batch-size", "20"),
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
     assert report["samples"] == {"explain": 380, "reasoning": 260, "topology": 160}

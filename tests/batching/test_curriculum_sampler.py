@@ -35,6 +35,8 @@ def test_batches_of_a_loader_make_up_global_batches() -> None:
 
 
 def test_a_difficulty_that_the_curriculum_does_not_know_is_named() -> None:
-    with pytest.raises(DataError, match="'hard' is not one of the curriculum's difficulties") as raised:
+    with pytest.raises(
+        DataError, match="'hard' is not one of the curriculum's difficulties"
+    ) as raised:
         CurriculumSampler([*NAMES, "hard"], global_batch_size=8, total_steps=5)
     assert raised.value.where == "sample 115"

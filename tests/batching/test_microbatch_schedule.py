@@ -1,4 +1,6 @@
-"""Execution plans: everything once, within the budget, as many microbatches on every rank, balanced, fast."""
+"""Execution plans: everything once, within the budget, as many microbatches on every rank,
+balanced, fast.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,32 @@ def check(plan: MicrobatchSchedule, lengths: np.ndarray, world_size: int) -> Non
     assert {len(rank) for rank in plan.microbatches} == {plan.micro_steps} and plan.micro_steps >= 1
     microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
     assert all(microbatch.dtype == np.int64 and microbatch.ndim == 1 for microbatch in microbatches)
-    assert sorted(position for microbatch in microbatches for position in microbatch.tolist()) == list(
-        range(len(lengths))
-    )
+    assert sorted(
+        position for microbatch in microbatches for position in microbatch.tolist()
+    ) == list(range(len(lengths)))
     tokens = [[int(lengths[microbatch].sum()) for microbatch in rank] for rank in plan.microbatches]
     assert plan.microbatch_tokens.tolist() == tokens
     assert plan.tokens == int(lengths.sum())
     assert plan.padding_tokens == int(plan.computed_tokens.sum()) - plan.tokens >= 0
     assert 0 <= plan.packing_efficiency <= 1
     assert plan.imbalance >= 1 and plan.lockstep_imbalance >= plan.imbalance - 1e-12
-    # Microbatches of like weight share a micro-step: none is heavier than the lightest of the micro-step before.
+    # Microbatches of like weight share a micro-step: none is heavier than the lightest of the
+    # micro-step before.
     by_step = plan.computed_tokens.T.tolist()
-    assert all(min(before) >= max(after) for before, after in zip(by_step, by_step[1:], strict=False))
+    assert all(
+        min(before) >= max(after) for before, after in zip(by_step, by_step[1:], strict=False)
+    )
 
 
-LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(lambda values: np.array(values, dtype=np.int64))
+LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
 
 
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 300))
-@example(np.array([5, 3, 5, 3, 4]), 2, 5)  # two microbatches of 10 are all that fits: a bound that is loose shows
+# two microbatches of 10 are all that fits: a bound that is loose shows
+@example(np.array([5, 3, 5, 3, 4]), 2, 5)
 def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
     budget = int(lengths.max(initial=1)) + room
     plan = schedule_microbatches(lengths, world_size, token_budget=budget)
@@ -51,7 +59,8 @@ def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
     assert plan.microbatch_tokens.max() <= budget
     assert plan.padding_tokens == 0
     assert plan.capacity_tokens == budget * world_size * plan.micro_steps
-    # Not more microbatches than one sample each needs; how near the optimum it is, another test looks at by search.
+    # Not more microbatches than one sample each needs; how near the optimum it is, another test
+    # looks at by search.
     fewest = max(1, -(-_fewest_microbatches(np.sort(lengths)[::-1], budget) // world_size))
     assert plan.micro_steps <= max(1, -(-len(lengths) // world_size))
     assert plan.micro_steps <= 2 * fewest
@@ -64,10 +73,20 @@ def test_padded_plans(lengths: np.ndarray, world_size: int, samples_per_microbat
     check(plan, lengths, world_size)
     microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
     assert max(len(microbatch) for microbatch in microbatches) <= samples_per_microbatch
-    assert len(microbatches) == world_size * max(1, -(-len(lengths) // (samples_per_microbatch * world_size)))
-    assert sum(len(microbatch) < samples_per_microbatch for microbatch in microbatches if len(microbatch)) <= 1
+    assert len(microbatches) == world_size * max(
+        1, -(-len(lengths) // (samples_per_microbatch * world_size))
+    )
+    assert (
+        sum(
+            len(microbatch) < samples_per_microbatch
+            for microbatch in microbatches
+            if len(microbatch)
+        )
+        <= 1
+    )
     paid = [
-        [len(microbatch) * int(lengths[microbatch].max(initial=0)) for microbatch in rank] for rank in plan.microbatches
+        [len(microbatch) * int(lengths[microbatch].max(initial=0)) for microbatch in rank]
+        for rank in plan.microbatches
     ]
     assert plan.computed_tokens.tolist() == paid
     # Sorted by length: no microbatch reaches into the range of another.
@@ -105,15 +124,22 @@ def fewest_by_search(items: list[int], budget: int) -> int:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 30))
-def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(items: list[int], room: int) -> None:
+def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(
+    items: list[int], room: int
+) -> None:
     items, budget = sorted(items, reverse=True), max(items) + room
     best = fewest_by_search(items, budget)
     assert _fewest_microbatches(np.array(items), budget) <= best
-    assert best <= schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps <= best + 1
+    assert (
+        best
+        <= schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps
+        <= best + 1
+    )
 
 
 def test_longest_first_into_the_lightest_row_by_hand() -> None:
-    # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, largest first, every other micro-step dealt backwards.
+    # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, largest first, every other micro-step
+    # dealt backwards.
     plan = schedule_microbatches(np.array([1, 2, 3, 5, 6, 8, 9]), 2, token_budget=10)
     assert plan.microbatch_tokens.tolist() == [[9, 8], [9, 8]]
     assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
@@ -127,7 +153,10 @@ def test_longest_first_into_the_lightest_row_by_hand() -> None:
 def test_padded_rows_by_hand() -> None:
     plan = schedule_microbatches(np.array([1, 9, 2, 8, 3]), 2, samples_per_microbatch=2)
     # Microbatches 9+8, 3+2 and 1: padded 18, 6 and 1. The rank that had the 18 gets the empty one.
-    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [[[1, 3], []], [[2, 4], [0]]]
+    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
+        [[1, 3], []],
+        [[2, 4], [0]],
+    ]
     assert plan.computed_tokens.tolist() == [[18, 0], [6, 1]]
     assert plan.padding_tokens == 2
     assert plan.packing_efficiency == 23 / 25
@@ -135,7 +164,10 @@ def test_padded_rows_by_hand() -> None:
 
 def test_of_equal_lengths_the_earlier_comes_first_and_nothing_is_random() -> None:
     plans = [schedule_microbatches(np.full(6, 5), 2, token_budget=10) for _ in range(3)]
-    microbatches = [[[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] for plan in plans]
+    microbatches = [
+        [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches]
+        for plan in plans
+    ]
     assert microbatches[0] == microbatches[1] == microbatches[2]
     assert microbatches[0][0][0] == [0, 4]
 
@@ -148,18 +180,31 @@ def test_fewer_samples_than_ranks_leave_empty_rows(way: dict[str, int]) -> None:
     assert sum(len(rank[0]) == 0 for rank in plan.microbatches) >= 2
     empty = schedule_microbatches(np.array([], dtype=np.int64), 3, **way)
     check(empty, np.array([], dtype=np.int64), 3)
-    assert empty.packing_efficiency == 0 and empty.imbalance == 1 and empty.largest_microbatch_tokens == 0
+    assert (
+        empty.packing_efficiency == 0
+        and empty.imbalance == 1
+        and empty.largest_microbatch_tokens == 0
+    )
 
 
 def test_samples_above_the_budget_are_named() -> None:
     with pytest.raises(DataError) as caught:
         schedule_microbatches(np.array([5, 12, 3, 11]), 2, token_budget=10)
-    assert "position 1 with 12 tokens" in caught.value.where and "position 3 with 11 tokens" in caught.value.where
+    assert (
+        "position 1 with 12 tokens" in caught.value.where
+        and "position 3 with 11 tokens" in caught.value.where
+    )
     assert "budget of a microbatch, 10" in caught.value.what
 
 
 @pytest.mark.parametrize(
-    "way", [{}, {"token_budget": 5, "samples_per_microbatch": 5}, {"token_budget": 0}, {"samples_per_microbatch": 0}]
+    "way",
+    [
+        {},
+        {"token_budget": 5, "samples_per_microbatch": 5},
+        {"token_budget": 0},
+        {"samples_per_microbatch": 0},
+    ],
 )
 def test_calls_that_mean_nothing_are_refused(way: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="token_budget"):
@@ -190,7 +235,9 @@ def test_long_tails_are_packed_tightly_and_balanced(world_size: int, micro_batch
     assert padded.micro_steps >= 1.3 * plan.micro_steps
 
 
-@pytest.mark.parametrize("way", [{"token_budget": 2048}, {"token_budget": 8192}, {"samples_per_microbatch": 4}])
+@pytest.mark.parametrize(
+    "way", [{"token_budget": 2048}, {"token_budget": 8192}, {"samples_per_microbatch": 4}]
+)
 def test_a_global_batch_of_1024_takes_about_a_millisecond(way: dict[str, int]) -> None:
     lengths, seconds = long_tail(1024), []
     for _ in range(30):

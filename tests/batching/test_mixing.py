@@ -1,4 +1,6 @@
-"""Sources mixed by weight: their shares after every step, the curriculum's counts, no repeat before exhaustion."""
+"""Sources mixed by weight: their shares after every step, the curriculum's counts, no repeat before
+exhaustion.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WEIGHTS = st.sampled_from([1.0, 2.0, 3.0, 0.5, 0.1, 7.25, 1e-3, "natural"])
 
 
 @st.composite
-def mixed_runs(draw: st.DrawFn, everywhere: bool | None = None) -> tuple[GlobalBatches, np.ndarray, np.ndarray]:
+def mixed_runs(
+    draw: st.DrawFn, everywhere: bool | None = None
+) -> tuple[GlobalBatches, np.ndarray, np.ndarray]:
     """A run of up to four sources, and source and difficulty of each sample.
 
     Args:
@@ -36,7 +40,9 @@ def mixed_runs(draw: st.DrawFn, everywhere: bool | None = None) -> tuple[GlobalB
     held[0, held.sum(axis=0) == 0] = 1
     held[held.sum(axis=1) == 0, 0] = 1
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    level_of = np.concatenate([random.permutation(np.repeat(np.arange(levels), row)) for row in held])
+    level_of = np.concatenate(
+        [random.permutation(np.repeat(np.arange(levels), row)) for row in held]
+    )
     source_of = np.repeat(np.arange(sources), held.sum(axis=1))
     starts = (0, *np.cumsum(held.sum(axis=1)).tolist())
     mix = Mix(tuple("abcd"[:sources]), tuple(draw(WEIGHTS) for _ in range(sources)), starts)
@@ -77,24 +83,39 @@ def test_every_source_is_within_a_sample_of_its_weight_after_every_step(
 ) -> None:
     batches, source_of, level_of = run
     sources, levels = source_of[-1] + 1, len(batches.schedule.difficulties)
-    held = np.bincount(source_of * levels + level_of, minlength=sources * levels).reshape(sources, levels) > 0
+    held = (
+        np.bincount(source_of * levels + level_of, minlength=sources * levels).reshape(
+            sources, levels
+        )
+        > 0
+    )
     targets, drawn = targets_of(batches, held), np.zeros(sources, dtype=int)
     used = batches.counts.any(axis=0)
     shared = [tuple(held[:, level]) for level in np.flatnonzero(used) if held[:, level].sum() > 1]
-    # Where a source shares several sets of difficulties with others, rare steps are further off: see mixing.py.
-    apart = all(len({pattern for pattern in shared if pattern[source]}) < 2 for source in range(sources))
+    # Where a source shares several sets of difficulties with others, rare steps are further off:
+    # see mixing.py.
+    apart = all(
+        len({pattern for pattern in shared if pattern[source]}) < 2 for source in range(sources)
+    )
     everywhere = held[:, used].all()
     for step in range(len(batches)):
         indices = batches.indices(step)
         assert len(indices) == batches.global_batch_size
-        assert np.bincount(level_of[indices], minlength=levels).tolist() == batches.counts[step].tolist()
+        assert (
+            np.bincount(level_of[indices], minlength=levels).tolist()
+            == batches.counts[step].tolist()
+        )
         drawn += np.bincount(source_of[indices], minlength=sources)
-        off = max(abs(had - target) for had, target in zip(drawn.tolist(), targets[step], strict=True))
+        off = max(
+            abs(had - target) for had, target in zip(drawn.tolist(), targets[step], strict=True)
+        )
         assert off < (1 if apart else 2)
         if everywhere:
             whole = (step + 1) * batches.global_batch_size
             shares = [share * whole for share in batches.mix.shares]  # type: ignore[union-attr]
-            assert shares == list(targets[step]), "with every difficulty everywhere the weights alone are the target"
+            assert shares == list(targets[step]), (
+                "with every difficulty everywhere the weights alone are the target"
+            )
     assert drawn.tolist() == [source.draws for source in batches.source_draws()]
 
 
@@ -115,7 +136,9 @@ def test_no_row_of_a_source_comes_again_before_those_of_its_difficulty_are_exhau
     names = batches.schedule.difficulties
     passes = [{names[level]: used[s, level] / sizes[s, level] for level in range(len(names)) if used[s, level]}
               for s in range(source_of[-1] + 1)]  # fmt: skip
-    assert [source.passes for source in batches.source_draws()] == [pytest.approx(one) for one in passes]
+    assert [source.passes for source in batches.source_draws()] == [
+        pytest.approx(one) for one in passes
+    ]
 
 
 @settings(deadline=None, max_examples=25)
@@ -133,13 +156,17 @@ def test_a_resumed_run_and_any_world_size_take_the_same(
     lengths = np.random.default_rng(0).integers(1, 50, len(run[1]))
     for world_size in (1, 3, 8):
         plan = schedule_microbatches(lengths[in_order[0]], world_size, token_budget=64)
-        taken = [int(in_order[0][place]) for rank in plan.microbatches for row in rank for place in row]
+        taken = [
+            int(in_order[0][place]) for rank in plan.microbatches for row in rank for place in row
+        ]
         assert sorted(taken) == sorted(in_order[0].tolist())
 
 
 @settings(max_examples=25, deadline=None)
 @given(run=mixed_runs())
-def test_drawn_are_the_samples_of_all_steps(run: tuple[GlobalBatches, np.ndarray, np.ndarray]) -> None:
+def test_drawn_are_the_samples_of_all_steps(
+    run: tuple[GlobalBatches, np.ndarray, np.ndarray],
+) -> None:
     batches = run[0]
     steps = [batches.indices(step) for step in range(len(batches))]
     assert np.flatnonzero(batches.drawn()).tolist() == sorted(set(np.concatenate(steps).tolist()))
@@ -152,7 +179,9 @@ def test_natural_weights_are_every_row_once() -> None:
     flat = np.concatenate([batches.indices(step) for step in range(32)])
     times = np.bincount(flat[:1000], minlength=1000)
     assert times.max() <= 2 and (times == 1).sum() >= 998, "but for the rounding of the last step"
-    assert [source.draws for source in batches.source_draws()] == pytest.approx([1024 * n / 1000 for n in sizes], abs=1)
+    assert [source.draws for source in batches.source_draws()] == pytest.approx(
+        [1024 * n / 1000 for n in sizes], abs=1
+    )
 
 
 def test_a_source_has_the_mix_of_the_curriculum() -> None:
@@ -174,12 +203,16 @@ def test_a_source_without_a_difficulty_leaves_its_part_of_it_to_the_others() -> 
     batches = GlobalBatches(level_of, GUIDE, 50, 200, 1, mix=mix)
     shares = batches.counts.sum(axis=0) / batches.counts.sum()
     a, b = batches.source_draws()
-    assert a.expected == pytest.approx(shares[0] / 2) and b.expected == pytest.approx(1 - shares[0] / 2)
+    assert a.expected == pytest.approx(shares[0] / 2) and b.expected == pytest.approx(
+        1 - shares[0] / 2
+    )
     assert abs(a.draws - a.expected * 50 * 200) < 1
     warning = source_warnings([a, b])[0]
     assert f"a is {a.expected:.1%} of the samples, not 50.0%" in warning
     first_only = Schedule(GUIDE.difficulties, (Stage(1.0, (1.0, 0.0, 0.0)),))
-    assert source_warnings(GlobalBatches(level_of, first_only, 50, 9, 1, mix=mix).source_draws()) == []
+    assert (
+        source_warnings(GlobalBatches(level_of, first_only, 50, 9, 1, mix=mix).source_draws()) == []
+    )
 
 
 def test_a_source_without_samples_is_refused_by_name() -> None:
@@ -191,10 +224,22 @@ def test_a_source_without_samples_is_refused_by_name() -> None:
 def test_weights_and_borders_are_in_the_fingerprint_and_only_their_ratio_counts() -> None:
     def fingerprint(weights: tuple[float, ...] | None, border: int = 40) -> str:
         mix = None if weights is None else Mix(("a", "b"), weights, (0, border, 100))
-        return GlobalBatches(np.zeros(100, dtype=int), uniform_schedule(), 8, 10, 1, mix=mix).fingerprint()
+        return GlobalBatches(
+            np.zeros(100, dtype=int), uniform_schedule(), 8, 10, 1, mix=mix
+        ).fingerprint()
 
     assert fingerprint((3.0, 1.0)) == fingerprint((0.75, 0.25))
-    assert len({fingerprint(None), fingerprint((3.0, 1.0)), fingerprint((1.0, 1.0)), fingerprint((3.0, 1.0), 50)}) == 4
+    assert (
+        len(
+            {
+                fingerprint(None),
+                fingerprint((3.0, 1.0)),
+                fingerprint((1.0, 1.0)),
+                fingerprint((3.0, 1.0), 50),
+            }
+        )
+        == 4
+    )
 
 
 def test_weights_too_fine_for_machine_integers_are_exact_too() -> None:
@@ -207,21 +252,29 @@ def test_weights_too_fine_for_machine_integers_are_exact_too() -> None:
 
 def test_sources_that_share_several_difficulties_with_others_stay_within_a_sample() -> None:
     """Dealt out each for itself, the difficulties' errors add up: to 1.7 samples here."""
-    held = np.array([[True, True, True], [True, False, True], [True, True, False], [False, True, True]])
+    held = np.array(
+        [[True, True, True], [True, False, True], [True, True, False], [False, True, True]]
+    )
     counts = np.random.default_rng(3).integers(1, 5, (200, 3))
     shares = [Fraction(weight, 21) for weight in (10, 7, 3, 1)]
     drawn = np.cumsum(plan_cells(counts, held, shares).astype(np.int64).sum(axis=2), axis=0)
     wanted = np.zeros((200, 4))
     for level in range(3):
-        here = [float(share) if has else 0.0 for share, has in zip(shares, held[:, level], strict=True)]
+        here = [
+            float(share) if has else 0.0 for share, has in zip(shares, held[:, level], strict=True)
+        ]
         wanted += np.cumsum(counts[:, level])[:, None] * np.array(here) / sum(here)
     assert np.abs(drawn - wanted).max() < 1
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:
-    """Another order would be another run under the same fingerprint: raise ORDER_VERSION with it."""
+    """Another order would be another run under the same fingerprint: raise ORDER_VERSION with
+    it.
+    """
     level_of = np.tile(np.repeat([0, 1, 2], [50, 30, 20]), 3)
     mix = Mix(("a", "b", "c"), (3.0, "natural", 12.5), (0, 100, 200, 300))
     batches = GlobalBatches(level_of, GUIDE, 24, 300, 42, mix=mix)
-    digest = hashlib.sha256(b"".join(batches.indices(step).astype("<i8").tobytes() for step in range(300)))
+    digest = hashlib.sha256(
+        b"".join(batches.indices(step).astype("<i8").tobytes() for step in range(300))
+    )
     assert digest.hexdigest()[:16] == "f88e4e562e0da606"

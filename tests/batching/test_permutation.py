@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.batching.permutation import EXACT_LIMIT, MAX_SIZE, Permutation, exact_order, random_words
+from finetune.batching.permutation import (
+    EXACT_LIMIT,
+    MAX_SIZE,
+    Permutation,
+    exact_order,
+    random_words,
+)
 
 
 def everything(size: int, *key: int, **options: int) -> np.ndarray:
@@ -19,8 +25,12 @@ def everything(size: int, *key: int, **options: int) -> np.ndarray:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5000), st.lists(st.integers(-(2**70), 2**70), max_size=4), st.integers(0, 5000))
-def test_every_position_once_on_both_sides_of_the_limit(size: int, key: list[int], limit: int) -> None:
+@given(
+    st.integers(1, 5000), st.lists(st.integers(-(2**70), 2**70), max_size=4), st.integers(0, 5000)
+)
+def test_every_position_once_on_both_sides_of_the_limit(
+    size: int, key: list[int], limit: int
+) -> None:
     assert np.array_equal(np.sort(everything(size, *key, exact_limit=limit)), np.arange(size))
 
 
@@ -57,7 +67,10 @@ def test_each_part_of_the_key_and_the_size_matter(limit: int) -> None:
     orders = {tuple(everything(500, *key, exact_limit=limit).tolist()) for key in keys}
     assert len(orders) == len(keys)
     # Not the order of a smaller size with the rest appended, either.
-    assert everything(500, 1, exact_limit=limit)[:10].tolist() != everything(501, 1, exact_limit=limit)[:10].tolist()
+    assert (
+        everything(500, 1, exact_limit=limit)[:10].tolist()
+        != everything(501, 1, exact_limit=limit)[:10].tolist()
+    )
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -75,9 +88,15 @@ def test_exact_orders_of_four_are_equally_likely() -> None:
 @pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
 def test_where_a_position_goes_is_uniform_over_keys(limit: int) -> None:
     size, keys = 1024, 2000
-    places = np.stack([Permutation(size, key, exact_limit=limit)(np.array([0, 1, 511, 1023])) for key in range(keys)])
+    places = np.stack(
+        [
+            Permutation(size, key, exact_limit=limit)(np.array([0, 1, 511, 1023]))
+            for key in range(keys)
+        ]
+    )
     for place in places.T:
-        assert chi_square(np.bincount(place // 32, minlength=32)) < 67  # 31 degrees of freedom, 1 in 5,000
+        # 31 degrees of freedom, 1 in 5,000
+        assert chi_square(np.bincount(place // 32, minlength=32)) < 67
     # Neighbours do not stay neighbours: the distance of positions 0 and 1 is spread over the ring.
     distance = (places[:, 1] - places[:, 0]) % size
     assert chi_square(np.bincount(distance // 32, minlength=32)) < 67
@@ -85,7 +104,10 @@ def test_where_a_position_goes_is_uniform_over_keys(limit: int) -> None:
 
 @pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
 def test_fixed_points_are_as_rare_as_chance_has_them(limit: int) -> None:
-    fixed = [int((everything(257, key, exact_limit=limit) == np.arange(257)).sum()) for key in range(2000)]
+    fixed = [
+        int((everything(257, key, exact_limit=limit) == np.arange(257)).sum())
+        for key in range(2000)
+    ]
     assert 0.9 < float(np.mean(fixed)) < 1.1  # mean 1, standard error 0.022
 
 

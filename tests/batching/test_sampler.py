@@ -19,7 +19,9 @@ from finetune.errors import DataError, FinetuneError
 
 @st.composite
 def runs(draw: st.DrawFn) -> GlobalBatches:
-    """A schedule, levels of 1 to 40 samples in any order, up to 40 steps; small levels use the Feistel network too."""
+    """A schedule, levels of 1 to 40 samples in any order, up to 40 steps; small levels use the
+    Feistel network too.
+    """
     schedule = draw(schedules())
     sizes = [draw(st.integers(1, 40)) for _ in schedule.difficulties]
     difficulties = np.repeat(np.arange(len(sizes)), sizes)
@@ -48,7 +50,9 @@ def levels_of(batches: GlobalBatches) -> np.ndarray:
 
 @settings(deadline=None, max_examples=150)
 @given(runs())
-def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhaustion(batches: GlobalBatches) -> None:
+def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhaustion(
+    batches: GlobalBatches,
+) -> None:
     level_of = levels_of(batches)
     drawn: Counter[int] = Counter()
     sizes, used = (
@@ -57,23 +61,32 @@ def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhausti
     )
     for step, indices in enumerate(stream(batches)):
         assert indices.shape == (batches.global_batch_size,) and indices.dtype == np.int64
-        assert np.bincount(level_of[indices], minlength=len(sizes)).tolist() == batches.counts[step].tolist()
+        assert (
+            np.bincount(level_of[indices], minlength=len(sizes)).tolist()
+            == batches.counts[step].tolist()
+        )
         for index in indices.tolist():
             difficulty = level_of[index]
             # As often as every other of its level has come at least: the passes that are complete.
-            assert drawn[index] == used[difficulty] // sizes[difficulty], f"sample {index} came again too early"
+            assert drawn[index] == used[difficulty] // sizes[difficulty], (
+                f"sample {index} came again too early"
+            )
             drawn[index] += 1
             used[difficulty] += 1
     for difficulty in range(len(sizes)):
         times = [drawn[index] for index in np.flatnonzero(level_of == difficulty).tolist()]
         assert max(times) - min(times) <= 1
-    passes = {name: float(used[i] / sizes[i]) for i, name in enumerate(batches.schedule.difficulties)}
+    passes = {
+        name: float(used[i] / sizes[i]) for i, name in enumerate(batches.schedule.difficulties)
+    }
     assert batches.passes() == pytest.approx(passes)
 
 
 @settings(deadline=None, max_examples=60)
 @given(runs(), st.randoms(use_true_random=False))
-def test_any_step_at_any_time_is_what_it_is_in_order(batches: GlobalBatches, random: object) -> None:
+def test_any_step_at_any_time_is_what_it_is_in_order(
+    batches: GlobalBatches, random: object
+) -> None:
     in_order = stream(batches)
     steps = list(range(len(batches))) * 2
     random.shuffle(steps)  # type: ignore[attr-defined]
@@ -93,14 +106,21 @@ def test_every_world_size_trains_on_the_same_set(batches: GlobalBatches, budget:
         for world_size in range(1, 9):
             for way in ({"token_budget": budget}, {"samples_per_microbatch": 3}):
                 plan = schedule_microbatches(lengths[indices], world_size, **way)
-                taken = [int(indices[position]) for rank in plan.microbatches for row in rank for position in row]
+                taken = [
+                    int(indices[position])
+                    for rank in plan.microbatches
+                    for row in rank
+                    for position in row
+                ]
                 assert sorted(taken) == wanted
 
 
 @settings(max_examples=25, deadline=None)
 @given(batches=runs())
 def test_drawn_are_the_samples_of_all_steps(batches: GlobalBatches) -> None:
-    assert np.flatnonzero(batches.drawn()).tolist() == sorted(set(np.concatenate(stream(batches)).tolist()))
+    assert np.flatnonzero(batches.drawn()).tolist() == sorted(
+        set(np.concatenate(stream(batches)).tolist())
+    )
 
 
 def test_pass_boundary_inside_a_step_and_many_passes_in_one() -> None:
@@ -117,7 +137,9 @@ def test_uniform_training_is_epochs_of_shuffled_data() -> None:
     batches = GlobalBatches(np.zeros(1000, dtype=int), uniform_schedule(), 50, 40, 7)
     flat = np.concatenate(stream(batches))
     first, second = flat[:1000], flat[1000:]
-    assert np.array_equal(np.sort(first), np.arange(1000)) and np.array_equal(np.sort(second), np.arange(1000))
+    assert np.array_equal(np.sort(first), np.arange(1000)) and np.array_equal(
+        np.sort(second), np.arange(1000)
+    )
     assert not np.array_equal(first, second)
 
 
@@ -126,7 +148,8 @@ def test_levels_are_shuffled_inside_a_step() -> None:
     batches = GlobalBatches(difficulties, GUIDE, 100, 100, 42)
     kinds = np.stack([difficulties[batches.indices(step)] for step in range(70, 100)])
     assert len({tuple(kind) for kind in kinds.tolist()}) == 30
-    # Wherever in the batch one looks, the share of topology is near its 40%: here 300 draws, standard error 3%.
+    # Wherever in the batch one looks, the share of topology is near its 40%: here 300 draws,
+    # standard error 3%.
     for first in range(0, 100, 10):
         assert 0.28 < (kinds[:, first : first + 10] == 2).mean() < 0.52
 
@@ -204,7 +227,15 @@ def test_memory_stays_bounded_over_many_passes() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "batch", "epochs", "most", "steps"),
-    [(100, 10, 1, None, 10), (101, 10, 1, None, 11), (3, 32, 0.1, None, 1), (1000, 10, 0.07, None, 7), (5, 2, 9, 4, 4)],
+    [
+        (100, 10, 1, None, 10),
+        (101, 10, 1, None, 11),
+        (3, 32, 0.1, None, 1),
+        (1000, 10, 0.07, None, 7),
+        (5, 2, 9, 4, 4),
+    ],
 )
-def test_steps_of_a_run(samples: int, batch: int, epochs: float, most: int | None, steps: int) -> None:
+def test_steps_of_a_run(
+    samples: int, batch: int, epochs: float, most: int | None, steps: int
+) -> None:
     assert count_steps(samples, batch, epochs, most) == steps

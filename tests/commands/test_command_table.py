@@ -1,4 +1,6 @@
-"""`python -m finetune WORD`: wrong words are answered with the command that is meant; every help fits 80 columns."""
+"""`python -m finetune WORD`: wrong words are answered with the command that is meant; every help
+fits 80 columns.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_a_word_that_is_near_none_has_no_guess(capsys: pytest.CaptureFixture[str
     assert "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: "".join(command) or "all")
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in COMMANDS)], ids=lambda command: "".join(command) or "all"
+)
 def test_the_help_fits_a_terminal_of_80_columns(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,7 +1,8 @@
 """Bad input is refused with what, where and fix: exit code 2, no traceback, nothing written.
 
-Cases that are refused before torch is imported run as the real command. The others call `main` in this process, and
-some of them the real command as well; one on two ranks, which find the same thing and one says it.
+Cases that are refused before torch is imported run as the real command. The others call `main` in
+this process, and some of them the real command as well; one on two ranks, which find the same thing
+and one says it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ class Place:
         """A file; a dict or list becomes JSON, a list of dicts JSON Lines."""
         path = self.folder / name
         if isinstance(content, list):
-            content = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in content)
-        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+            content = "".join(
+                row if isinstance(row, str) else json.dumps(row) + "\n" for row in content
+            )
+        path.write_text(
+            content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+        )
         return path
 
     def copy_model(self, **changes: Any) -> Path:
@@ -70,13 +75,19 @@ class Place:
         words: list[str] = []
         for name, value in given.items():
             if value is not None:
-                words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+                words += [
+                    f"--{name.replace('_', '-')}",
+                    *map(str, value if isinstance(value, list) else [value]),
+                ]
         return words
 
     def listing(self) -> dict[str, bytes]:
         """Everything in the folder, with the content of files."""
         paths = sorted(self.folder.rglob("*"))
-        return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else b"" for path in paths}
+        return {
+            str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else b""
+            for path in paths
+        }
 
 
 @pytest.fixture
@@ -92,7 +103,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_process(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Call `main` here; returns the exit code and what was printed. The environment is put back afterwards."""
+    """Call `main` here; returns the exit code and what was printed. The environment is put back
+    afterwards.
+    """
     before = dict(os.environ)
 
     def call(flags: list[str]) -> tuple[int, str]:
@@ -132,17 +145,30 @@ def name_of_another_package(place: Place):
 
 def unknown_key(place: Place):
     config = place.write("run.yaml", "max_step: 4\nlora_rr: 8\n")
-    return ["--config", str(config), *place.flags()], ("max_step", "did you mean max_steps?", "lora_r", str(config))
+    return ["--config", str(config), *place.flags()], (
+        "max_step",
+        "did you mean max_steps?",
+        "lora_r",
+        str(config),
+    )
 
 
 def unknown_key_in_the_finetune_block(place: Place):
-    config = place.write("zero.json", {"zero_optimization": {"stage": 2}, "finetune": {"cutof_len": 64}})
-    return ["--config", str(config), *place.flags()], ("cutof_len", "did you mean cutoff_len?", "zero.json")
+    config = place.write(
+        "zero.json", {"zero_optimization": {"stage": 2}, "finetune": {"cutof_len": 64}}
+    )
+    return ["--config", str(config), *place.flags()], (
+        "cutof_len",
+        "did you mean cutoff_len?",
+        "zero.json",
+    )
 
 
 def misspelt_deepspeed_key(place: Place):
     zero = {"stage": 3, "offload_optimiser": {"device": "cpu"}}
-    config = place.write("zero.json", {"zero_optimization": zero, "train_micro_batch_size_per_gpus": 1})
+    config = place.write(
+        "zero.json", {"zero_optimization": zero, "train_micro_batch_size_per_gpus": 1}
+    )
     return ["--config", str(config), *place.flags()], (
         "offload_optimiser",
         "offload_optimizer",
@@ -152,8 +178,14 @@ def misspelt_deepspeed_key(place: Place):
 
 
 def contradicting_numbers(place: Place):
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}
-    path = place.write("zero.json", config | {"finetune": {"micro_batch_size": 8, "max_grad_norm": 1.0}})
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+    }
+    path = place.write(
+        "zero.json", config | {"finetune": {"micro_batch_size": 8, "max_grad_norm": 1.0}}
+    )
     # Refused although the flag settles the micro-batch: the file says two things.
     return ["--config", str(path), *place.flags(micro_batch_size=2)], (
         "micro_batch_size is given twice and differently",
@@ -174,17 +206,31 @@ def batch_sizes_that_do_not_divide(place: Place):
 
 def three_batch_numbers_that_contradict(place: Place):
     flags = place.flags(global_batch_size=30, micro_batch_size=5, gradient_accumulation_steps=4)
-    return flags, ("5 x gradient_accumulation_steps 4 x 1 process is 20", "not global_batch_size 30")
+    return flags, (
+        "5 x gradient_accumulation_steps 4 x 1 process is 20",
+        "not global_batch_size 30",
+    )
 
 
 def missing_files(place: Place):
-    flags = place.flags(data=["trian.jsonl", place.data], model=place.folder / "no" / "such" / "model")
-    return flags, ("trian.jsonl does not exist", "such/model does not exist", "2. ", "--data", "--model")
+    flags = place.flags(
+        data=["trian.jsonl", place.data], model=place.folder / "no" / "such" / "model"
+    )
+    return flags, (
+        "trian.jsonl does not exist",
+        "such/model does not exist",
+        "2. ",
+        "--data",
+        "--model",
+    )
 
 
 def missing_config_file(place: Place):
     place.write("zero3.json", {})
-    return ["--config", str(place.folder / "zero33.json"), *place.flags()], ("zero33.json", "zero3.json")
+    return ["--config", str(place.folder / "zero33.json"), *place.flags()], (
+        "zero33.json",
+        "zero3.json",
+    )
 
 
 def broken_config_file(place: Place):
@@ -193,7 +239,9 @@ def broken_config_file(place: Place):
 
 
 def values_of_the_wrong_kind(place: Place):
-    return place.flags(learning_rate="fast", finetuning="qlora", packing="maybe", save_total_limit=1), (
+    return place.flags(
+        learning_rate="fast", finetuning="qlora", packing="maybe", save_total_limit=1
+    ), (
         "learning_rate is 'fast'",
         "lora, full",
         "'maybe' belongs to no flag",
@@ -218,7 +266,13 @@ def weights_that_are_none(place: Place):
         {"path": "c", "wait": 1},
     ]
     config = place.write("run.json", json.dumps({"data": entries}))
-    texts = ("a weight is -1", "a weight is 0", "data[1].path is not set", "did you mean 'weight'?", "run.json: data")
+    texts = (
+        "a weight is -1",
+        "a weight is 0",
+        "data[1].path is not set",
+        "did you mean 'weight'?",
+        "run.json: data",
+    )
     return ["--config", str(config), *place.flags(data=None)], texts
 
 
@@ -263,14 +317,16 @@ def test_refused_before_torch_is_imported(case: Case, place: Place):
     before = place.listing()
     result = run_cli(flags, cwd=place.folder, launcher="python", launcher_args=["-X", "importtime"])
     imports = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
-    printed = result.stdout + "\n".join(line for line in result.stderr.splitlines() if line not in set(imports))
+    printed = result.stdout + "\n".join(
+        line for line in result.stderr.splitlines() if line not in set(imports)
+    )
     assert_refused(result.returncode, printed, *texts)
     assert place.listing() == before
     loaded = {line.rpartition("|")[2].strip() for line in imports}
     assert not loaded & {"torch", "transformers", "deepspeed", "datasets"}
 
 
-# ---------------------------------------------------------------- found in the data, tokenizer or model
+# ------------------------------------------------------------ found in the data, tokenizer or model
 
 
 def good_rows(place: Place, count: int = 12) -> list[Any]:
@@ -291,9 +347,16 @@ def broken_lines(place: Place):
 
 
 def more_than_ten_bad_rows(place: Place):
-    rows = [{"instruction": "a question without an answer", "difficulty": "explain"} for _ in range(25)]
+    rows = [
+        {"instruction": "a question without an answer", "difficulty": "explain"} for _ in range(25)
+    ]
     data = place.write("bad.jsonl", good_rows(place) + rows)
-    return place.flags(data=data), ("25 of 37 records", f"{data}:13: ", f"{data}:22: ", "and 15 more")
+    return place.flags(data=data), (
+        "25 of 37 records",
+        f"{data}:13: ",
+        f"{data}:22: ",
+        "and 15 more",
+    )
 
 
 def unknown_level(place: Place):
@@ -304,15 +367,27 @@ def unknown_level(place: Place):
 
 
 def level_without_rows(place: Place):
-    data = place.write("bad.jsonl", [row for row in good_rows(place) if row["difficulty"] != "topology"])
-    return place.flags(data=data), ("difficulty 'topology' has weight", "no sample of it", "weight 0")
+    data = place.write(
+        "bad.jsonl", [row for row in good_rows(place) if row["difficulty"] != "topology"]
+    )
+    return place.flags(data=data), (
+        "difficulty 'topology' has weight",
+        "no sample of it",
+        "weight 0",
+    )
 
 
 def rows_without_level_among_rows_with_one(place: Place):
     rows = good_rows(place)
     del rows[2]["difficulty"], rows[9]["difficulty"]
     data = place.write("bad.jsonl", rows)
-    return place.flags(data=data), ("2 of 12 records", "no difficulty", f"{data}:3: ", f"{data}:10: ", "'difficulty'")
+    return place.flags(data=data), (
+        "2 of 12 records",
+        "no difficulty",
+        f"{data}:3: ",
+        f"{data}:10: ",
+        "'difficulty'",
+    )
 
 
 def empty_data(place: Place):
@@ -321,7 +396,11 @@ def empty_data(place: Place):
 
 def only_bad_rows_are_left_out(place: Place):
     data = place.write("bad.jsonl", [{"instruction": "q"}, "nothing\n"])
-    return place.flags(data=data, on_bad_row="drop"), ("no record is left", "1 no answer", "1 broken JSON")
+    return place.flags(data=data, on_bad_row="drop"), (
+        "no record is left",
+        "1 no answer",
+        "1 broken JSON",
+    )
 
 
 def bad_validation_data(place: Place):
@@ -340,11 +419,18 @@ def unknown_template(place: Place):
 
 
 def broken_template(place: Place):
-    return place.flags(template=place.write("mine.jinja", "{% for m in messages %}")), ("mine.jinja", "template")
+    return place.flags(template=place.write("mine.jinja", "{% for m in messages %}")), (
+        "mine.jinja",
+        "template",
+    )
 
 
 def cutoff_shorter_than_the_template(place: Place):
-    return place.flags(cutoff_len=8), ("cutoff_len 8 is too short", "the chat template alone takes", "at least")
+    return place.flags(cutoff_len=8), (
+        "cutoff_len 8 is too short",
+        "the chat template alone takes",
+        "at least",
+    )
 
 
 def model_without_tokenizer(place: Place):
@@ -371,7 +457,10 @@ def model_without_config(place: Place):
 
 
 def unknown_architecture(place: Place):
-    return place.flags(model=place.copy_model(model_type="qwen33")), ("configuration cannot be read", "qwen33")
+    return place.flags(model=place.copy_model(model_type="qwen33")), (
+        "configuration cannot be read",
+        "qwen33",
+    )
 
 
 def model_without_weights(place: Place):
@@ -384,8 +473,13 @@ def model_without_a_shard(place: Place):
     model = place.copy_model()
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    return place.flags(model=model), ("1 of 2 shards, first model-00002-of-00002.safetensors", str(model))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": shards})
+    )
+    return place.flags(model=model), (
+        "1 of 2 shards, first model-00002-of-00002.safetensors",
+        str(model),
+    )
 
 
 def lora_target_that_matches_nothing(place: Place):
@@ -409,7 +503,10 @@ def folder_with_something_else(place: Place):
 
 def checkpoint_that_is_none(place: Place):
     (place.folder / "checkpoint-7").mkdir()
-    return place.flags(resume=place.folder / "checkpoint-7"), ("checkpoint is not valid", "checkpoint-7")
+    return place.flags(resume=place.folder / "checkpoint-7"), (
+        "checkpoint is not valid",
+        "checkpoint-7",
+    )
 
 
 def a_source_without_samples(place: Place):
@@ -466,7 +563,11 @@ def test_the_real_command_refuses(place: Place):
 def test_two_ranks_are_refused_together_and_one_speaks(place: Place):
     flags, texts = broken_lines(place)
     before = place.listing()
-    wanted = {"patch": run_patches.long_quiet, "patch_arguments": (600.0,), "arguments": list(map(str, flags))}
+    wanted = {
+        "patch": run_patches.long_quiet,
+        "patch_arguments": (600.0,),
+        "arguments": list(map(str, flags)),
+    }
     ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, **wanted)
     ranks.processes[0].join(run_helpers.DEFAULT_TIMEOUT_SECONDS)
     ranks.processes[1].terminate()  # as an elastic launcher does when one has exited
@@ -479,8 +580,13 @@ def test_two_ranks_are_refused_together_and_one_speaks(place: Place):
 
 def test_a_rank_that_is_refused_alone_says_why(place: Place):
     """It ended without a word, and the others waited for it until their time was over."""
-    wanted = {"patch": run_patches.environment_of_one_rank, "patch_arguments": (1, "ACCELERATE_USE_DEEPSPEED", "true")}
-    ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, arguments=place.flags(), **wanted)
+    wanted = {
+        "patch": run_patches.environment_of_one_rank,
+        "patch_arguments": (1, "ACCELERATE_USE_DEEPSPEED", "true"),
+    }
+    ranks = run_helpers.start(
+        {"output_dir": str(place.folder.parent / "ranks")}, 2, arguments=place.flags(), **wanted
+    )
     ranks.processes[1].join(run_helpers.DEFAULT_TIMEOUT_SECONDS)
     ranks.kill()
     assert ranks.processes[1].exitcode == 2
@@ -492,11 +598,16 @@ def test_bad_rows_can_be_dropped_and_are_counted(place: Place, in_process):
     rows[4] = "{\n"
     del rows[7]["output"]
     code, printed = in_process(
-        place.flags(data=place.write("bad.jsonl", rows), on_bad_row="drop", max_steps=1, log_samples="true")
+        place.flags(
+            data=place.write("bad.jsonl", rows), on_bad_row="drop", max_steps=1, log_samples="true"
+        )
     )
     assert code == 0, printed
     assert "broken JSON" in printed and "no answer" in printed
-    ids = [json.loads(line)["ids"] for line in (place.output / "samples.jsonl").read_text().splitlines()]
+    ids = [
+        json.loads(line)["ids"]
+        for line in (place.output / "samples.jsonl").read_text().splitlines()
+    ]
     assert not {4, 7} & {row for step in ids for row in step}
 
 
@@ -504,10 +615,14 @@ def test_bad_rows_can_be_dropped_and_are_counted(place: Place, in_process):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path, cache: Path) -> Path:
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path, cache: Path
+) -> Path:
     """The folder of a finished run of two steps."""
     place = Place(tmp_path_factory.mktemp("finished"), tiny_model, tiny_data, cache)
-    run_helpers.train({"output_dir": str(place.output)}, arguments=[str(word) for word in place.flags()])
+    run_helpers.train(
+        {"output_dir": str(place.output)}, arguments=[str(word) for word in place.flags()]
+    )
     return place.output
 
 
@@ -540,18 +655,25 @@ def test_a_finished_run_says_so_whatever_executes_it(with_run: Place, in_process
     [
         ({"learning_rate": 1e-3}, ("learning_rate: 0.0088 in the folder, 0.001 now",)),
         ({"max_steps": 3}, ("total_steps: 2 in the folder, 3 now",)),
-        ({"lora_r": 4, "seed": 1}, ("lora_r: 16 in the folder, 4 now", "seed: 42 in the folder, 1 now")),
+        (
+            {"lora_r": 4, "seed": 1},
+            ("lora_r: 16 in the folder, 4 now", "seed: 42 in the folder, 1 now"),
+        ),
         ({"data": "other"}, ("data:",)),
         ({"curriculum_seed": 7}, ("schedule:",)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_another_run_in_the_folder_is_refused(change: dict, texts: tuple[str, ...], with_run: Place, in_process):
+def test_another_run_in_the_folder_is_refused(
+    change: dict, texts: tuple[str, ...], with_run: Place, in_process
+):
     if "data" in change:
         change = {"data": with_run.write("other.jsonl", make_records(60, seed=9))}
     before = with_run.listing()
     code, printed = in_process(with_run.flags(**change))
-    assert_refused(code, printed, "not the run in the folder", *texts, str(with_run.output), "--output-dir")
+    assert_refused(
+        code, printed, "not the run in the folder", *texts, str(with_run.output), "--output-dir"
+    )
     assert changed(before, with_run.listing()) == set()
 
 
@@ -570,7 +692,9 @@ def test_a_folder_with_a_broken_identity_is_refused(with_run: Place, in_process)
 
 
 def test_checkpoint_of_another_run_is_refused(with_run: Place, in_process):
-    flags = with_run.flags(resume=with_run.output / "checkpoint-2", output_dir=with_run.folder / "new", lora_r=4)
+    flags = with_run.flags(
+        resume=with_run.output / "checkpoint-2", output_dir=with_run.folder / "new", lora_r=4
+    )
     assert_refused(*in_process(flags), "lora_r: 16 in the folder, 4 now", "checkpoint-2")
     assert not (with_run.folder / "new").exists()
 
@@ -583,8 +707,12 @@ def test_finetune_run_raises_with_what_where_and_fix(place: Place, monkeypatch: 
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(finetune.FinetuneError) as caught:
-        finetune.run({"model": str(place.model), "data": "nowhere.jsonl", "output_dir": str(place.output)})
+        finetune.run(
+            {"model": str(place.model), "data": "nowhere.jsonl", "output_dir": str(place.output)}
+        )
     assert "nowhere.jsonl" in caught.value.what and caught.value.fix and caught.value.where
     with pytest.raises(finetune.FinetuneError, match="did you mean"):
-        finetune.run({"modle": str(place.model), "data": str(place.data), "output_dir": str(place.output)})
+        finetune.run(
+            {"modle": str(place.model), "data": str(place.data), "output_dir": str(place.output)}
+        )
     assert not place.output.exists()

@@ -26,14 +26,30 @@ def refused(path: Path) -> ConfigError:
 
 
 def test_the_three_forms_say_the_same(tmp_path: Path) -> None:
-    expected = {"learning_rate": 2e-5, "data": ["a", "b"], "packing": False, "template": None, "curriculum": {"x": [1]}}
+    expected = {
+        "learning_rate": 2e-5,
+        "data": ["a", "b"],
+        "packing": False,
+        "template": None,
+        "curriculum": {"x": [1]},
+    }
     files = {
-        "a.json": '{"learning_rate": 2e-5, "data": ["a", "b"], "packing": false, "template": null, '
-        '"curriculum": {"x": [1]}}',
-        "b.yaml": "learning_rate: 2e-5\ndata: [a, b]\npacking: false\ntemplate: null\ncurriculum: {x: [1]}\n",
-        "c.YML": "learning_rate: 0.00002\ndata:\n- a\n- b\npacking: no\ntemplate: ~\ncurriculum:\n  x: [1]\n",
-        "d.py": '"""A run."""\nlearning_rate = 2e-5\ndata = ("a", "b")\npacking: bool = False\n# a comment\n'
-        'template = None\ncurriculum = {"x": (1,)}\n',
+        "a.json": (
+            '{"learning_rate": 2e-5, "data": ["a", "b"], "packing": false, "template": null, '
+            '"curriculum": {"x": [1]}}'
+        ),
+        "b.yaml": (
+            "learning_rate: 2e-5\ndata: [a, b]\npacking: false\ntemplate: null\ncurriculum: {x:"
+            " [1]}\n"
+        ),
+        "c.YML": (
+            "learning_rate: 0.00002\ndata:\n- a\n- b\npacking: no\ntemplate: ~\ncurriculum:\n  x:"
+            " [1]\n"
+        ),
+        "d.py": (
+            '"""A run."""\nlearning_rate = 2e-5\ndata = ("a", "b")\npacking: bool = False\n# a'
+            ' comment\ntemplate = None\ncurriculum = {"x": (1,)}\n'
+        ),
     }
     for name, text in files.items():
         assert read_file(write(tmp_path, name, text)) == expected, name
@@ -41,7 +57,9 @@ def test_the_three_forms_say_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["2e-5", "2E-5", "2.e-5", "2.0e-5", "+2e-5", "0.2e-4", "200e-7"])
 def test_yaml_numbers_with_an_exponent_are_numbers(tmp_path: Path, number: str) -> None:
-    assert read_file(write(tmp_path, "a.yaml", f"x: {number}"))["x"] == pytest.approx(2e-5, rel=1e-12)
+    assert read_file(write(tmp_path, "a.yaml", f"x: {number}"))["x"] == pytest.approx(
+        2e-5, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("text", ["e5", "v2e-5", "2e-5x", "'2e-5'", "2e"])
@@ -56,7 +74,9 @@ def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
 
 
 def test_byte_order_mark_and_chinese(tmp_path: Path) -> None:
-    assert read_file(write(tmp_path, "a.json", '\ufeff{"template": "模板"}')) == {"template": "模板"}
+    assert read_file(write(tmp_path, "a.json", '\ufeff{"template": "模板"}')) == {
+        "template": "模板"
+    }
 
 
 @pytest.mark.parametrize(
@@ -126,16 +146,22 @@ def test_refused_files(tmp_path: Path, name: str, text: str | bytes, line: str, 
         "model_name_or_path: m\ndataset_name: a\n",  # TRL
     ],
 )
-def test_a_run_file_of_another_tool_is_answered_with_convert_alone(tmp_path: Path, text: str) -> None:
+def test_a_run_file_of_another_tool_is_answered_with_convert_alone(
+    tmp_path: Path, text: str
+) -> None:
     path = write(tmp_path, "run.yaml", text)
     with pytest.raises(ConfigError) as caught:
         resolve(["--config", str(path)], world_size=1)
-    assert "of another tool" in caught.value.what and f"finetune convert {path} " in caught.value.fix
+    assert (
+        "of another tool" in caught.value.what and f"finetune convert {path} " in caught.value.fix
+    )
 
 
 def test_python_files_are_never_executed(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
-    path = write(tmp_path, "a.py", f"a = 1\nb = __import__('pathlib').Path({str(touched)!r}).touch()\n")
+    path = write(
+        tmp_path, "a.py", f"a = 1\nb = __import__('pathlib').Path({str(touched)!r}).touch()\n"
+    )
     assert refused(path).where == f"{path}:2"
     assert not touched.exists()
 

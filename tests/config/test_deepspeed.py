@@ -1,4 +1,6 @@
-"""The list of DeepSpeed's names against the installed deepspeed: what it reads, and what its models declare."""
+"""The list of DeepSpeed's names against the installed deepspeed: what it reads, and what its models
+declare.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ pytest.importorskip("deepspeed", reason="deepspeed is an extra, and is not insta
 # Block -> where deepspeed declares its names as a pydantic model.
 MODELS = {
     "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
-    "zero_optimization.offload_param": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig",
-    "zero_optimization.offload_optimizer": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig",
+    "zero_optimization.offload_param": (
+        "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig"
+    ),
+    "zero_optimization.offload_optimizer": (
+        "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig"
+    ),
     "zero_optimization.zenflow": "deepspeed.runtime.zenflow.zenflow_config:ZenFlowConfig",
-    "zero_optimization.leaf_module": "deepspeed.runtime.zero.leaf_module_config:DeepSpeedZeroLeafModuleConfig",
+    "zero_optimization.leaf_module": (
+        "deepspeed.runtime.zero.leaf_module_config:DeepSpeedZeroLeafModuleConfig"
+    ),
     "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
     "bfloat16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
     "fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
@@ -65,7 +73,9 @@ class Recorder(dict):  # type: ignore[type-arg]
 
 
 def asked_of(block: str, content: dict[str, Any]) -> set[str]:
-    """Names that deepspeed looks up in a block of the configuration, or at the top level where `block` is empty."""
+    """Names that deepspeed looks up in a block of the configuration, or at the top level where
+    `block` is empty.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     inner = Recorder(content)
@@ -85,10 +95,13 @@ def test_top_level_names_are_those_that_deepspeed_reads() -> None:
     asked |= asked_of("", {"zero_optimization": True})
     removed = REMOVED[""]
     assert removed <= asked, "deepspeed refuses these by name"
-    deprecated = {"allgather_size"}  # read only where zero_optimization is a bare true, which we refuse
+    # read only where zero_optimization is a bare true, which we refuse
+    deprecated = {"allgather_size"}
     in_a_group = {"sequence_parallel_size"}  # read only where a process group exists
     assert asked - removed - deprecated | in_a_group == set(KNOWN)
-    assert all(f'"{name}" in config' in inspect.getsource(DeepSpeedConfig.__init__) for name in in_a_group)
+    assert all(
+        f'"{name}" in config' in inspect.getsource(DeepSpeedConfig.__init__) for name in in_a_group
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +117,9 @@ def test_top_level_names_are_those_that_deepspeed_reads() -> None:
         ("scheduler", {"type": "WarmupLR", "params": {}}),
     ],
 )
-def test_names_of_blocks_that_deepspeed_reads_one_by_one(block: str, content: dict[str, Any]) -> None:
+def test_names_of_blocks_that_deepspeed_reads_one_by_one(
+    block: str, content: dict[str, Any]
+) -> None:
     assert asked_of(block, content) == set(KNOWN[block])
 
 
@@ -137,7 +152,9 @@ def test_parameters_of_the_optimizers_and_schedules() -> None:
         return names - {"self", "params", "model_params", "optimizer"}
 
     handled_by_the_engine = {"torch_adam", "foreach"}
-    assert parameters(DeepSpeedCPUAdam, FusedAdam) | handled_by_the_engine == set(KNOWN["optimizer"]["params"])
+    assert parameters(DeepSpeedCPUAdam, FusedAdam) | handled_by_the_engine == set(
+        KNOWN["optimizer"]["params"]
+    )
     schedules = [getattr(lr_schedules, name) for name in deepspeed_settings.SCHEDULERS]
     assert parameters(*schedules) == set(KNOWN["scheduler"]["params"])
 
@@ -158,13 +175,23 @@ def blocks(known: dict[str, Any], path: str = "") -> Iterator[str]:
 
 def test_every_block_is_compared_with_something() -> None:
     """So that a block added to the list cannot go unchecked."""
-    read = "activation_checkpointing aio flops_profiler torch_autocast data_types timers optimizer scheduler checkpoint"
-    inside = {"checkpoint.writer", "checkpoint.parallel_write", "optimizer.params", "scheduler.params"}
+    read = (
+        "activation_checkpointing aio flops_profiler torch_autocast data_types timers optimizer"
+        " scheduler checkpoint"
+    )
+    inside = {
+        "checkpoint.writer",
+        "checkpoint.parallel_write",
+        "optimizer.params",
+        "scheduler.params",
+    }
     assert set(blocks(KNOWN)) == {*MODELS, *read.split(), *inside}
 
 
 def test_what_we_pass_deepspeed_takes() -> None:
-    """A configuration with every known block, as handed on, makes a DeepSpeedConfig once our numbers are filled in."""
+    """A configuration with every known block, as handed on, makes a DeepSpeedConfig once our
+    numbers are filled in.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     user = {
@@ -179,7 +206,10 @@ def test_what_we_pass_deepspeed_takes() -> None:
         },
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 5, "total_num_steps": "auto"},
+        },
         "activation_checkpointing": {"partition_activations": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "wall_clock_breakdown": False,
@@ -202,11 +232,18 @@ OFFLOADED = {
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_offload_is_pinned_where_it_can_be_and_the_keys_do_not_say(pin: bool) -> None:
-    config = RunConfig(model="m", data="d", output_dir="o", deepspeed={"zero_optimization": OFFLOADED})
+    config = RunConfig(
+        model="m", data="d", output_dir="o", deepspeed={"zero_optimization": OFFLOADED}
+    )
     made = deepspeed_dict(config, world_size=2, dtype="bfloat16", largest_adapter_tensor=1, pin=pin)
     zero = made["zero_optimization"]
-    assert zero["offload_param"]["pin_memory"] is pin and zero["offload_optimizer"]["pin_memory"] is False
-    assert "pin_memory" not in config.deepspeed["zero_optimization"]["offload_param"], "the run's own keys stay"
+    assert (
+        zero["offload_param"]["pin_memory"] is pin
+        and zero["offload_optimizer"]["pin_memory"] is False
+    )
+    assert "pin_memory" not in config.deepspeed["zero_optimization"]["offload_param"], (
+        "the run's own keys stay"
+    )
 
 
 def test_what_is_not_offloaded_is_not_pinned() -> None:

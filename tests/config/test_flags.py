@@ -33,8 +33,9 @@ _PROMISED = """
 """
 PROMISED = _PROMISED.split()
 _OF_THE_GUIDES = (
-    "--use_wandb --wandb_project --wandb_run_name --distributed --world_size --nproc_per_node --backend --fp8 --bf16 "
-    "--node_rank --master_addr --master_port --total_batch_size --warmup_ratio"
+    "--use_wandb --wandb_project --wandb_run_name --distributed --world_size --nproc_per_node"
+    " --backend --fp8 --bf16 --node_rank --master_addr --master_port --total_batch_size"
+    " --warmup_ratio"
 )
 
 
@@ -69,10 +70,12 @@ def test_every_promised_flag_exists() -> None:
 
 @pytest.mark.frozen
 def test_flags_are_frozen() -> None:
-    """A changed name, type or default breaks somebody's script: change the file on purpose or not at all.
+    """A changed name, type or default breaks somebody's script: change the file on purpose or not
+    at all.
 
     To do it on purpose: python -c "from finetune.config.flag_help import *; from \
-    finetune.config.run_config import RunConfig; print(flag_table(RunConfig), end='')" > tests/frozen/flags.txt
+    finetune.config.run_config import RunConfig; print(flag_table(RunConfig), end='')" >
+    tests/frozen/flags.txt
     """
     assert flag_table(RunConfig) == FROZEN.read_text()
 
@@ -114,11 +117,15 @@ def test_flags_are_frozen() -> None:
 def test_forms_of_a_flag(arguments: list[str], expected: dict[str, object]) -> None:
     found = values(*arguments)
     assert found == expected
-    assert {name: type(value) for name, value in found.items()} == {name: type(v) for name, v in expected.items()}
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(v) for name, v in expected.items()
+    }
 
 
 def test_config_collects_and_the_rest_does_not() -> None:
-    parsed = parse(["--config", "a.json", "--seed", "1", "--config", "b.yaml", "c.py", "--print-config"], FLAGS)
+    parsed = parse(
+        ["--config", "a.json", "--seed", "1", "--config", "b.yaml", "c.py", "--print-config"], FLAGS
+    )
     assert parsed.config_files == ["a.json", "b.yaml", "c.py"]
     assert parsed.print_config
 
@@ -198,7 +205,9 @@ def test_names_of_other_packages_are_refused_with_ours(theirs: str, ours: str) -
     assert f"{theirs} is called {ours} here" in only_problem(f"{theirs}=x")
 
 
-@pytest.mark.parametrize("name", ["--load_in_4bit", "--load-in-8bit", "--quantization_bit", "--qlora", "--use_qlora"])
+@pytest.mark.parametrize(
+    "name", ["--load_in_4bit", "--load-in-8bit", "--quantization_bit", "--qlora", "--use_qlora"]
+)
 def test_other_words_for_a_quantised_base_name_ours(name: str) -> None:
     assert "use --quantization" in only_problem(name, "true")
 
@@ -220,13 +229,19 @@ def test_the_table_of_foreign_names_is_sound() -> None:
     assert set(FOREIGN.values()) <= fields
     assert set(FOREIGN) & set(OTHERWISE) == set()
     used = set(re.findall(r"--([a-z][a-z0-9_-]+)", " ".join(fix for _, fix in OTHERWISE.values())))
-    assert {name.replace("-", "_") for name in used} - {"nproc_per_node"} <= fields, "nproc_per_node is torchrun's"
+    assert {name.replace("-", "_") for name in used} - {"nproc_per_node"} <= fields, (
+        "nproc_per_node is torchrun's"
+    )
 
 
 def test_everything_wrong_is_told_together() -> None:
-    found = problems("--modle", "x", "--seed", "x", "stray", "--dtype", "int8", "--packing=2", "--lora-r", "0")
+    found = problems(
+        "--modle", "x", "--seed", "x", "stray", "--dtype", "int8", "--packing=2", "--lora-r", "0"
+    )
     assert len(found) == 6, [problem.what for problem in found]
-    assert len(problems("--modle", "x", "y")) == 1, "words after an unknown flag are taken for its value"
+    assert len(problems("--modle", "x", "y")) == 1, (
+        "words after an unknown flag are taken for its value"
+    )
 
 
 @given(st.text(max_size=12))
@@ -234,7 +249,12 @@ def test_nearest_never_fails(name: str) -> None:
     assert nearest(name, ["zero_optimization", "bf16"]) in ("zero_optimization", "bf16", None)
 
 
-@given(st.lists(st.text(max_size=8) | st.sampled_from(["--seed", "--data", "--packing", "--help=", "=", "-", "--=1"])))
+@given(
+    st.lists(
+        st.text(max_size=8)
+        | st.sampled_from(["--seed", "--data", "--packing", "--help=", "=", "-", "--=1"])
+    )
+)
 def test_any_command_line_is_answered(arguments: list[str]) -> None:
     """Parsed or refused with words, never an exception of another kind."""
     for problem in parse(arguments, FLAGS).problems:

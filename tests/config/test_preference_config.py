@@ -1,4 +1,6 @@
-"""The settings of a run on preferences: defaults by loss, what is refused, and which kind a file is of."""
+"""The settings of a run on preferences: defaults by loss, what is refused, and which kind a file is
+of.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,25 @@ def test_flags_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([], {"loss": "dpo", "beta": 0.1, "learning_rate": 5e-6, "sft_weight": 0.0, "num_epochs": 1.0}),
+        (
+            [],
+            {
+                "loss": "dpo",
+                "beta": 0.1,
+                "learning_rate": 5e-6,
+                "sft_weight": 0.0,
+                "num_epochs": 1.0,
+            },
+        ),
         (["--finetuning", "full"], {"learning_rate": 5e-7}),
         (["--loss", "orpo"], {"beta": 0.1, "learning_rate": 8e-5, "sft_weight": 1.0}),
         (["--loss", "orpo", "--finetuning", "full"], {"learning_rate": 8e-6}),
         (["--loss", "simpo"], {"beta": 2.0, "simpo_gamma": 1.0, "learning_rate": 5e-6}),
         (["--loss", "simpo", "--beta", "10"], {"simpo_gamma": 5.0}),
-        (["--loss", "kto", "--learning-rate", "1e-4"], {"learning_rate": 1e-4, "desirable_weight": 1.0}),
+        (
+            ["--loss", "kto", "--learning-rate", "1e-4"],
+            {"learning_rate": 1e-4, "desirable_weight": 1.0},
+        ),
     ],
 )
 def test_defaults_follow_from_the_loss(flags: list[str], expected: dict[str, object]):
@@ -50,7 +64,10 @@ def test_defaults_follow_from_the_loss(flags: list[str], expected: dict[str, obj
 
 def test_a_microbatch_has_room_for_both_answers():
     sizes = ["--micro-batch-size", "2", "--cutoff-len", "100"]
-    assert made(*sizes).tokens_per_microbatch == 400 and made(*sizes, "--loss", "kto").tokens_per_microbatch == 200
+    assert (
+        made(*sizes).tokens_per_microbatch == 400
+        and made(*sizes, "--loss", "kto").tokens_per_microbatch == 200
+    )
 
 
 def test_settings_of_another_loss_are_noted():
@@ -59,7 +76,9 @@ def test_settings_of_another_loss_are_noted():
 
 
 def test_which_kind_a_file_is_of(tmp_path: Path):
-    """What a run wrote of its settings is read as the same run, and by commands that take several kinds."""
+    """What a run wrote of its settings is read as the same run, and by commands that take several
+    kinds.
+    """
     config = made("--loss", "ipo")
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(config))
@@ -75,7 +94,10 @@ def test_the_best_is_of_what_evaluations_have():
         assert made(*keep, metric).followed_metric == f"eval_{metric}"
     for flags, known in (
         ([*keep, "exact_match"], r"take one of loss, .*, accuracy, accuracy/explain, .*, margin, "),
-        ([*keep, "accuracy", "--loss", "kto"], r"take one of loss, loss/explain, loss/reasoning, loss/topology$"),
+        (
+            [*keep, "accuracy", "--loss", "kto"],
+            r"take one of loss, loss/explain, loss/reasoning, loss/topology$",
+        ),
     ):
         with pytest.raises(ConfigError, match="which no evaluation has") as refused:
             made(*flags)

@@ -1,4 +1,6 @@
-"""The settings of pretraining: the guides' spellings, batches in tokens, what is derived and what is refused."""
+"""The settings of pretraining: the guides' spellings, batches in tokens, what is derived and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,11 @@ def test_the_guides_flags(flags: str) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "named"),
-    [("--window-pattern=L", "window"), ("--model_tag=d12", "--output-dir"), ("--core-metric-every=5", "--eval-steps")],
+    [
+        ("--window-pattern=L", "window"),
+        ("--model_tag=d12", "--output-dir"),
+        ("--core-metric-every=5", "--eval-steps"),
+    ],
 )
 def test_nanochats_other_flags_are_refused_with_a_reason(flag: str, named: str) -> None:
     assert named in refused(flag)
@@ -110,10 +116,15 @@ def test_an_old_configuration_file_of_the_guide(tmp_path: Path) -> None:
     file = tmp_path / "conservative.py"
     file.write_text("depth = 12\nbatch_size = 8\ntotal_batch_size = 24576\nmax_seq_len = 1536\n")
     config = made("--config", str(file), world_size=2).config
-    assert (config.depth, config.device_batch_size, config.gradient_accumulation_steps) == (12, 8, 1)
+    assert (config.depth, config.device_batch_size, config.gradient_accumulation_steps) == (
+        12,
+        8,
+        1,
+    )
 
 
-# device batch, total, sequence, processes -> accumulation; None: refused. Guide 000 prints 4 for its first.
+# device batch, total, sequence, processes -> accumulation; None: refused. Guide 000 prints 4 for
+# its first.
 BATCHES = [
     (2, 32768, 1024, 4, 4),
     (4, 65536, 1024, 4, 4),
@@ -128,8 +139,14 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(("device", "total", "length", "world", "accumulation"), BATCHES)
-def test_accumulation_is_derived_and_said(device: int, total: int, length: int, world: int, accumulation) -> None:
-    flags = [f"--device-batch-size={device}", f"--total-batch-size={total}", f"--max-seq-len={length}"]
+def test_accumulation_is_derived_and_said(
+    device: int, total: int, length: int, world: int, accumulation
+) -> None:
+    flags = [
+        f"--device-batch-size={device}",
+        f"--total-batch-size={total}",
+        f"--max-seq-len={length}",
+    ]
     if accumulation is None:
         assert "nearest that agree" in refused(*flags, world_size=world)
         return
@@ -140,10 +157,17 @@ def test_accumulation_is_derived_and_said(device: int, total: int, length: int, 
 
 
 def test_the_guides_own_indivisible_example_names_what_divides() -> None:
-    said = refused("--device_batch_size=16", "--total_batch_size=49152", "--max_seq_len=2048", world_size=2)
+    said = refused(
+        "--device_batch_size=16", "--total_batch_size=49152", "--max_seq_len=2048", world_size=2
+    )
     assert "total_batch_size 65536" in said and "device_batch_size 12" in said
     for total, device in ((65536, 16), (49152, 12)):
-        made(f"--total-batch-size={total}", f"--device-batch-size={device}", "--max-seq-len=2048", world_size=2)
+        made(
+            f"--total-batch-size={total}",
+            f"--device-batch-size={device}",
+            "--max-seq-len=2048",
+            world_size=2,
+        )
 
 
 def test_batch_size_and_accumulation_without_a_total_are_the_total() -> None:
@@ -154,7 +178,12 @@ def test_batch_size_and_accumulation_without_a_total_are_the_total() -> None:
 
 
 def test_all_three_that_disagree_are_refused() -> None:
-    flags = ("--batch_size=4", "--gradient_accumulation_steps=3", "--total-batch-size=8192", "--max-seq-len=1024")
+    flags = (
+        "--batch_size=4",
+        "--gradient_accumulation_steps=3",
+        "--total-batch-size=8192",
+        "--max-seq-len=1024",
+    )
     assert "total_batch_size 12288" in refused(*flags)
 
 
@@ -172,7 +201,9 @@ def test_an_unknown_architecture_names_those_there_are() -> None:
 
 
 def test_the_run_file_means_the_same_run_on_another_machine() -> None:
-    config = made("--distributed", "--world-size=2", "--run=x", "--optimizer=adamw", world_size=2).config
+    config = made(
+        "--distributed", "--world-size=2", "--run=x", "--optimizer=adamw", world_size=2
+    ).config
     values = yaml.safe_load(to_yaml(config))
     assert not {"gradient_accumulation_steps", "distributed", "world_size"} & values.keys()
     again = resolve_object(values, 1, PretrainConfig).config
@@ -182,10 +213,19 @@ def test_the_run_file_means_the_same_run_on_another_machine() -> None:
 def test_weights_of_files_that_were_replaced_go_with_them(tmp_path: Path) -> None:
     """They belong to the files of the run file, not to those of the command line."""
     run_file = tmp_path / "run.yaml"
-    run_file.write_text("train_data_path: [a.bin, b.bin]\ndata_weights: [3, 1]\noutput_dir: out\nnum_iterations: 5\n")
+    run_file.write_text(
+        "train_data_path: [a.bin, b.bin]\ndata_weights: [3, 1]\noutput_dir:"
+        " out\nnum_iterations: 5\n"
+    )
     arguments = ["--config", str(run_file), "--device-batch-size", "1", "--max-seq-len", "8"]
     kept = resolve(arguments, world_size=1, model_class=PretrainConfig)
     assert kept.config.data_weights == (3.0, 1.0)
-    replaced = resolve([*arguments, "--train-data-path", "c.bin", "d.bin"], world_size=1, model_class=PretrainConfig)
+    replaced = resolve(
+        [*arguments, "--train-data-path", "c.bin", "d.bin"],
+        world_size=1,
+        model_class=PretrainConfig,
+    )
     assert not replaced.config.data_weights
-    assert "data_weights" in str(replaced.notes) and "because train_data_path is from" in str(replaced.notes)
+    assert "data_weights" in str(replaced.notes) and "because train_data_path is from" in str(
+        replaced.notes
+    )

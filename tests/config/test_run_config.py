@@ -22,7 +22,9 @@ def make(**values: object) -> RunConfig:
 def messages(**values: object) -> str:
     with pytest.raises(ValidationError) as caught:
         make(**values)
-    return "\n".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in caught.value.errors())
+    return "\n".join(
+        f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in caught.value.errors()
+    )
 
 
 def test_defaults_are_those_that_were_agreed() -> None:
@@ -105,7 +107,9 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "cache_dir": None,
         "deepspeed": None,
     }
-    actual = {name: getattr(make(), name) for name in RunConfig.model_fields if name != "curriculum"}
+    actual = {
+        name: getattr(make(), name) for name in RunConfig.model_fields if name != "curriculum"
+    }
     assert actual == expected
 
 
@@ -188,8 +192,12 @@ def test_unknown_names_and_changes_are_refused() -> None:
 def test_global_batch_must_be_a_multiple_of_the_micro_batch() -> None:
     text = messages(micro_batch_size=5, global_batch_size=32)
     assert "global_batch_size 32 is not a multiple of micro_batch_size 5" in text
-    assert make(micro_batch_size=5, gradient_accumulation_steps=2).micro_batch_size == 5, "the global batch is derived"
-    assert "multiple" in messages(micro_batch_size=5, gradient_accumulation_steps=2, global_batch_size=32)
+    assert make(micro_batch_size=5, gradient_accumulation_steps=2).micro_batch_size == 5, (
+        "the global batch is derived"
+    )
+    assert "multiple" in messages(
+        micro_batch_size=5, gradient_accumulation_steps=2, global_batch_size=32
+    )
 
 
 def stage(until: float, mix: tuple[float, ...] = (1.0, 1.0), ramp: str = "step") -> StageConfig:
@@ -212,7 +220,9 @@ def test_curriculum_rules(stages: list[StageConfig], words: str) -> None:
         CurriculumConfig(levels=("easy", "hard"), stages=stages)
 
 
-@pytest.mark.parametrize("bad", [{"until": 0.0}, {"until": 1.1}, {"mix": (-1.0, 2.0)}, {"ramp": "cubic"}])
+@pytest.mark.parametrize(
+    "bad", [{"until": 0.0}, {"until": 1.1}, {"mix": (-1.0, 2.0)}, {"ramp": "cubic"}]
+)
 def test_stage_ranges(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         StageConfig(**{"until": 1.0, "mix": (1.0, 1.0), **bad})
@@ -222,7 +232,10 @@ def test_several_rules_broken_are_told_together() -> None:
     with pytest.raises(ValidationError) as caught:
         CurriculumConfig(levels=("easy", "easy"), stages=(stage(0.4, (1.0,)), stage(0.3)))
     text = str(caught.value)
-    assert all(words in text for words in ("more than once", "1 weights for 2", "does not increase", "not at 1.0"))
+    assert all(
+        words in text
+        for words in ("more than once", "1 weights for 2", "does not increase", "not at 1.0")
+    )
 
 
 def test_schema_describes_every_field() -> None:
@@ -231,7 +244,11 @@ def test_schema_describes_every_field() -> None:
     for name, schema in properties.items():
         assert schema.get("description", "").endswith("."), name
         assert schema["group"] in GROUPS, name
-    counted = {name for name, schema in properties.items() if name.endswith(("_steps", "_size", "_len", "_seconds"))}
+    counted = {
+        name
+        for name, schema in properties.items()
+        if name.endswith(("_steps", "_size", "_len", "_seconds"))
+    }
     assert [name for name in sorted(counted) if "unit" not in properties[name]] == []
 
 
@@ -247,8 +264,7 @@ def test_a_second_command_can_share_the_base() -> None:
 
 def test_no_heavy_import() -> None:
     code = (
-        "import sys, finetune.config.resolution\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'deepspeed', 'accelerate', 'datasets'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "import sys, finetune.config.resolution\nheavy = {'torch', 'numpy', 'transformers',"
+        " 'deepspeed', 'accelerate', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

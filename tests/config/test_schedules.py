@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from finetune.config.schedules import SCHEDULES, ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.config.schedules import (
+    SCHEDULES,
+    ScheduleSettings,
+    learning_rate_schedule,
+    warmup_count,
+)
 
 NAMES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -16,7 +21,9 @@ NAMES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warm
 def of_transformers(name: str, total_steps: int, warmup_steps: int) -> list[float]:
     """The factor of every update of a run, as a scheduler that is stepped gives it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(NAMES[name], optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps)
+    scheduler = get_scheduler(
+        NAMES[name], optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
+    )
     factors = []
     for _ in range(total_steps):
         factors.append(scheduler.get_last_lr()[0])
@@ -27,7 +34,8 @@ def of_transformers(name: str, total_steps: int, warmup_steps: int) -> list[floa
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("total_steps", "warmup_steps"), [(1, 0), (1, 1), (7, 0), (20, 3), (100, 1), (100, 99), (50, 50), (5, 20)]
+    ("total_steps", "warmup_steps"),
+    [(1, 0), (1, 1), (7, 0), (20, 3), (100, 1), (100, 99), (50, 50), (5, 20)],
 )
 def test_every_step_is_that_of_transformers(name: str, total_steps: int, warmup_steps: int):
     factor = learning_rate_schedule(name, ScheduleSettings(total_steps, warmup_steps))
@@ -36,7 +44,9 @@ def test_every_step_is_that_of_transformers(name: str, total_steps: int, warmup_
 
 
 @given(st.sampled_from(sorted(NAMES)), st.integers(1, 5000), st.integers(0, 6000), st.data())
-def test_rises_in_a_line_and_then_only_falls_to_zero(name: str, total: int, warmup: int, data: st.DataObject):
+def test_rises_in_a_line_and_then_only_falls_to_zero(
+    name: str, total: int, warmup: int, data: st.DataObject
+):
     factor = learning_rate_schedule(name, ScheduleSettings(total, warmup))
     step = data.draw(st.integers(0, total - 1), label="step")
     assert 0 <= factor(step) <= 1
@@ -68,14 +78,24 @@ def test_every_name_of_the_settings_is_a_schedule():
     from finetune.config.run_config import RunConfig
 
     names = {
-        name for config in (RunConfig, PretrainConfig) for name in get_args(get_type_hints(config)["lr_scheduler"])
+        name
+        for config in (RunConfig, PretrainConfig)
+        for name in get_args(get_type_hints(config)["lr_scheduler"])
     }
     assert names == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(
     ("asked", "total", "steps"),
-    [(0, 100, 0), (0.0, 100, 0), (0.03, 100, 3), (0.03, 150, 5), (0.5, 3, 2), (1, 100, 1), (40, 20, 40)],
+    [
+        (0, 100, 0),
+        (0.0, 100, 0),
+        (0.03, 100, 3),
+        (0.03, 150, 5),
+        (0.5, 3, 2),
+        (1, 100, 1),
+        (40, 20, 40),
+    ],
 )
 def test_warm_up_below_one_is_a_fraction_rounded_up(asked: float, total: int, steps: int):
     assert warmup_count(asked, total) == steps

@@ -1,4 +1,6 @@
-"""Samples against rendering row by row; the report; the cache under change, damage and several processes at once."""
+"""Samples against rendering row by row; the report; the cache under change, damage and several
+processes at once.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP 
 
 def rows_of(count: int, difficulty: bool = True) -> list[dict[str, Any]]:
     return [
-        {"instruction": f"{number} {QUESTIONS[number % 3]}", "output": f"answer {number} " + "because " * (number % 7)}
+        {
+            "instruction": f"{number} {QUESTIONS[number % 3]}",
+            "output": f"answer {number} " + "because " * (number % 7),
+        }
         | ({"difficulty": LEVELS[number % 3]} if difficulty else {})
         for number in range(count)
     ]
@@ -43,7 +48,12 @@ def rows_of(count: int, difficulty: bool = True) -> list[dict[str, Any]]:
 @pytest.fixture
 def prepare(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     def call(*paths: Path, **options: Any) -> Samples:
-        options = {"cutoff_len": 64, "difficulties": LEVELS, "cache_dir": tmp_path / "cache", "num_proc": 1} | options
+        options = {
+            "cutoff_len": 64,
+            "difficulties": LEVELS,
+            "cache_dir": tmp_path / "cache",
+            "num_proc": 1,
+        } | options
         return prepare_samples(paths, options.pop("tokenizer", family("chatml")), **options)
 
     return call
@@ -63,9 +73,12 @@ def test_samples_equal_rendering_each_row(tmp_path: Path, prepare: Any) -> None:
         assert supervised.tolist() == sample.supervised.tolist()
     assert samples.lengths.tolist() == [len(sample.input_ids) for sample in expected]
     assert samples.lengths.dtype == samples.supervised_counts.dtype == np.int32
-    assert samples.supervised_counts.tolist() == [int(sample.supervised.sum()) for sample in expected]
+    assert samples.supervised_counts.tolist() == [
+        int(sample.supervised.sum()) for sample in expected
+    ]
     assert (
-        samples.difficulties.tolist() == [number % 3 for number in range(40)] and samples.difficulties.dtype == np.int16
+        samples.difficulties.tolist() == [number % 3 for number in range(40)]
+        and samples.difficulties.dtype == np.int16
     )
     assert samples.record_ids.tolist() == list(range(40)) and samples.record_ids.dtype == np.int64
     assert samples.location(0) == f"{files[0]}:1" and samples.location(15) == f"{files[1]}:1"
@@ -75,11 +88,17 @@ def test_samples_equal_rendering_each_row(tmp_path: Path, prepare: Any) -> None:
             samples[index]
     report = samples.report
     assert report.records_read == report.records_kept == report.samples == 40
-    assert report.tokens == samples.lengths.sum() and report.supervised_tokens == samples.supervised_counts.sum()
+    assert (
+        report.tokens == samples.lengths.sum()
+        and report.supervised_tokens == samples.supervised_counts.sum()
+    )
     assert report.longest_tokens == samples.lengths.max()
     assert report.trimmed_records == sum(sample.trimmed_tokens > 0 for sample in expected) > 0
     assert report.trimmed_tokens == sum(sample.trimmed_tokens for sample in expected)
-    assert report.records_per_difficulty == {"explain": 14, "reasoning": 13, "topology": 13} and report.dropped == {}
+    assert (
+        report.records_per_difficulty == {"explain": 14, "reasoning": 13, "topology": 13}
+        and report.dropped == {}
+    )
 
 
 BAD_ROWS = [
@@ -105,12 +124,17 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, prepare: Any) -> None:
         f"{path}:2: broken JSON: Expecting property name enclosed in double quotes at column 2",
         f"{path}:3: no answer: no 'output'",
         f"{path}:5: empty answer: turn 2",
-        f"{path}:6: unknown difficulty: 'expain', not one of explain, reasoning, topology; did you mean 'explain'?",
+        (
+            f"{path}:6: unknown difficulty: 'expain', not one of explain, reasoning, topology; did"
+            " you mean 'explain'?"
+        ),
         f"{path}:7: no difficulty: other records have a 'difficulty', this one has none",
         f"{path}:8: wrong type: 'output' is a number, not a text",
     ]
     assert caught.value.exit_code == 2
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()], "nothing stays behind"
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()], (
+        "nothing stays behind"
+    )
 
 
 def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, prepare: Any) -> None:
@@ -129,18 +153,32 @@ def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, pre
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(samples.report.table())
     text = console.export_text()
-    assert "dropped: broken JSON" in text and "difficulty topology" in text and "supervised tokens" in text
+    assert (
+        "dropped: broken JSON" in text
+        and "difficulty topology" in text
+        and "supervised tokens" in text
+    )
 
 
 def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Any) -> None:
     good = {"instruction": "q", "output": "a", "difficulty": "explain"}
     path = write(tmp_path / "a.jsonl", [good, {**good, "system": "s"}, good])
-    with pytest.raises(DataError, match=r"a.jsonl:2: refused by the chat template: System role not supported"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2: refused by the chat template: System role not supported"
+    ):
         prepare(path, tokenizer=family("gemma"))
     samples = prepare(path, tokenizer=family("gemma"), on_bad_row="drop")
-    assert samples.record_ids.tolist() == [0, 2] and samples.report.dropped == {"refused by the chat template": 1}
-    with pytest.raises(DataError, match=r"no record is left to train on \(1 refused by the chat template\)"):
-        prepare(write(tmp_path / "b.jsonl", [{**good, "system": "s"}]), tokenizer=family("gemma"), on_bad_row="drop")
+    assert samples.record_ids.tolist() == [0, 2] and samples.report.dropped == {
+        "refused by the chat template": 1
+    }
+    with pytest.raises(
+        DataError, match=r"no record is left to train on \(1 refused by the chat template\)"
+    ):
+        prepare(
+            write(tmp_path / "b.jsonl", [{**good, "system": "s"}]),
+            tokenizer=family("gemma"),
+            on_bad_row="drop",
+        )
 
 
 def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> None:
@@ -148,7 +186,8 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> 
     assert samples.difficulties.tolist() == [-1] * 4
     assert not samples.report.difficulty_field_found and samples.report.records_per_difficulty == {}
     mixed = write(
-        tmp_path / "b.jsonl", [*rows_of(2), *rows_of(2, difficulty=False), {**rows_of(1)[0], "difficulty": "x"}]
+        tmp_path / "b.jsonl",
+        [*rows_of(2), *rows_of(2, difficulty=False), {**rows_of(1)[0], "difficulty": "x"}],
     )
     samples = prepare(mixed, difficulties=None)
     assert samples.difficulties.tolist() == [-1] * 5 and samples.difficulty_names == ()
@@ -161,18 +200,25 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> 
 
 def test_a_source_is_its_files_and_may_set_their_difficulty(tmp_path: Path, prepare: Any) -> None:
     (tmp_path / "many").mkdir()
-    paths = [write(tmp_path / name, rows_of(3)) for name in ("many/a.jsonl", "many/b.jsonl", "c.jsonl")]
+    paths = [
+        write(tmp_path / name, rows_of(3)) for name in ("many/a.jsonl", "many/b.jsonl", "c.jsonl")
+    ]
     write(tmp_path / "none.jsonl", rows_of(4, difficulty=False))
     hard = DataSource(path=str(tmp_path / "none.jsonl"), difficulty=LEVELS[2])
     samples = prepare(tmp_path / "many", hard, paths[2])
-    assert samples.source_starts == (0, 6, 10, 13) == pickle.loads(pickle.dumps(samples)).source_starts
+    assert (
+        samples.source_starts == (0, 6, 10, 13) == pickle.loads(pickle.dumps(samples)).source_starts
+    )
     assert samples.difficulties.tolist() == [0, 1, 2] * 2 + [2] * 4 + [0, 1, 2]
     assert samples.location(7) == f"{tmp_path / 'none.jsonl'}:2"
     instead = prepare(DataSource(path=str(paths[2]), difficulty=LEVELS[0]))
     assert instead.difficulties.tolist() == [0, 0, 0], "not their own, which the cache may hold"
     assert prepare(paths[2]).difficulties.tolist() == [0, 1, 2]
     one_by_one = prepare(*paths[:2], hard, paths[2])
-    assert one_by_one.source_starts == (0, 3, 6, 10, 13) and one_by_one.fingerprint == samples.fingerprint
+    assert (
+        one_by_one.source_starts == (0, 3, 6, 10, 13)
+        and one_by_one.fingerprint == samples.fingerprint
+    )
 
 
 def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:
@@ -186,9 +232,20 @@ def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:
         prepare(tmp_path / "b.jsonl", on_bad_row="skip")
 
 
-def test_a_row_without_room_for_its_answer_is_dropped_and_counted(tmp_path: Path, prepare: Any) -> None:
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}] * 12
-    long = {"messages": [*turns, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+def test_a_row_without_room_for_its_answer_is_dropped_and_counted(
+    tmp_path: Path, prepare: Any
+) -> None:
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "weight": 0},
+    ] * 12
+    long = {
+        "messages": [
+            *turns,
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
     short = {"messages": long["messages"][-2:]}
     samples = prepare(write(tmp_path / "a.jsonl", [long, short]), cutoff_len=40)
     assert samples.record_ids.tolist() == [1]
@@ -197,10 +254,18 @@ def test_a_row_without_room_for_its_answer_is_dropped_and_counted(tmp_path: Path
 
 def test_a_conversation_may_make_several_samples_of_one_row(tmp_path: Path, prepare: Any) -> None:
     turns = [("user", "q"), ("assistant", "<think>\nt\n</think>\n\na")] * 3
-    row = {"messages": [{"role": role, "content": content} for role, content in turns], "difficulty": "reasoning"}
+    row = {
+        "messages": [{"role": role, "content": content} for role, content in turns],
+        "difficulty": "reasoning",
+    }
     files = write(tmp_path / "a.jsonl", rows_of(1)), write(tmp_path / "b.jsonl", [row])
     samples = prepare(*files, tokenizer=family("qwen3"), cutoff_len=200)
-    assert samples.record_ids.tolist() == [0, 1, 1, 1] and samples.difficulties.tolist() == [0, 1, 1, 1]
+    assert samples.record_ids.tolist() == [0, 1, 1, 1] and samples.difficulties.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
     assert (samples.report.records_kept, samples.report.samples) == (2, 4)
     assert samples.report.records_per_difficulty == {"explain": 1, "reasoning": 1, "topology": 0}
 
@@ -222,7 +287,8 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
     with caplog.at_level(logging.WARNING, "finetune"):
         prepare(path, cutoff_len=48)
     assert [record.message for record in caplog.records] == [
-        "1 of 1 samples lost the end of an answer to the cutoff; a larger --cutoff-len keeps them whole"
+        "1 of 1 samples lost the end of an answer to the cutoff; a larger --cutoff-len keeps them"
+        " whole"
     ]
     with caplog.at_level(logging.WARNING, "finetune"):
         caplog.clear()
@@ -232,7 +298,9 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
 
 def test_the_template_may_be_named(tmp_path: Path, prepare: Any) -> None:
     tokenizer = make_tokenizer(None, SPECIALS["chatml"])
-    samples = prepare(write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer, template="alpaca")
+    samples = prepare(
+        write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer, template="alpaca"
+    )
     assert tokenizer.decode(samples[0][0]).startswith("<s>### Instruction:\n0 What is a router?")
 
 
@@ -247,7 +315,9 @@ def test_fingerprints_follow_the_samples_not_the_paths(tmp_path: Path, prepare: 
     write(tmp_path / "parts/1.jsonl", rows[:4])
     write(tmp_path / "parts/2.jsonl", ["", *rows[4:]])
     assert prepare(tmp_path / "parts").fingerprint == base, "the same rows in two files"
-    assert prepare(tmp_path / "a.jsonl", num_proc=2, cache_dir=tmp_path / "other").fingerprint == base
+    assert (
+        prepare(tmp_path / "a.jsonl", num_proc=2, cache_dir=tmp_path / "other").fingerprint == base
+    )
     changed = [
         prepare(write(tmp_path / "b.jsonl", rows[::-1])),
         prepare(write(tmp_path / "c.jsonl", rows[:-1])),
@@ -268,23 +338,33 @@ def test_hits_and_misses_are_said_with_their_reason(
         caplog.clear()
         with caplog.at_level(logging.INFO, "finetune"):
             prepare(path, **options)
-        return "\n".join(record.message for record in caplog.records if record.levelno == logging.INFO)
+        return "\n".join(
+            record.message for record in caplog.records if record.levelno == logging.INFO
+        )
 
     assert "making" in said() and "the first of its kind" in caplog.text
     folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
     assert said() == f"tokenized data: reusing {folder}"
-    assert said(num_proc=2) == f"tokenized data: reusing {folder}", "the number of processes changes nothing"
+    assert said(num_proc=2) == f"tokenized data: reusing {folder}", (
+        "the number of processes changes nothing"
+    )
     assert "(compared with the nearest earlier data: cutoff_len 64 -> 48)" in said(cutoff_len=48)
     assert "nearest earlier data: drop_bad_rows False -> True)" in said(on_bad_row="drop")
-    assert "nearest earlier data: tokenizer changed, template changed)" in said(tokenizer=family("mistral"))
+    assert "nearest earlier data: tokenizer changed, template changed)" in said(
+        tokenizer=family("mistral")
+    )
     template = TEMPLATES["chatml"].replace("helpful", "brief")
-    assert "nearest earlier data: template changed)" in said(tokenizer=make_tokenizer(template, SPECIALS["chatml"]))
+    assert "nearest earlier data: template changed)" in said(
+        tokenizer=make_tokenizer(template, SPECIALS["chatml"])
+    )
     write(path, rows_of(6))
     assert "nearest earlier data: data changed)" in said()
 
 
 def test_an_older_entry_may_go_while_it_is_compared(tmp_path: Path) -> None:
-    """Another process has found it damaged, and makes it anew: that was "the cache cannot be written"."""
+    """Another process has found it damaged, and makes it anew: that was "the cache cannot be
+    written".
+    """
     looks = 0
 
     def hook(name: str, original: Any, args: Any, named: Any) -> Any:
@@ -301,13 +381,17 @@ def test_an_older_entry_may_go_while_it_is_compared(tmp_path: Path) -> None:
         (older / "meta.json").write_text('{"parts": {"data": "a"}}')
         looks = 0
         with watched(hook):
-            assert cache._what_changed(older.parent, {"data": "b"}).endswith(("data changed", "of its kind"))
+            assert cache._what_changed(older.parent, {"data": "b"}).endswith(
+                ("data changed", "of its kind")
+            )
         every = max(every, looks + 1) if goes_at == 0 else every
         goes_at += 1
     assert every > 3
 
 
-def test_the_tokenizers_padding_and_truncation_are_not_part_of_it(tmp_path: Path, prepare: Any) -> None:
+def test_the_tokenizers_padding_and_truncation_are_not_part_of_it(
+    tmp_path: Path, prepare: Any
+) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(3))
     tokenizer = make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"])
     first = prepare(path, tokenizer=tokenizer)
@@ -343,16 +427,22 @@ def test_a_damaged_entry_is_found_and_made_again(
 ) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(7))
     before = prepare(path)
-    expected = [(ids.tolist(), mask.tolist()) for ids, mask in (before[index] for index in range(7))]
+    expected = [
+        (ids.tolist(), mask.tolist()) for ids, mask in (before[index] for index in range(7))
+    ]
     fingerprint = before.fingerprint
     folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
     del before
     DAMAGE[damage](folder)
     with caplog.at_level(logging.INFO, "finetune"):
         after = prepare(path)
-    assert "making" in caplog.text and any(word in caplog.text for word in ("damaged", "missing", "unreadable"))
+    assert "making" in caplog.text and any(
+        word in caplog.text for word in ("damaged", "missing", "unreadable")
+    )
     assert after.fingerprint == fingerprint
-    assert [(ids.tolist(), mask.tolist()) for ids, mask in (after[index] for index in range(7))] == expected
+    assert [
+        (ids.tolist(), mask.tolist()) for ids, mask in (after[index] for index in range(7))
+    ] == expected
 
 
 def _prepare_elsewhere(arguments: tuple[Path, Path, float]) -> tuple[str, int]:
@@ -365,7 +455,12 @@ def _prepare_elsewhere(arguments: tuple[Path, Path, float]) -> tuple[str, int]:
     logger.setLevel(logging.INFO)
     time.sleep(max(0.0, start - time.time()))
     samples = prepare_samples(
-        [path], family("chatml"), cutoff_len=64, difficulties=LEVELS, cache_dir=cache_dir, num_proc=1
+        [path],
+        family("chatml"),
+        cutoff_len=64,
+        difficulties=LEVELS,
+        cache_dir=cache_dir,
+        num_proc=1,
     )
     return samples.fingerprint, sum("data: making" in record for record in records)
 
@@ -381,7 +476,9 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
 
 
 def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> None:
-    """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for other nodes."""
+    """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for
+    other nodes.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     cache.socket.gethostname = lambda: node
     plain = durable_files.hash_files
@@ -405,7 +502,9 @@ def _make_two(folder: Path) -> dict[str, Any]:
 
 
 def _open_on(nodes: list[str], tmp_path: Path, *, together: bool = False) -> list[str]:
-    """Names of the files that were hashed, when a rank opened the entry on each of the nodes named."""
+    """Names of the files that were hashed, when a rank opened the entry on each of the nodes
+    named.
+    """
     context = multiprocessing.get_context("fork")
     log, meet = tmp_path / "hashed", context.Barrier(len(nodes)) if together else None
     log.write_text("")
@@ -422,7 +521,10 @@ def _open_on(nodes: list[str], tmp_path: Path, *, together: bool = False) -> lis
 
 
 def test_an_entry_is_checked_once_a_node_and_start(tmp_path: Path) -> None:
-    assert _open_on(["n0"] * 4, tmp_path) == ["a", "b"], "made once, and not read again by those who waited"
+    assert _open_on(["n0"] * 4, tmp_path) == [
+        "a",
+        "b",
+    ], "made once, and not read again by those who waited"
     assert _open_on(["n0"] * 4, tmp_path) == [], "the same launcher's"
     assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"]
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
@@ -441,16 +543,24 @@ def test_nodes_check_an_entry_side_by_side(tmp_path: Path) -> None:
     assert _open_on(["n0", "n1", "n2"], tmp_path, together=True) == ["a"] * 3 + ["b"] * 3
 
 
-def test_a_start_without_launcher_trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_launcher_trusts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     hashed = []
     plain = durable_files.hash_files
-    monkeypatch.setattr(durable_files, "hash_files", lambda paths: hashed.extend(p.name for p in paths) or plain(paths))
+    monkeypatch.setattr(
+        durable_files,
+        "hash_files",
+        lambda paths: hashed.extend(p.name for p in paths) or plain(paths),
+    )
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     assert hashed == ["a", "b"]
 
 
-def test_a_process_killed_while_making_leaves_nothing_in_the_way(tmp_path: Path, prepare: Any) -> None:
+def test_a_process_killed_while_making_leaves_nothing_in_the_way(
+    tmp_path: Path, prepare: Any
+) -> None:
     parts = {"data": "1"}
     process = multiprocessing.get_context("fork").Process(
         target=cache.open_or_make, args=(tmp_path / "cache", parts, _make_forever)
@@ -461,7 +571,9 @@ def test_a_process_killed_while_making_leaves_nothing_in_the_way(tmp_path: Path,
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    folder = cache.open_or_make(tmp_path / "cache", parts, lambda folder: {"made": (folder / "x").write_text("x")})
+    folder = cache.open_or_make(
+        tmp_path / "cache", parts, lambda folder: {"made": (folder / "x").write_text("x")}
+    )
     assert cache.read_meta(folder)["made"] == 1
     assert not list(tmp_path.glob("cache/.making-*"))
 
@@ -512,9 +624,9 @@ def test_samples_are_sent_as_a_path_and_hold_no_pickles(tmp_path: Path, prepare:
     assert len(sent) < 2_000 < samples.lengths.sum()
     assert pickle.loads(sent)[7][0].tolist() == samples[7][0].tolist()
     folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
-    assert sorted(path.suffix for path in folder.iterdir()) == [".bin"] * 2 + [".json"] + [".npy"] * 7, (
-        "no scratch files"
-    )
+    assert (
+        sorted(path.suffix for path in folder.iterdir()) == [".bin"] * 2 + [".json"] + [".npy"] * 7
+    ), "no scratch files"
     for path in folder.glob("*.npy"):
         np.load(path, allow_pickle=False)
     with pytest.raises(ValueError, match="read-only"):
@@ -525,7 +637,8 @@ def test_row_problems_do_not_quote_the_row() -> None:
     """Messages go to logs; what people wrote does not."""
     with pytest.raises(RecordProblem) as caught:
         to_conversation(
-            {"messages": [{"role": "user", "content": "secret"}, {"role": "user", "content": "x"}]}, "messages"
+            {"messages": [{"role": "user", "content": "secret"}, {"role": "user", "content": "x"}]},
+            "messages",
         )
     assert "secret" not in str(caught.value)
     thought = Conversation((Message("user", "q"), Message("assistant", "<think>secret</think>a")))

@@ -47,24 +47,42 @@ def messages(*pairs: tuple[str, Any], **more: Any) -> dict[str, Any]:
         ({"instruction": "", "input": "i", "output": "a"}, [("user", "i"), ("assistant", "a")]),
         (
             {**ALPACA, "system": "s", "history": [["q0", "a0"]]},
-            [("system", "s"), ("user", "q0"), ("assistant", "a0"), ("user", "q"), ("assistant", "a")],
+            [
+                ("system", "s"),
+                ("user", "q0"),
+                ("assistant", "a0"),
+                ("user", "q"),
+                ("assistant", "a"),
+            ],
         ),
         (sharegpt(("human", "q"), ("gpt", "a")), [("user", "q"), ("assistant", "a")]),
         (
             sharegpt(("system", ""), ("user", "q"), ("Assistant", "a"), system=""),
             [("system", ""), ("user", "q"), ("assistant", "a")],
         ),
-        (sharegpt(("human", "q"), ("gpt", "a"), system="s"), [("system", "s"), ("user", "q"), ("assistant", "a")]),
+        (
+            sharegpt(("human", "q"), ("gpt", "a"), system="s"),
+            [("system", "s"), ("user", "q"), ("assistant", "a")],
+        ),
         (
             {"conversations": messages(("user", "q"), ("assistant", "a"))["messages"]},
             [("user", "q"), ("assistant", "a")],
         ),
         (
-            messages(("developer", "s"), ("user", "q"), ("assistant", "a"), ("tool", "r"), ("assistant", "b")),
+            messages(
+                ("developer", "s"),
+                ("user", "q"),
+                ("assistant", "a"),
+                ("tool", "r"),
+                ("assistant", "b"),
+            ),
             [("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "r"), ("assistant", "b")],
         ),
         (
-            messages(("user", [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]), ("assistant", "a")),
+            messages(
+                ("user", [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]),
+                ("assistant", "a"),
+            ),
             [("user", "qr"), ("assistant", "a")],
         ),
     ],
@@ -82,7 +100,10 @@ def test_weight_and_reasoning() -> None:
     row = messages(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"))
     row["messages"][1]["weight"] = 0
     row["messages"][3] |= {"weight": 1, "reasoning_content": "t", "tool_calls": []}
-    assert read(row).messages[1::2] == (Message("assistant", "a", trained=False), Message("assistant", "b", True, "t"))
+    assert read(row).messages[1::2] == (
+        Message("assistant", "a", trained=False),
+        Message("assistant", "b", True, "t"),
+    )
 
 
 BAD = [
@@ -93,17 +114,29 @@ BAD = [
     ({"text": ["q"]}, "wrong type: 'text' is a list"),
     ({"text": "\ud83d"}, "not UTF-8: turn 1"),
     ({"prompt": "q"}, "no answer: no 'completion' or 'response'"),
-    ({"prompt": "q", "completion": "a", "response": "a"}, "two answers: 'completion' and 'response'"),
+    (
+        {"prompt": "q", "completion": "a", "response": "a"},
+        "two answers: 'completion' and 'response'",
+    ),
     (
         {"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]},
         "wrong type: of 'prompt' and 'completion'",
     ),
-    ({"prompt": [{"role": "user", "content": "q"}], "completion": []}, "no answer: 'completion' is empty"),
+    (
+        {"prompt": [{"role": "user", "content": "q"}], "completion": []},
+        "no answer: 'completion' is empty",
+    ),
     ({"question": "q", "answer": "a"}, "unknown format: keys are answer, question"),
     ({}, "unknown format: keys are none"),
     ({"instruction": "q"}, "no answer: no 'output'"),
-    ({"instruction": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, for python -m finetune.dpo"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, for python -m finetune.dpo"),
+    (
+        {"instruction": "q", "chosen": "a", "rejected": "b"},
+        "a pair of answers, for python -m finetune.dpo",
+    ),
+    (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "a pair of answers, for python -m finetune.dpo",
+    ),
     ({"instruction": "q", "output": None}, "no answer"),
     ({"instruction": "q", "output": ""}, "empty answer"),
     ({"instruction": "q", "output": " \n"}, "empty answer: turn 2"),
@@ -116,7 +149,10 @@ BAD = [
     ({**ALPACA, "history": [["q"]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", None]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", ""]]}, "empty answer: turn 2"),
-    ({**ALPACA, "difficulty": "Topology"}, "unknown difficulty: 'Topology', not one of .*; did you mean 'topology'"),
+    (
+        {**ALPACA, "difficulty": "Topology"},
+        "unknown difficulty: 'Topology', not one of .*; did you mean 'topology'",
+    ),
     ({**ALPACA, "difficulty": "expl"}, "unknown difficulty: .*did you mean 'explain'"),
     ({**ALPACA, "difficulty": ["explain"]}, "wrong type: 'difficulty' is a list"),
     ({**ALPACA, "difficulty": True}, "wrong type: 'difficulty' is true/false"),
@@ -125,11 +161,26 @@ BAD = [
     (sharegpt(("system", "s"), ("human", "q"), ("gpt", "a"), system="t"), "two system texts"),
     ({"conversations": "q"}, "wrong type: 'conversations' is a text"),
     (sharegpt(("human", "q")), "no answer: no turn is by the assistant"),
-    (sharegpt(("human", "q"), ("gpt", "a"), ("human", "q")), "no answer: the last turn is by the user"),
-    (sharegpt(("gpt", "a"), ("human", "q"), ("gpt", "a")), "roles out of order: turn 1 is assistant, at the start"),
-    (sharegpt(("human", "q"), ("human", "q"), ("gpt", "a")), "roles out of order: turn 2 is user, after user"),
-    (sharegpt(("human", "q"), ("gpt", "a"), ("gpt", "a")), "roles out of order: turn 3 is assistant, after assistant"),
-    (sharegpt(("human", "q"), ("system", "s"), ("gpt", "a")), "roles out of order: turn 2 is system, after user"),
+    (
+        sharegpt(("human", "q"), ("gpt", "a"), ("human", "q")),
+        "no answer: the last turn is by the user",
+    ),
+    (
+        sharegpt(("gpt", "a"), ("human", "q"), ("gpt", "a")),
+        "roles out of order: turn 1 is assistant, at the start",
+    ),
+    (
+        sharegpt(("human", "q"), ("human", "q"), ("gpt", "a")),
+        "roles out of order: turn 2 is user, after user",
+    ),
+    (
+        sharegpt(("human", "q"), ("gpt", "a"), ("gpt", "a")),
+        "roles out of order: turn 3 is assistant, after assistant",
+    ),
+    (
+        sharegpt(("human", "q"), ("system", "s"), ("gpt", "a")),
+        "roles out of order: turn 2 is system, after user",
+    ),
     (sharegpt(("human", "q"), ("gtp", "a")), "unknown role: .* is by 'gtp'; did you mean 'gpt'"),
     (sharegpt(("human", 5), ("gpt", "a")), "wrong type: conversations.0.: 'value' is a number"),
     ({"conversations": ["q", "a"]}, r"wrong type: conversations\[0\] is a text, not an object"),
@@ -141,19 +192,41 @@ BAD = [
     ),
     *(
         ({**row, key: value}, rf"unsupported key: the record has '{key}'")
-        for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))
+        for row in (
+            ALPACA,
+            sharegpt(("human", "q"), ("gpt", "a")),
+            messages(("user", "q"), ("assistant", "a")),
+        )
         for key, value in (("images", ["a.png"]), ("videos", ["a.mp4"]))
     ),
     *(
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **key}]}, "unsupported")
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a", **key},
+                ]
+            },
+            "unsupported",
+        )
         for key in ({"thinking": "t"}, {"images": [b"png"]})
     ),
     (
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "weight": 0},
+            ]
+        },
         "no answer: every answer has weight 0",
     ),
     (
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]},
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "weight": 0.5},
+            ]
+        },
         "wrong type: .*'weight' must be 0 or 1",
     ),
 ]
@@ -166,7 +239,9 @@ def test_bad_rows(row: Any, said: str) -> None:
 
 
 def test_a_file_has_one_form() -> None:
-    with pytest.raises(RecordProblem, match="unknown format: no 'instruction', which the records before it"):
+    with pytest.raises(
+        RecordProblem, match="unknown format: no 'instruction', which the records before it"
+    ):
         to_conversation(sharegpt(("human", "q"), ("gpt", "a")), "alpaca")
 
 
@@ -189,12 +264,16 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def test_lines_are_counted_and_blank_ones_are_no_rows(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n{"a": 3}')
+    path = write(
+        tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n{"a": 3}'
+    )
     assert list(read_records(path)) == [(1, {"a": 1}), (4, {"a": "\u2028"}), (5, {"a": 3})]
 
 
 def test_broken_lines_are_rows_with_a_problem(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n\xff\n[1, 2\n' + b"[" * 100_000 + b'\n{"a": 2}\n')
+    path = write(
+        tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n\xff\n[1, 2\n' + b"[" * 100_000 + b'\n{"a": 2}\n'
+    )
     rows = list(read_records(path))
     assert [line for line, _ in rows] == [1, 2, 3, 4, 5, 6]
     assert [str(row) for _, row in rows[1:4]] == [
@@ -208,8 +287,15 @@ def test_broken_lines_are_rows_with_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_the_first_character_tells_an_array_from_lines(tmp_path: Path, name: str) -> None:
     array = '\n[{"a": 1},\n\n  {"a":\n 2}\n,{"a": "]"} ]\n'
-    assert list(read_records(write(tmp_path / name, array))) == [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]
-    assert list(read_records(write(tmp_path / name, '{"a": 1}\n{"a": 2}\n'))) == [(1, {"a": 1}), (2, {"a": 2})]
+    assert list(read_records(write(tmp_path / name, array))) == [
+        (2, {"a": 1}),
+        (4, {"a": 2}),
+        (6, {"a": "]"}),
+    ]
+    assert list(read_records(write(tmp_path / name, '{"a": 1}\n{"a": 2}\n'))) == [
+        (1, {"a": 1}),
+        (2, {"a": 2}),
+    ]
     assert list(read_records(write(tmp_path / name, "[]"))) == []
     assert list(read_records(write(tmp_path / name, ""))) == []
 
@@ -239,7 +325,10 @@ def test_one_pretty_object_is_explained(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    rows = [messages(("user", "q"), ("assistant", "a")), messages(("user", "r"), ("assistant", "b"))]
+    rows = [
+        messages(("user", "q"), ("assistant", "a")),
+        messages(("user", "r"), ("assistant", "b")),
+    ]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert [(line, turns(read(row))) for line, row in read_records(tmp_path / "a.parquet")] == [
         (1, [("user", "q"), ("assistant", "a")]),
@@ -260,7 +349,14 @@ def test_lines_are_streamed(tmp_path: Path) -> None:
 
 
 def test_files_folders_and_globs(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.json", "sub/c.parquet", ".hidden.jsonl", ".git/d.jsonl", "README.md"):
+    for name in (
+        "b.jsonl",
+        "a.json",
+        "sub/c.parquet",
+        ".hidden.jsonl",
+        ".git/d.jsonl",
+        "README.md",
+    ):
         write(tmp_path / name, "x")
     found = [path.relative_to(tmp_path).as_posix() for path in expand_paths([str(tmp_path)])]
     assert found == ["a.json", "b.jsonl", "sub/c.parquet"]
@@ -305,11 +401,17 @@ def test_other_keys_are_answered_with_the_flag_that_names_them() -> None:
 def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() -> None:
     log = ProblemLog()
     for line in reversed(range(1, 301)):
-        log.add((0, line), f"a.jsonl:{line}", RecordProblem("empty answer" if line % 2 else "no answer", "d"))
+        log.add(
+            (0, line),
+            f"a.jsonl:{line}",
+            RecordProblem("empty answer" if line % 2 else "no answer", "d"),
+        )
     with pytest.raises(DataError) as caught:
         log.refuse(1000)
     text = str(caught.value)
-    assert text.startswith("300 of 1000 records cannot be trained on (150 no answer, 150 empty answer)")
+    assert text.startswith(
+        "300 of 1000 records cannot be trained on (150 no answer, 150 empty answer)"
+    )
     assert [line.strip() for line in text.splitlines()[1:11]] == [
         f"a.jsonl:{line}: {'empty' if line % 2 else 'no'} answer: d" for line in range(1, 11)
     ]
@@ -324,7 +426,12 @@ def test_a_reason_is_said_once_and_records_on_one_line_are_one() -> None:
     with pytest.raises(DataError) as caught:
         log.refuse(9)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:5]]
-    assert lines == ["a.json:1: empty answer: d", "a.json:2: as above", "a.json:3: as above", "... and 2 more"]
+    assert lines == [
+        "a.json:1: empty answer: d",
+        "a.json:2: as above",
+        "a.json:3: as above",
+        "... and 2 more",
+    ]
 
 
 def test_nearest_ignores_case_and_says_nothing_for_nothing_near() -> None:

@@ -37,10 +37,18 @@ WITH_MEDIA: list[dict[str, Any]] = [
 NO_MEDIA: list[dict[str, Any]] = [
     PLAIN,
     {**PLAIN, "images": [], "audios": "[]", "video": None},
-    {**PLAIN, "image": {"bytes": None, "path": None}, "images": [None], "audios": [{"bytes": b"", "path": ""}]},
+    {
+        **PLAIN,
+        "image": {"bytes": None, "path": None},
+        "images": [None],
+        "audios": [{"bytes": b"", "path": ""}],
+    },
     {**PLAIN, "meta": [{"type": ["string", "null"]}, {"type": {"image": 1}}]},
     {"messages": [{"role": "user", "content": "What is <image> in HTML?"}, ANSWER]},
-    {**PLAIN, "tools": [{"name": "draw", "parameters": {"properties": {"image": {"type": "string"}}}}]},
+    {
+        **PLAIN,
+        "tools": [{"name": "draw", "parameters": {"properties": {"image": {"type": "string"}}}}],
+    },
 ]
 
 
@@ -48,7 +56,12 @@ def prepared(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> S
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return prepare_samples(
-        [path], family("chatml"), cutoff_len=256, cache_dir=tmp_path / "cache", num_proc=1, **options
+        [path],
+        family("chatml"),
+        cutoff_len=256,
+        cache_dir=tmp_path / "cache",
+        num_proc=1,
+        **options,
     )
 
 
@@ -56,10 +69,18 @@ def prepared(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> S
 def test_media_are_found_and_leave_the_text(tmp_path: Path, record: dict[str, Any]) -> None:
     assert has_media(record)
     assert not has_media(without_media(record))
-    with pytest.raises(DataError, match=r"rows.jsonl:1.*--on-media drop-row leaves such records out"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1.*--on-media drop-row leaves such records out"
+    ):
         prepared(tmp_path, [record])
-    samples, plain = prepared(tmp_path, [record], on_media="drop-media"), prepared(tmp_path, [PLAIN])
-    assert samples[0][0].tolist() == plain[0][0].tolist() and samples[0][1].tolist() == plain[0][1].tolist()
+    samples, plain = (
+        prepared(tmp_path, [record], on_media="drop-media"),
+        prepared(tmp_path, [PLAIN]),
+    )
+    assert (
+        samples[0][0].tolist() == plain[0][0].tolist()
+        and samples[0][1].tolist() == plain[0][1].tolist()
+    )
     assert samples.report.without_media == 1 and samples.report.left_out_media == 0
 
 
@@ -91,7 +112,9 @@ def test_a_question_that_was_only_a_picture_is_still_wrong(tmp_path: Path) -> No
 def shown(template: str, conversation: Conversation, train_thinking: bool) -> list[str]:
     tokenizer = family(template)
     renderer = Renderer(tokenizer, 4096, train_thinking=train_thinking)
-    return [marked(tokenizer, sample.input_ids, sample.supervised) for sample in renderer(conversation)]
+    return [
+        marked(tokenizer, sample.input_ids, sample.supervised) for sample in renderer(conversation)
+    ]
 
 
 BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t")))
@@ -102,15 +125,25 @@ INSIDE = talk("q1", "<think>\nt1\n</think>\n\na1")
     ("conversation", "trained", "context"),
     [
         (BESIDE, "«<think>\nt\n</think>\n\na<|im_end|>»", "<think>\nt\n</think>\n\n«a<|im_end|>»"),
-        (INSIDE, "«<think>\nt1\n</think>\n\na1<|im_end|>»", "<think>\nt1\n</think>\n\n«a1<|im_end|>»"),
+        (
+            INSIDE,
+            "«<think>\nt1\n</think>\n\na1<|im_end|>»",
+            "<think>\nt1\n</think>\n\n«a1<|im_end|>»",
+        ),
         # The empty block of an answer without thinking would teach not to think.
-        (talk("q1", "a1"), "«<think>\n\n</think>\n\na1<|im_end|>»", "<think>\n\n</think>\n\n«a1<|im_end|>»"),
+        (
+            talk("q1", "a1"),
+            "«<think>\n\n</think>\n\na1<|im_end|>»",
+            "<think>\n\n</think>\n\n«a1<|im_end|>»",
+        ),
     ],
 )
 def test_think_blocks_as_context(conversation: Conversation, trained: str, context: str) -> None:
     (with_thinking,), (without,) = (shown("qwen3", conversation, train) for train in (True, False))
     assert with_thinking.rstrip().endswith(trained) and without.rstrip().endswith(context)
-    assert with_thinking.translate({171: None, 187: None}) == without.translate({171: None, 187: None})
+    assert with_thinking.translate({171: None, 187: None}) == without.translate(
+        {171: None, 187: None}
+    )
 
 
 def test_a_block_in_the_middle_of_an_answer_stays_trained() -> None:
@@ -120,9 +153,9 @@ def test_a_block_in_the_middle_of_an_answer_stays_trained() -> None:
 
 def test_reasoning_in_another_form() -> None:
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}[THINK]{{"
+        " m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
+        " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer = make_tokenizer(template, ("<|im_start|>", "<|im_end|>"))
     renderer = Renderer(tokenizer, 4096, train_thinking=False)
@@ -135,7 +168,9 @@ def test_reasoning_in_another_form() -> None:
 
 def turn_behind(prompt: str, written: str, content: str, reasoning: str | None = None) -> str:
     messages = (Message("user", "q"), Message("assistant", content, reasoning=reasoning))
-    rendering = Rendering(prompt + written, messages, (Turn(len(prompt), len(prompt + written), True),))
+    rendering = Rendering(
+        prompt + written, messages, (Turn(len(prompt), len(prompt + written), True),)
+    )
     (turn,) = behind_thinking(rendering).turns
     return rendering.text[turn.start : turn.end]
 
@@ -145,8 +180,20 @@ def turn_behind(prompt: str, written: str, content: str, reasoning: str | None =
     [
         ("A:", "<think>the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
         ("A:<think>\n", "the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
-        ("A:<think>\n", "t\n</think>\n\nsay </think>.<e>", "say </think>.", "t", "say </think>.<e>"),
-        ("A:<think>\n", "\n</think>\n\nsay </think>.<e>", "say </think>.", None, "say </think>.<e>"),
+        (
+            "A:<think>\n",
+            "t\n</think>\n\nsay </think>.<e>",
+            "say </think>.",
+            "t",
+            "say </think>.<e>",
+        ),
+        (
+            "A:<think>\n",
+            "\n</think>\n\nsay </think>.<e>",
+            "say </think>.",
+            None,
+            "say </think>.<e>",
+        ),
         ("A:<think>\n", "t\n</think>\n\na<e>", "<think>t</think>a", None, "a<e>"),
         ("A:<think>\n", "t\n</think>\n\na<e>", "t\n</think>\n\na", None, "a<e>"),
     ],
@@ -165,6 +212,8 @@ def test_a_tag_that_is_quoted_ends_no_block(
         ("A:<think>\n", "</think>Say </THINK>.<e>", "say </think>.", None),
     ],
 )
-def test_thinking_that_is_not_told_is_refused(prompt: str, written: str, content: str, reasoning: str | None) -> None:
+def test_thinking_that_is_not_told_is_refused(
+    prompt: str, written: str, content: str, reasoning: str | None
+) -> None:
     with pytest.raises(RecordProblem, match="thinking not told from the answer"):
         turn_behind(prompt, written, content, reasoning)

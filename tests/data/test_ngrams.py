@@ -15,12 +15,16 @@ from finetune.data.ngrams import BANDS, SCRIPTS, band_keys, words_of
 
 
 def plain_words(text: str) -> list[str]:
-    """Han, kana and Thai by the character; what else Python takes for a word (without its underscore), and marks."""
+    """Han, kana and Thai by the character; what else Python takes for a word (without its
+    underscore), and marks.
+    """
     alone = "\u4e00-\u9fff\u3040-\u30ff\u0e00-\u0e7f"
     return re.findall(rf"[{alone}]|[^\W_{alone}]+", text.lower())
 
 
-TEXTS = st.lists(st.text(st.sampled_from("abAB 1,.\n-什么器のЖé"), max_size=40), min_size=1, max_size=6)
+TEXTS = st.lists(
+    st.text(st.sampled_from("abAB 1,.\n-什么器のЖé"), max_size=40), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -35,16 +39,30 @@ def test_ngrams_are_those_of_a_plain_loop(texts: list[str], length: int) -> None
     assert owners.tolist() == [number for number, _ in expected]
     named = {gram: words for gram, (_, words) in zip(grams.tolist(), expected, strict=True)}
     assert [named[gram] for gram in grams.tolist()] == [words for _, words in expected]
-    assert len(named) == len({words for _, words in expected}), "different words have different hashes"
+    assert len(named) == len({words for _, words in expected}), (
+        "different words have different hashes"
+    )
 
 
 def test_hashes_do_not_depend_on_what_is_read_with_them() -> None:
     alone = words_of(["What is a router?"]).ngrams(3)[0]
-    assert words_of(["x" * 5000, "什么 what is; a ROUTER"]).ngrams(3)[0][-2:].tolist() == alone.tolist()
+    assert (
+        words_of(["x" * 5000, "什么 what is; a ROUTER"]).ngrams(3)[0][-2:].tolist()
+        == alone.tolist()
+    )
 
 
 def test_scripts() -> None:
-    texts = ["What is it?", "什么是路由器 hub", "ルーターとは何ですか", "Что это", "라우터", "12 + 3", "", "ما هذا"]
+    texts = [
+        "What is it?",
+        "什么是路由器 hub",
+        "ルーターとは何ですか",
+        "Что это",
+        "라우터",
+        "12 + 3",
+        "",
+        "ما هذا",
+    ]
     found = [SCRIPTS[number] for number in words_of(texts).scripts]
     assert found == ["Latin", "Chinese", "Japanese", "Cyrillic", "Korean", "none", "none", "Arabic"]
 
@@ -57,7 +75,9 @@ def test_near_texts_share_bands_as_often_as_their_likeness_says() -> None:
         for _ in range(150):
             text = generator.choices(words, k=200)
             common = round(200 * 2 * likeness / (1 + likeness))
-            pairs.append((" ".join(text), " ".join(text[:common] + generator.choices(words, k=200 - common))))
+            pairs.append(
+                (" ".join(text), " ".join(text[:common] + generator.choices(words, k=200 - common)))
+            )
         rows, keys = band_keys(words_of([text for pair in pairs for text in pair]))
         assert rows.tolist() == list(range(300))
         share = np.mean([(one == other).any() for one, other in keys.reshape(-1, 2, BANDS)])
@@ -67,10 +87,16 @@ def test_near_texts_share_bands_as_often_as_their_likeness_says() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=BANDS, max_size=BANDS), min_size=1, max_size=12))
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=BANDS, max_size=BANDS), min_size=1, max_size=12)
+)
 def test_the_earliest_with_a_band_in_common(rows: list[list[int]]) -> None:
     expected = [
-        next(other for other in range(number + 1) if any(a == b for a, b in zip(rows[other], row, strict=True)))
+        next(
+            other
+            for other in range(number + 1)
+            if any(a == b for a, b in zip(rows[other], row, strict=True))
+        )
         for number, row in enumerate(rows)
     ]
     assert _earliest(np.array(rows, dtype=np.uint64)).tolist() == expected

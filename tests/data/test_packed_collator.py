@@ -1,4 +1,6 @@
-"""PackedCollator: a packed sequence is its rows one by one, with any model and loop of transformers."""
+"""PackedCollator: a packed sequence is its rows one by one, with any model and loop of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,23 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def loss_and_gradient(model: torch.nn.Module, batches: list[dict[str, Any]], targets: int) -> tuple[float, Any]:
+def loss_and_gradient(
+    model: torch.nn.Module, batches: list[dict[str, Any]], targets: int
+) -> tuple[float, Any]:
     """Of the sum of losses over so many targets."""
     model.zero_grad()
     losses = [model(**batch, num_items_in_batch=targets).loss for batch in batches]
     sum(losses).backward()  # type: ignore[union-attr]
-    return sum(loss.item() for loss in losses), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return sum(loss.item() for loss in losses), [
+        p.grad.clone() for p in model.parameters() if p.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_loss_and_gradients_are_those_of_the_rows_one_by_one(model_type: str, attention: str) -> None:
+def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
+    model_type: str, attention: str
+) -> None:
     model = make_model(tiny_config(model_type), attention).train().requires_grad_(True)
     collate, targets = PackedCollator(), 2 + 2 + 6
     packed = loss_and_gradient(model, [collate(ROWS)], targets)

@@ -19,10 +19,18 @@ USER, GOOD, BAD = (
     {"role": "assistant", "content": "a"},
     {"role": "assistant", "content": "b"},
 )
-HUMAN, GPT_GOOD, GPT_BAD = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "gpt", "value": "b"}
+HUMAN, GPT_GOOD, GPT_BAD = (
+    {"from": "human", "value": "q"},
+    {"from": "gpt", "value": "a"},
+    {"from": "gpt", "value": "b"},
+)
 SYSTEM = {"role": "system", "content": "s"}
 EARLIER = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+}
 RESULT = {"role": "tool", "content": "r"}
 
 
@@ -36,7 +44,9 @@ def read(record: Any, form: PreferenceForm = "pairs", **options: Any) -> Prefere
 
 def written(turns: tuple[Message, ...]) -> str:
     """`user:q *assistant:a`: trained turns with a star."""
-    return " ".join(f"{'*' * (m.trained and m.role == 'assistant')}{m.role}:{m.content}" for m in turns)
+    return " ".join(
+        f"{'*' * (m.trained and m.role == 'assistant')}{m.role}:{m.content}" for m in turns
+    )
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -45,22 +55,40 @@ PAIRS: dict[str, dict[str, Any]] = {
     "one turn": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
     "whole": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "whole with prompt": {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "whole with the prompt's turns": {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "ultrafeedback": {"prompt": "q", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "whole with the prompt's turns": {
+        "prompt": [USER],
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+    },
+    "ultrafeedback": {
+        "prompt": "q",
+        "messages": [USER, GOOD],
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+    },
     "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
     "sharegpt": {"conversations": [HUMAN], "chosen": GPT_GOOD, "rejected": GPT_BAD},
     "messages": {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     "rejected_response": {"messages": [USER, GOOD], "rejected_response": "b"},
     "rejected_messages": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
     "with prompt and response": {"prompt": "q", "response": "a", "rejected_response": "b"},
-    "empty columns": {"prompt": "q", "chosen": "a", "rejected": "b", "rejected_response": None, "label": None},
+    "empty columns": {
+        "prompt": "q",
+        "chosen": "a",
+        "rejected": "b",
+        "rejected_response": None,
+        "label": None,
+    },
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_forms_of_pairs(name: str) -> None:
     found = read(PAIRS[name])
-    assert written(found.messages) == "user:q *assistant:a" and written(found.rejected) == "user:q *assistant:b"
+    assert (
+        written(found.messages) == "user:q *assistant:a"
+        and written(found.rejected) == "user:q *assistant:b"
+    )
     assert found.prompt_turns == 1 and found.label is None
 
 
@@ -79,24 +107,51 @@ def test_earlier_turns_and_system_texts_are_the_prompt() -> None:
         {"prompt": "q", "chosen": [*turns, GOOD], "rejected": [*turns, BAD]},
         {"system": "s", "chosen": [*turns[1:], GOOD], "rejected": [*turns[1:], BAD]},
         {"system": "s", "prompt": turns[1:], "chosen": "a", "rejected": "b"},
-        {"system": "s", "instruction": "q", "history": [["q0", "a0"]], "chosen": "a", "rejected": "b"},
+        {
+            "system": "s",
+            "instruction": "q",
+            "history": [["q0", "a0"]],
+            "chosen": "a",
+            "rejected": "b",
+        },
         {"system": "s", "conversations": turns[1:], "chosen": GPT_GOOD, "rejected": GPT_BAD},
         {"messages": [*turns, GOOD], "rejected_response": "b"},
         {"messages": [*turns, GOOD], "rejected_messages": [*turns, BAD]},
-        {"messages": [*turns[:2], {**EARLIER[1], "weight": 0}, USER, GOOD], "rejected_messages": [*turns, BAD]},
+        {
+            "messages": [*turns[:2], {**EARLIER[1], "weight": 0}, USER, GOOD],
+            "rejected_messages": [*turns, BAD],
+        },
     ):
         found = read(record)
-        assert (written(found.messages), written(found.rejected)) == (shown + "a", shown + "b"), record
+        assert (written(found.messages), written(found.rejected)) == (
+            shown + "a",
+            shown + "b",
+        ), record
 
 
 def test_turns_that_both_sides_begin_with_are_context() -> None:
     tools = [{"name": "f"}]
-    found = read({"tools": tools, "prompt": [USER], "chosen": [CALL, RESULT, GOOD], "rejected": [CALL, RESULT, BAD]})
-    assert written(found.rejected) == "user:q assistant: tool:r *assistant:b" and len(found.tools) == 1
+    found = read(
+        {
+            "tools": tools,
+            "prompt": [USER],
+            "chosen": [CALL, RESULT, GOOD],
+            "rejected": [CALL, RESULT, BAD],
+        }
+    )
+    assert (
+        written(found.rejected) == "user:q assistant: tool:r *assistant:b" and len(found.tools) == 1
+    )
     assert found.prompt_turns == 3 and found.messages[2].call_id == found.messages[1].calls[0].id
-    found = read({"tools": tools, "prompt": [USER], "chosen": [CALL, RESULT, GOOD], "rejected": [BAD]})
+    found = read(
+        {"tools": tools, "prompt": [USER], "chosen": [CALL, RESULT, GOOD], "rejected": [BAD]}
+    )
     assert written(found.messages) == "user:q *assistant: tool:r *assistant:a"
-    assert read({"prompt": "q", "chosen": {**GOOD, "reasoning_content": "t"}, "rejected": GOOD}).messages[1].reasoning
+    assert (
+        read({"prompt": "q", "chosen": {**GOOD, "reasoning_content": "t"}, "rejected": GOOD})
+        .messages[1]
+        .reasoning
+    )
 
 
 LABELS: dict[str, dict[str, Any]] = {
@@ -112,7 +167,11 @@ LABELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LABELS)
 def test_forms_of_labels(name: str) -> None:
     found = read(LABELS[name], "labels")
-    assert written(found.messages) == "user:q *assistant:a" and found.label is True and not found.rejected
+    assert (
+        written(found.messages) == "user:q *assistant:a"
+        and found.label is True
+        and not found.rejected
+    )
     key = "label" if "label" in LABELS[name] else "kto_tag"
     assert read({**LABELS[name], key: False}, "labels").label is False
 
@@ -120,8 +179,16 @@ def test_forms_of_labels(name: str) -> None:
 def test_of_a_labelled_conversation_the_last_answer_is_judged() -> None:
     found = read({"messages": [SYSTEM, *EARLIER, USER, GOOD], "label": False}, "labels")
     assert written(found.messages) == "system:s user:q0 assistant:a0 user:q *assistant:a"
-    steps = {"tools": [{"name": "f"}], "prompt": [*EARLIER, USER], "completion": [CALL, RESULT, GOOD], "label": True}
-    assert written(read(steps, "labels").messages) == "user:q0 assistant:a0 user:q *assistant: tool:r *assistant:a"
+    steps = {
+        "tools": [{"name": "f"}],
+        "prompt": [*EARLIER, USER],
+        "completion": [CALL, RESULT, GOOD],
+        "label": True,
+    }
+    assert (
+        written(read(steps, "labels").messages)
+        == "user:q0 assistant:a0 user:q *assistant: tool:r *assistant:a"
+    )
 
 
 REFUSED: list[tuple[PreferenceForm, Any, str]] = [
@@ -177,12 +244,22 @@ def test_what_is_refused(form: PreferenceForm, record: Any, problem: str) -> Non
 def test_columns_media_and_difficulty_are_read_as_for_fine_tuning() -> None:
     record = {"question": "q", "good": "a", "bad": "b", "stage": "x"}
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
-    found = read(record, source=DataSource(path="a", columns=columns), difficulties=("x",), difficulty_field="stage")
+    found = read(
+        record,
+        source=DataSource(path="a", columns=columns),
+        difficulties=("x",),
+        difficulty_field="stage",
+    )
     assert written(found.rejected) == "user:q *assistant:b" and found.difficulty == "x"
-    found = read(record, source=DataSource(path="a", columns=columns, difficulty="y"), difficulties=("y",))
+    found = read(
+        record, source=DataSource(path="a", columns=columns, difficulty="y"), difficulties=("y",)
+    )
     assert found.difficulty == "y"
     judged = {"prompt": "question", "completion": "good", "label": "ok"}
-    assert read({**record, "ok": False}, "labels", source=DataSource(path="a", columns=judged)).label is False
+    assert (
+        read({**record, "ok": False}, "labels", source=DataSource(path="a", columns=judged)).label
+        is False
+    )
     seen = {"prompt": "<image>q", "chosen": {"role": "assistant", "content": [{"type": "text", "text": "a"},
             {"type": "image_url", "image_url": "x"}]}, "rejected": "b"}  # fmt: skip
     found = read(seen, on_media="drop-media")
@@ -195,7 +272,10 @@ def test_equal_records_are_those_that_say_the_same_in_any_form() -> None:
     hashes = {content_hash(read(record)) for record in PAIRS.values()}
     assert len(hashes) == 1
     swapped = read({"prompt": "q", "chosen": "b", "rejected": "a"})
-    labels = [read({"prompt": "q", "completion": "a", "label": label}, "labels") for label in (True, False)]
+    labels = [
+        read({"prompt": "q", "completion": "a", "label": label}, "labels")
+        for label in (True, False)
+    ]
     plain = Conversation(labels[0].messages)
     assert len(hashes | {content_hash(found) for found in (swapped, *labels, plain)}) == 5
 

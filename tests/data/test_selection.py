@@ -29,12 +29,17 @@ LEVELS = ("explain", "reasoning", "topology")
 
 
 def rows_of(numbers: Any) -> list[dict[str, Any]]:
-    return [{"prompt": f"question {n}", "completion": f"answer {n}", "chat": n // 4, "id": str(n)} for n in numbers]
+    return [
+        {"prompt": f"question {n}", "completion": f"answer {n}", "chat": n // 4, "id": str(n)}
+        for n in numbers
+    ]
 
 
 def prepared(path: Path, selection: Selection | None, workers: int = 1, **options: Any) -> Samples:
     options = {"cutoff_len": 64, "cache_dir": path.parent / "cache"} | options
-    return prepare_samples([path], family("gemma"), num_proc=workers, selection=selection, **options)
+    return prepare_samples(
+        [path], family("gemma"), num_proc=workers, selection=selection, **options
+    )
 
 
 def sides(path: Path, workers: int = 1, **what: Any) -> tuple[list[int], list[int], Samples]:
@@ -49,17 +54,22 @@ def hash_of(row: dict[str, Any]) -> int:
 
 def test_the_hash_of_a_record_stays_what_it_is() -> None:
     """A row that changes sides between versions would be trained on and then validated."""
-    row = {"messages": [{"role": "user", "content": "什么?"}, {"role": "assistant", "content": "a"}], "id": 1}
+    row = {
+        "messages": [{"role": "user", "content": "什么?"}, {"role": "assistant", "content": "a"}],
+        "id": 1,
+    }
     assert hash_of(row) == 3408316769697031731
     assert hash_of({"text": "a"}) == 17132129837837000639
-    assert hash_of(row) == hash_of({"prompt": "什么?", "completion": "a", "difficulty": "explain"}), (
-        "what it says counts"
-    )
+    assert hash_of(row) == hash_of(
+        {"prompt": "什么?", "completion": "a", "difficulty": "explain"}
+    ), "what it says counts"
     assert hash_of(row) != hash_of({"prompt": "什么?", "completion": "a "})
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_share_is_those_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_a_share_is_those_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 100)
     rows = rows_of(range(60))
@@ -70,7 +80,9 @@ def test_a_share_is_those_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ("on the other side of the split", str(len(valid))) in samples.report.lines()
     more = [*rows_of(range(100, 140)), *rows]
     _, later, _ = sides(write(tmp_path / "b.jsonl", more), workers, valid_split=0.2)
-    assert [number - 40 for number in later if number >= 40] == valid, "rows that were added move none"
+    assert [number - 40 for number in later if number >= 40] == valid, (
+        "rows that were added move none"
+    )
 
 
 def test_a_number_is_the_smallest_hashes(tmp_path: Path) -> None:
@@ -104,7 +116,9 @@ def test_a_group_may_be_a_mapped_column_and_must_be_there(tmp_path: Path) -> Non
 
 def test_a_group_is_one_whatever_kind_of_file_its_number_is_from() -> None:
     def group(value: Any) -> int:
-        ((_, record, found),) = RecordReader().conversations([(1, {**rows_of([1])[0], "chat": value})])
+        ((_, record, found),) = RecordReader().conversations(
+            [(1, {**rows_of([1])[0], "chat": value})]
+        )
         assert not isinstance(found, RecordProblem)
         return Selection("train", 0.5, "chat").key(0, record, found, RecordReader())[2]
 
@@ -118,8 +132,12 @@ def test_a_group_is_one_whatever_kind_of_file_its_number_is_from() -> None:
 
 def test_a_hidden_key_is_not_another(tmp_path: Path) -> None:
     reader = RecordReader(source=DataSource(path="a", columns={"system": "persona", "prompt": "q"}))
-    ((_, record, _),) = reader.conversations([(1, {"system": "s", "persona": "p", "q": "q", "completion": "a"})])
-    assert reader.value_of(record, "persona") == "p" and reader.value_of(record, "completion") == "a"
+    ((_, record, _),) = reader.conversations(
+        [(1, {"system": "s", "persona": "p", "q": "q", "completion": "a"})]
+    )
+    assert (
+        reader.value_of(record, "persona") == "p" and reader.value_of(record, "completion") == "a"
+    )
     assert reader.value_of(record, "system") is None
 
 
@@ -127,10 +145,14 @@ def test_a_hidden_key_is_not_another(tmp_path: Path) -> None:
 def test_the_form_is_of_the_file_and_not_of_the_side(tmp_path: Path, side: Any) -> None:
     rows = [{"instruction": f"question {n}", "output": f"answer {n}"} for n in range(24)]
     for row in rows[1:6]:
-        row["messages"] = [{"role": "user", "content": "other"}]  # of no use: the file is of instructions
+        # of no use: the file is of instructions
+        row["messages"] = [{"role": "user", "content": "other"}]
     path = write(tmp_path / "a.jsonl", rows)
     report = prepared(path, Selection(side, 0.5)).report
-    assert report.records_kept + report.other_side == report.records_read == 24 and 0 < report.other_side < 24
+    assert (
+        report.records_kept + report.other_side == report.records_read == 24
+        and 0 < report.other_side < 24
+    )
 
 
 def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) -> None:
@@ -141,7 +163,9 @@ def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) 
         job((part, Wanted(False, np.ones(3, dtype=bool))))
 
 
-@pytest.mark.parametrize(("split", "side"), [(1e-9, "validation"), (6, "training"), (0.9999999, "training")])
+@pytest.mark.parametrize(
+    ("split", "side"), [(1e-9, "validation"), (6, "training"), (0.9999999, "training")]
+)
 def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, split: float, side: str) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(range(6)))
     with pytest.raises(DataError, match=f"leaves no record for {side} of 6") as caught:
@@ -152,20 +176,31 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, split: float, si
 
 def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = rows_of([0, 1, 0, 2, 1, 0, 3])
-    rows[2] = {"messages": [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": "answer 0"}]}
+    rows[2] = {
+        "messages": [
+            {"role": "user", "content": "question 0"},
+            {"role": "assistant", "content": "answer 0"},
+        ]
+    }
     path = write(tmp_path / "a.jsonl", rows[:2] + rows[3:])
     other = write(tmp_path / "b.jsonl", rows[2:3])
     options = {"cutoff_len": 64, "cache_dir": tmp_path / "cache", "num_proc": 1}
-    samples = prepare_samples([path, other], family("gemma"), selection=Selection(drop_duplicates=True), **options)
+    samples = prepare_samples(
+        [path, other], family("gemma"), selection=Selection(drop_duplicates=True), **options
+    )
     assert samples.record_ids.tolist() == [0, 1, 2, 5] and samples.report.duplicates == 3
     assert ("duplicates dropped", "3") in samples.report.lines()
     once = prepared(write(tmp_path / "c.jsonl", rows_of([0, 1, 2, 3])), None)
-    assert [samples[index][0].tolist() for index in range(4)] == [once[index][0].tolist() for index in range(4)]
+    assert [samples[index][0].tolist() for index in range(4)] == [
+        once[index][0].tolist() for index in range(4)
+    ]
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), min_size=1, max_size=30),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), min_size=1, max_size=30
+    ),
     st.one_of(st.none(), st.floats(0.05, 0.95), st.integers(1, 6)),
     st.booleans(),
 )
@@ -173,10 +208,20 @@ def test_selection_against_a_plain_loop(
     entries: list[tuple[int, int, bool]], split: float | None, duplicates: bool
 ) -> None:
     scale = 2**64 // 5
-    keys = np.array([(2 * n, c, g * scale, known) for n, (c, g, known) in enumerate(entries)], dtype=KEYS)
-    rows = [(2 * n, c, g * scale) for n, (c, g, known) in enumerate(entries) if known or not any(e[2] for e in entries)]
+    keys = np.array(
+        [(2 * n, c, g * scale, known) for n, (c, g, known) in enumerate(entries)], dtype=KEYS
+    )
+    rows = [
+        (2 * n, c, g * scale)
+        for n, (c, g, known) in enumerate(entries)
+        if known or not any(e[2] for e in entries)
+    ]
     if duplicates:
-        rows = [row for place, row in enumerate(rows) if row[1] not in [before[1] for before in rows[:place]]]
+        rows = [
+            row
+            for place, row in enumerate(rows)
+            if row[1] not in [before[1] for before in rows[:place]]
+        ]
     if split is None:
         valid = set()
     elif split < 1:
@@ -192,10 +237,15 @@ def test_selection_against_a_plain_loop(
             with pytest.raises(DataError, match="leaves no record"):
                 selection.choose(keys, 60, "data")
         else:
-            assert set(np.flatnonzero(selection.choose(keys, 60, "data").mask).tolist()) == chosen[side]
+            assert (
+                set(np.flatnonzero(selection.choose(keys, 60, "data").mask).tolist())
+                == chosen[side]
+            )
 
 
-def test_a_killed_preparation_goes_on_with_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_preparation_goes_on_with_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 60)
     path = write(tmp_path / "a.jsonl", rows_of([*range(30), *range(10)]))
@@ -219,26 +269,43 @@ def test_a_killed_preparation_goes_on_with_the_same_records(tmp_path: Path, monk
 
 
 def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
-    rows = [row | {"difficulty": LEVELS[number % 3]} for number, row in enumerate(rows_of([*range(40), *range(9)]))]
+    rows = [
+        row | {"difficulty": LEVELS[number % 3]}
+        for number, row in enumerate(rows_of([*range(40), *range(9)]))
+    ]
     path = write(tmp_path / "a.jsonl", rows)
-    config = RunConfig(model="m", data=str(path), output_dir="o", valid_split=0.25, drop_duplicates=True)
+    config = RunConfig(
+        model="m", data=str(path), output_dir="o", valid_split=0.25, drop_duplicates=True
+    )
     samples = prepared(path, selection_of(config), difficulties=LEVELS)
     difficulties, record_ids, _, _ = read_difficulties(config)
-    assert record_ids.tolist() == samples.record_ids.tolist() and difficulties.tolist() == samples.difficulties.tolist()
+    assert (
+        record_ids.tolist() == samples.record_ids.tolist()
+        and difficulties.tolist() == samples.difficulties.tolist()
+    )
     assert len(record_ids) < 40
     with_media = [{**rows[0], "image": "a.png"}, {**rows[0], "completion": ""}, *rows]
     write(path, with_media)
-    (dropped,) = read_difficulties(config.model_copy(update={"on_media": "drop-row", "on_bad_row": "drop"}))[3]
+    (dropped,) = read_difficulties(
+        config.model_copy(update={"on_media": "drop-row", "on_bad_row": "drop"})
+    )[3]
     left = 40 - len(record_ids)
     assert dropped.startswith(f"{11 + left} of 51 records are dropped: ")
-    for said in ("1 empty answer", "1 with images", "9 duplicates", f"{left} on the other side of the split"):
+    for said in (
+        "1 empty answer",
+        "1 with images",
+        "9 duplicates",
+        f"{left} on the other side of the split",
+    ):
         assert said in dropped
 
 
 def test_the_schedule_refuses_columns_as_training_does(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(range(3)))
     config = RunConfig(model="m", data=str(path), output_dir="o", columns={"system": "persona"})
-    with pytest.raises(DataError, match="no record has 'persona', which --columns reads as 'system'"):
+    with pytest.raises(
+        DataError, match="no record has 'persona', which --columns reads as 'system'"
+    ):
         read_difficulties(config)
 
 
@@ -278,6 +345,11 @@ def test_a_run_trains_on_one_side_and_validates_on_the_other(tmp_path: Path) -> 
     split = prepare_data(RunConfig(**settings, valid_split=6))
     once = prepare_data(RunConfig(**settings, drop_duplicates=True))
     assert plain.valid is None and split.valid is not None and once.valid is None
-    assert sorted([*split.train.record_ids, *split.valid.record_ids]) == list(range(35)) and len(split.valid) >= 6
+    assert (
+        sorted([*split.train.record_ids, *split.valid.record_ids]) == list(range(35))
+        and len(split.valid) >= 6
+    )
     assert len(plain.train) == 35 and len(once.train) == 30
-    assert len({prepared.identity["data"] for prepared in (plain, split, once)}) == 3, "a resumed run notices"
+    assert len({prepared.identity["data"] for prepared in (plain, split, once)}) == 3, (
+        "a resumed run notices"
+    )

@@ -1,4 +1,6 @@
-"""Preparation in parts, processes and shards against one plain loop; after a kill; and what a start reads."""
+"""Preparation in parts, processes and shards against one plain loop; after a kill; and what a start
+reads.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ LEVELS = ("explain", "reasoning", "topology")
 
 def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
     return [
-        {"instruction": f"{number} What is a router?", "output": "because " * (number % 7) + f"answer {number}"}
+        {
+            "instruction": f"{number} What is a router?",
+            "output": "because " * (number % 7) + f"answer {number}",
+        }
         | ({"difficulty": LEVELS[number % 3]} if labelled else {})
         for number in range(count)
     ]
@@ -55,7 +60,9 @@ def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a line or two, shards of a sample or two; the processes that are forked have them too."""
+    """Parts of a line or two, shards of a sample or two; the processes that are forked have them
+    too.
+    """
     monkeypatch.setattr(parts, "PART_BYTES", 90)
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
     monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 60)
@@ -92,7 +99,11 @@ def reference(files: list[Path], drop: bool) -> dict[str, Any]:
         problems.merge(unlabelled)
         read = [entry for entry in read if entry[2].difficulty is not None]
     if not report.records_read:
-        raise DataError("the data files hold no record", ", ".join(map(str, files)), "give --data files with records")
+        raise DataError(
+            "the data files hold no record",
+            ", ".join(map(str, files)),
+            "give --data files with records",
+        )
     if not drop:
         problems.refuse(report.records_read)
     refused, samples, roomless = ProblemLog(), [], 0
@@ -112,9 +123,18 @@ def reference(files: list[Path], drop: bool) -> dict[str, Any]:
     report.dropped = {reason: count for reason, count in dropped.items() if count}
     if not samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
-        fix = "see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len gives answers room"
-        raise DataError(f"no record is left to train on ({reasons})", ", ".join(map(str, files)), fix)
-    return {"samples": _as_lists(samples), "fingerprint": _fingerprint(samples), "report": _reported(report, samples)}
+        fix = (
+            "see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len"
+            " gives answers room"
+        )
+        raise DataError(
+            f"no record is left to train on ({reasons})", ", ".join(map(str, files)), fix
+        )
+    return {
+        "samples": _as_lists(samples),
+        "fingerprint": _fingerprint(samples),
+        "report": _reported(report, samples),
+    }
 
 
 def _as_lists(samples: list[Any]) -> list[Any]:
@@ -143,14 +163,18 @@ def _reported(report: DataReport, samples: list[Any]) -> dict[str, Any]:
 
 
 def _fingerprint(samples: list[Any]) -> str:
-    levels = [-1 if difficulty is None else LEVELS.index(difficulty) for _, _, difficulty, _ in samples]
+    levels = [
+        -1 if difficulty is None else LEVELS.index(difficulty) for _, _, difficulty, _ in samples
+    ]
     lengths = [len(sample.input_ids) for *_, sample in samples]
     arrays = {
         "levels": np.array(levels, np.int16),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "row_ids": np.array([row for row, *_ in samples], np.int64),
         "supervised": np.concatenate([sample.supervised for *_, sample in samples]),
-        "supervised_counts": np.array([sample.supervised.sum() for *_, sample in samples], np.int32),
+        "supervised_counts": np.array(
+            [sample.supervised.sum() for *_, sample in samples], np.int32
+        ),
         "tokens": np.concatenate([sample.input_ids for *_, sample in samples]).astype(np.int32),
     }
     digest = hashlib.sha256()
@@ -170,8 +194,12 @@ def streamed(files: list[Path], drop: bool, cache_dir: Path, workers: int) -> di
         num_proc=workers,
     )
     assert samples.lengths.tolist() == [len(samples[index][0]) for index in range(len(samples))]
-    assert samples.supervised_counts.tolist() == [samples[index][1].sum() for index in range(len(samples))]
-    assert samples.by_difficulty.tolist() == np.argsort(samples.difficulties, kind="stable").tolist()
+    assert samples.supervised_counts.tolist() == [
+        samples[index][1].sum() for index in range(len(samples))
+    ]
+    assert (
+        samples.by_difficulty.tolist() == np.argsort(samples.difficulties, kind="stable").tolist()
+    )
     assert samples.highest_id == max(int(samples[index][0].max()) for index in range(len(samples)))
     place = int(np.argmax(samples.lengths))
     assert samples.first_above(0) == (int(samples[0][0][0]), samples.location(0)) and place >= 0
@@ -180,7 +208,15 @@ def streamed(files: list[Path], drop: bool, cache_dir: Path, workers: int) -> di
         ids, mask = samples[index]
         level = int(samples.difficulties[index])
         difficulty = None if level < 0 else LEVELS[level]
-        found.append((ids.tolist(), mask.tolist(), int(samples.record_ids[index]), samples.location(index), difficulty))
+        found.append(
+            (
+                ids.tolist(),
+                mask.tolist(),
+                int(samples.record_ids[index]),
+                samples.location(index),
+                difficulty,
+            )
+        )
     return {"samples": found, "fingerprint": samples.fingerprint, "report": asdict(samples.report)}
 
 
@@ -193,7 +229,9 @@ def result_of(call: Callable[..., Any], *arguments: Any) -> Any:
     return result | {"reasons": list(result["report"]["dropped"])}
 
 
-TEXTS = st.sampled_from(["q", "What is a router?", "什么是交换机？\n", "<start_of_turn> a", "because " * 30, "x"])
+TEXTS = st.sampled_from(
+    ["q", "What is a router?", "什么是交换机？\n", "<start_of_turn> a", "because " * 30, "x"]
+)
 DIFFICULTY = st.sampled_from([{}, {"difficulty": "explain"}, {"difficulty": "topology"}])
 ALPACA = st.builds(lambda q, a, d: {"instruction": q, "output": a} | d, TEXTS, TEXTS, DIFFICULTY)
 MESSAGES = st.builds(
@@ -215,7 +253,12 @@ BAD = st.sampled_from(
         {"instruction": "q"},
         {"instruction": "q", "output": " "},
         {"instruction": "q", "output": "a", "difficulty": "expain"},
-        {"instruction": "q", "output": "a", "system": "the template has no place for this", "difficulty": "explain"},
+        {
+            "instruction": "q",
+            "output": "a",
+            "system": "the template has no place for this",
+            "difficulty": "explain",
+        },
         {"text": "q"},
         3,
     ]
@@ -232,30 +275,48 @@ def files_of_records(draw: st.DrawFn) -> list[tuple[str, bytes]]:
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["lines", "lines", "array", "parquet"]))
         if kind == "lines":
-            lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in draw(LINES)]
+            lines = [
+                line if isinstance(line, bytes) else json.dumps(line).encode()
+                for line in draw(LINES)
+            ]
             end = draw(st.sampled_from([b"\n", b"\r\n"]))
             files.append(
-                (".jsonl", b"\xef\xbb\xbf" * draw(st.booleans()) + end.join(lines) + end * draw(st.booleans()))
+                (
+                    ".jsonl",
+                    b"\xef\xbb\xbf" * draw(st.booleans())
+                    + end.join(lines)
+                    + end * draw(st.booleans()),
+                )
             )
         elif kind == "array":
             files.append(
                 (
                     ".json",
-                    json.dumps(draw(st.lists(RECORDS, max_size=7)), indent=draw(st.sampled_from([None, 1]))).encode(),
+                    json.dumps(
+                        draw(st.lists(RECORDS, max_size=7)), indent=draw(st.sampled_from([None, 1]))
+                    ).encode(),
                 )
             )
         else:
             sink = pa.BufferOutputStream()
             rows = draw(st.lists(ALPACA, min_size=1, max_size=7))
-            schema = pa.schema([(name, pa.string()) for name in ("instruction", "output", "difficulty")])
-            pyarrow.parquet.write_table(pa.Table.from_pylist(rows, schema=schema), sink, row_group_size=3)
+            schema = pa.schema(
+                [(name, pa.string()) for name in ("instruction", "output", "difficulty")]
+            )
+            pyarrow.parquet.write_table(
+                pa.Table.from_pylist(rows, schema=schema), sink, row_group_size=3
+            )
             files.append((".parquet", sink.getvalue().to_pybytes()))
     return files
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(contents=files_of_records(), drop=st.booleans())
-def test_parts_and_processes_change_nothing(tiny_parts: None, contents: list[tuple[str, bytes]], drop: bool) -> None:
+def test_parts_and_processes_change_nothing(
+    tiny_parts: None, contents: list[tuple[str, bytes]], drop: bool
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = [folder / f"{number}{suffix}" for number, (suffix, _) in enumerate(contents)]
@@ -263,8 +324,12 @@ def test_parts_and_processes_change_nothing(tiny_parts: None, contents: list[tup
             path.write_bytes(content)
         expected = result_of(reference, files, drop)
         for workers in (1, 3):
-            assert result_of(streamed, files, drop, folder / f"cache-{workers}", workers) == expected
-        left = [path for path in folder.glob("cache-*/*") if path.is_dir() and path.name.startswith(".")]
+            assert (
+                result_of(streamed, files, drop, folder / f"cache-{workers}", workers) == expected
+            )
+        left = [
+            path for path in folder.glob("cache-*/*") if path.is_dir() and path.name.startswith(".")
+        ]
         assert not left, "neither what was made nor what was refused leaves anything"
 
 
@@ -274,11 +339,15 @@ def test_parts_end_with_lines(tiny_parts: None, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [long, "", *rows_of(3, labelled=False), long])
     spans = [part.span for part in parts.parts_of([path])]
     raw = path.read_bytes()
-    assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]] and spans[-1][1] == len(raw)
+    assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]] and spans[-1][
+        1
+    ] == len(raw)
     assert all(raw[end - 1 : end] == b"\n" for _, end in spans) and len(spans) == 3
     read = [part.read() for part in parts.parts_of([path])]
     assert sum(lines for _, lines in read) == 6
-    assert [record for records, _ in read for _, record in records] == [record for _, record in read_records(path)]
+    assert [record for records, _ in read for _, record in records] == [
+        record for _, record in read_records(path)
+    ]
 
 
 # Fingerprints by the way of before there were parts; a run that is resumed compares them.
@@ -292,7 +361,12 @@ FINGERPRINTS = {
 
 @pytest.mark.parametrize("name", FINGERPRINTS)
 def test_fingerprints_are_those_of_before(tiny_parts: None, tmp_path: Path, name: str) -> None:
-    rows = [*rows_of(20), {**rows_of(1)[0], "system": "Be brief."}, "{broken", *rows_of(9, labelled=False)]
+    rows = [
+        *rows_of(20),
+        {**rows_of(1)[0], "system": "Be brief."},
+        "{broken",
+        *rows_of(9, labelled=False),
+    ]
     path = write(tmp_path / "a.jsonl", rows)
     options = {"cutoff_len": 48, "difficulties": LEVELS, "on_bad_row": "drop", "num_proc": 1}
     samples = prepare_samples([path], family(name), cache_dir=tmp_path / "cache", **options)
@@ -303,7 +377,12 @@ def test_fingerprints_are_those_of_before(tiny_parts: None, tmp_path: Path, name
 
 
 def prepare(path: Path, cache_dir: Path, workers: int) -> Samples:
-    options = {"cutoff_len": CUTOFF, "difficulties": LEVELS, "cache_dir": cache_dir, "num_proc": workers}
+    options = {
+        "cutoff_len": CUTOFF,
+        "difficulties": LEVELS,
+        "cache_dir": cache_dir,
+        "num_proc": workers,
+    }
     return prepare_samples([path], family("chatml"), **options)
 
 
@@ -324,7 +403,9 @@ def _slowed(before: Callable[[], Any]) -> None:
 
 def _killed_in_the_middle(path: Path, cache_dir: Path) -> Path:
     """The folder that a process left when it was killed with several shards finished."""
-    process = multiprocessing.get_context("fork").Process(target=_prepare_slowly, args=(path, cache_dir))
+    process = multiprocessing.get_context("fork").Process(
+        target=_prepare_slowly, args=(path, cache_dir)
+    )
     process.start()
     while len(found := list(cache_dir.glob(".making-*/scratch/state-*.json"))) < 4:
         assert process.is_alive()
@@ -338,7 +419,10 @@ def _killed_in_the_middle(path: Path, cache_dir: Path) -> Path:
 
 
 def contents_of(samples: Samples) -> list[Any]:
-    everything = [(samples[i][0].tolist(), samples[i][1].tolist(), samples.location(i)) for i in range(len(samples))]
+    everything = [
+        (samples[i][0].tolist(), samples[i][1].tolist(), samples.location(i))
+        for i in range(len(samples))
+    ]
     return [samples.fingerprint, asdict(samples.report), samples.record_ids.tolist(), everything]
 
 
@@ -359,7 +443,9 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
         kept = 0
     rendered = []
     plain = Renderer.__call__
-    monkeypatch.setattr(Renderer, "__call__", lambda self, talk: rendered.append(1) or plain(self, talk))
+    monkeypatch.setattr(
+        Renderer, "__call__", lambda self, talk: rendered.append(1) or plain(self, talk)
+    )
     samples = prepare(path, tmp_path / "cache", 1)
     assert len(rendered) == 60 - (states[kept - 1]["place"]["records"] if kept else 0)
     monkeypatch.undo()
@@ -367,7 +453,9 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
     assert len(list((tmp_path / "cache").glob(".making-*"))) == (then == "with other data")
 
 
-def test_data_that_change_meanwhile_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_change_meanwhile_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(3))
     plain = Renderer.__call__
 
@@ -382,15 +470,28 @@ def test_data_that_change_meanwhile_are_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_how_fast_it_goes_is_said(
-    tiny_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_parts: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(pace, "SAID_EVERY_SECONDS", 0)
     with caplog.at_level(logging.INFO, "finetune"):
         prepare(write(tmp_path / "a.jsonl", rows_of(20)), tmp_path / "cache", 1)
     said = [record.message for record in caplog.records]
-    assert any(line.startswith("checking data: 100%, 20 records, ") and line.endswith("0:00 left") for line in said)
-    assert any(line.startswith("tokenizing data: 50%, 10 records, ") and " B a record, " in line for line in said)
-    assert [line for line in said if line.startswith("tokenizing data: done in 0:0") and "by 1 processes" in line]
+    assert any(
+        line.startswith("checking data: 100%, 20 records, ") and line.endswith("0:00 left")
+        for line in said
+    )
+    assert any(
+        line.startswith("tokenizing data: 50%, 10 records, ") and " B a record, " in line
+        for line in said
+    )
+    assert [
+        line
+        for line in said
+        if line.startswith("tokenizing data: done in 0:0") and "by 1 processes" in line
+    ]
 
 
 # What a start reads ---------------------------------------------------------------------------------------------------
@@ -414,7 +515,10 @@ def _rank(rank: int, path: Path, cache_dir: Path, log: Path) -> None:
 
 def _start(ranks: int, *arguments: Any) -> None:
     """A launcher."""
-    processes = [multiprocessing.get_context("fork").Process(target=_rank, args=(n, *arguments)) for n in range(ranks)]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_rank, args=(n, *arguments))
+        for n in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -424,7 +528,9 @@ def _start(ranks: int, *arguments: Any) -> None:
 
 def _hashed_by_a_start(path: Path, cache_dir: Path, log: Path) -> Counter[str]:
     log.write_text("")
-    launcher = multiprocessing.get_context("fork").Process(target=_start, args=(8, path, cache_dir, log))
+    launcher = multiprocessing.get_context("fork").Process(
+        target=_start, args=(8, path, cache_dir, log)
+    )
     launcher.start()
     launcher.join()
     assert launcher.exitcode == 0
@@ -444,19 +550,25 @@ def test_eight_ranks_read_each_file_once_and_no_data_file_again(tmp_path: Path) 
     assert _hashed_by_a_start(path, tmp_path / "cache", tmp_path / "log")[str(path)] == 1
 
 
-def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, other = write(tmp_path / "a.jsonl", ["x"]), write(tmp_path / "b.jsonl", ["y"])
     expected = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, other, path)]
     hashed: list[str] = []
     plain = durable_files.hash_file
-    monkeypatch.setattr(durable_files, "hash_file", lambda file: hashed.append(file.name) or plain(file))
+    monkeypatch.setattr(
+        durable_files, "hash_file", lambda file: hashed.append(file.name) or plain(file)
+    )
 
     def now_hashed() -> list[str]:
         hashed.clear()
         assert source_hashes.source_hashes([path, other, path], tmp_path) == expected
         return hashed
 
-    assert now_hashed() == now_hashed() == ["a.jsonl", "b.jsonl"], "young: one more write might look the same"
+    assert now_hashed() == now_hashed() == ["a.jsonl", "b.jsonl"], (
+        "young: one more write might look the same"
+    )
     monkeypatch.setattr(source_hashes, "YOUNG_SECONDS", 0)
     assert now_hashed() == ["a.jsonl", "b.jsonl"] and now_hashed() == []
     state = path.stat()
@@ -497,20 +609,27 @@ def private_array_bytes(*roots: Any) -> int:
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_what_a_process_holds_does_not_grow_with_the_samples(tmp_path: Path, labelled: bool) -> None:
+def test_what_a_process_holds_does_not_grow_with_the_samples(
+    tmp_path: Path, labelled: bool
+) -> None:
     stages = [SimpleNamespace(until=1.0, mix=(1, 1, 1), ramp="step")]
     config = SimpleNamespace(
-        use_curriculum=True, difficulty_field="difficulty", curriculum=SimpleNamespace(levels=LEVELS, stages=stages)
+        use_curriculum=True,
+        difficulty_field="difficulty",
+        curriculum=SimpleNamespace(levels=LEVELS, stages=stages),
     )
     held = []
     for count in (300, 900):
-        samples = prepare(write(tmp_path / f"{count}.jsonl", rows_of(count, labelled)), tmp_path / "cache", 1)
+        samples = prepare(
+            write(tmp_path / f"{count}.jsonl", rows_of(count, labelled)), tmp_path / "cache", 1
+        )
         schedule, ids, _ = choose_schedule(config, samples.difficulties, samples.record_ids)
         batches = GlobalBatches(ids, schedule, 10, 20, 1, by_difficulty=samples.by_difficulty)
         plain = GlobalBatches(np.array(ids), schedule, 10, 20, 1)
         for step in range(20):
             assert batches.indices(step).tolist() == plain.indices(step).tolist()
         assert batches.fingerprint() == plain.fingerprint()
-        batches._passes.clear()  # orders of up to a million samples of a difficulty; above that nothing is held
+        # orders of up to a million samples of a difficulty; above that nothing is held
+        batches._passes.clear()
         held.append(private_array_bytes(samples, batches, ids))
     assert held[0] == held[1] < 3000

@@ -1,10 +1,12 @@
-"""Every packable model type on a simulated NPU: the kernel's stand-in refuses what the kernel does not take.
+"""Every packable model type on a simulated NPU: the kernel's stand-in refuses what the kernel does
+not take.
 
-    python tests/fake_npu/every_type.py   # prints `type calls bands host-reads median-difference` for each
+    python tests/fake_npu/every_type.py   # prints `type calls bands host-reads median-difference`
+    for each
 
-Calls of the kernel, those with a window, and reads of the device by the host in the attention functions, of a forward
-and a backward pass over a packed and a padded microbatch; the difference is to the attention per document on the CPU,
-both in bfloat16, of the packed logits.
+Calls of the kernel, those with a window, and reads of the device by the host in the attention
+functions, of a forward and a backward pass over a packed and a padded microbatch; the difference is
+to the attention per document on the CPU, both in bfloat16, of the packed logits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from finetune.modeling.npu_attention import _hidden  # noqa: E402
 
 BF16 = torch.bfloat16
 counts = {"calls": 0, "bands": 0, "reads": 0}
-kernel, histogram, isolated = torch_npu.npu_fusion_attention, torch.histc, attention.isolated_attention
+kernel, histogram, isolated = (
+    torch_npu.npu_fusion_attention,
+    torch.histc,
+    attention.isolated_attention,
+)
 
 
 def counted(*arguments, **named):
@@ -52,7 +58,8 @@ def main() -> None:
     transformers.logging.set_verbosity(logging.ERROR)
     torch_npu.npu_fusion_attention = counted
     attention.isolated_attention = watched
-    # Mixtures count their tokens in integers on a device; the CPU behind the simulation has no kernel for that.
+    # Mixtures count their tokens in integers on a device; the CPU behind the simulation has no
+    # kernel for that.
     torch.histc = lambda numbers, *rest, **named: histogram(numbers.float(), *rest, **named)
     _hidden(torch.zeros(1, device="npu").device)  # once per device
     for kind in sorted(ISOLATED_MODEL_TYPES):

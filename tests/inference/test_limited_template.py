@@ -1,4 +1,6 @@
-"""A chat template that takes all time or memory is stopped, and the next conversation is rendered."""
+"""A chat template that takes all time or memory is stopped, and the next conversation is
+rendered.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def process() -> Iterator[TemplateProcess]:
     made.close()
 
 
-DOUBLED = "{% set n = namespace(t='xyz') %}{% for _ in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
+DOUBLED = (
+    "{% set n = namespace(t='xyz') %}{% for _ in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor"
+    " %}{{ n.t }}"
+)
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -45,15 +50,25 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
     ],
     ids=["width", "repeated", "doubled", "length", "loops", "power"],
 )
-def test_a_template_that_takes_too_much_is_refused_in_words(process: TemplateProcess, source, what, monkeypatch):
-    with monkeypatch.context() as shorter, pytest.raises(DataError, match=f"the model's chat template {what}"):
+def test_a_template_that_takes_too_much_is_refused_in_words(
+    process: TemplateProcess, source, what, monkeypatch
+):
+    with (
+        monkeypatch.context() as shorter,
+        pytest.raises(DataError, match=f"the model's chat template {what}"),
+    ):
         if "longer" in what:
             shorter.setattr(process, "_seconds", 0.5)
         process.render(TURNS, chat_template=source)
-    assert process.render(TURNS, chat_template="{{ bos_token }}{{ messages[0]['content'] }}") == "<s>hello"
+    assert (
+        process.render(TURNS, chat_template="{{ bos_token }}{{ messages[0]['content'] }}")
+        == "<s>hello"
+    )
 
 
-def test_refusals_and_ends_are_told_apart(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch):
+def test_refusals_and_ends_are_told_apart(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(jinja2.TemplateError, match="no system, please"):
         process.render(TURNS, chat_template="{{ raise_exception('no system, please') }}")
     with pytest.raises(jinja2.TemplateError, match="unexpected"):
@@ -67,7 +82,9 @@ def test_refusals_and_ends_are_told_apart(process: TemplateProcess, monkeypatch:
         TemplateProcess({}, 60.0).render(TURNS, chat_template="x")
 
 
-def test_a_template_that_never_ends_is_refused_at_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_template_that_never_ends_is_refused_at_the_start(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(LOOPS)
     monkeypatch.setattr(limited_template, "RENDER_SECONDS", 0.5)
@@ -78,13 +95,19 @@ def test_a_template_that_never_ends_is_refused_at_the_start(tmp_path, monkeypatc
 def test_what_is_rendered_is_the_same():
     plain, limited = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
     limit_chat_template(limited)
-    conversation = [Message("system", "s"), Message("user", "q\n'\"<|im_end|>"), Message("assistant", "a")]
+    conversation = [
+        Message("system", "s"),
+        Message("user", "q\n'\"<|im_end|>"),
+        Message("assistant", "a"),
+    ]
     own = plain.chat_template
     try:
         for source in (own, *TEMPLATES.values()):
             plain.chat_template = limited.chat_template = source
             for prompt in (False, True):
                 expected = ChatTemplate(plain).render(conversation, generation_prompt=prompt)
-                assert ChatTemplate(limited).render(conversation, generation_prompt=prompt) == expected
+                assert (
+                    ChatTemplate(limited).render(conversation, generation_prompt=prompt) == expected
+                )
     finally:
         limited.apply_chat_template.__self__.close()

@@ -1,4 +1,6 @@
-"""How tokens are drawn, and how tokens become text: against transformers' own processors and decoding."""
+"""How tokens are drawn, and how tokens become text: against transformers' own processors and
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def make_sequence(sampling: Sampling, history: tuple[int, ...] = (1, 2)) -> Runn
     return RunningSequence(sampling, Draws(sampling.seed), history, len(history))
 
 
-def transformers_scores(scores: torch.Tensor, sampling: Sampling, history: tuple[int, ...]) -> torch.Tensor:
+def transformers_scores(
+    scores: torch.Tensor, sampling: Sampling, history: tuple[int, ...]
+) -> torch.Tensor:
     """What transformers' sampling draws from."""
     ids = torch.tensor([history])
     scores = scores.clone()
@@ -58,7 +62,9 @@ LOGITS = st.permutations([-7.5, -4.1, -2.2, -1.3, -0.4, 0.3, 0.9, 1.6, 2.5, 3.9,
     penalty=st.sampled_from([1.0, 1.3]),
 )
 def test_the_same_tokens_are_left_as_in_transformers(logits, temperature, top_k, top_p, penalty):
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1)
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1
+    )
     history = (3, 3, 7)
     sequence = make_sequence(sampling, history)
     scores = torch.tensor([logits])
@@ -72,13 +78,22 @@ def test_the_same_tokens_are_left_as_in_transformers(logits, temperature, top_k,
     assert torch.allclose(ours[kept], theirs[kept], atol=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)]
+)
 def test_draws_follow_the_distribution(sampling: Sampling):
-    """Chi-squared of 20,000 draws against the probabilities of transformers' scores; the seeds are fixed."""
+    """Chi-squared of 20,000 draws against the probabilities of transformers' scores; the seeds are
+    fixed.
+    """
     scores = torch.linspace(-1.5, 1.5, VOCABULARY)[None]
     draws = 20_000
     sequences = [make_sequence(sampling.changed(seed=seed)) for seed in range(draws)]
-    drawn = adjust(scores.repeat(draws, 1), sequences).argmax(-1).bincount(minlength=VOCABULARY).double()
+    drawn = (
+        adjust(scores.repeat(draws, 1), sequences)
+        .argmax(-1)
+        .bincount(minlength=VOCABULARY)
+        .double()
+    )
     expected = transformers_scores(scores, sampling, (1, 2)).softmax(-1)[0].double() * draws
     assert bool((drawn[expected == 0] == 0).all())
     used = expected > 0
@@ -100,7 +115,11 @@ def test_positions_and_tokens_draw_independently():
 
 def test_greedy_sequences_keep_their_logits_beside_drawing_ones():
     scores = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    sequences = [make_sequence(Sampling()), make_sequence(Sampling(temperature=1.0, seed=2)), make_sequence(Sampling())]
+    sequences = [
+        make_sequence(Sampling()),
+        make_sequence(Sampling(temperature=1.0, seed=2)),
+        make_sequence(Sampling()),
+    ]
     adjusted = adjust(scores, sequences)
     assert torch.equal(adjusted[[0, 2]], scores[[0, 2]]) and not torch.equal(adjusted[1], scores[1])
     assert torch.equal(adjust(scores[1:2], sequences[1:2])[0], adjusted[1])
@@ -140,12 +159,15 @@ def test_values_out_of_range_are_refused(wrong):
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30), st.integers(1, 4))
 def test_pieces_are_the_whole_text(ids: list[int], step: int):
-    """Whatever the tokens, broken characters among them: the pieces are what the tokenizer decodes at once."""
+    """Whatever the tokens, broken characters among them: the pieces are what the tokenizer decodes
+    at once.
+    """
     text = AnswerText(TOKENIZER)
     pieces = [text.add(ids[at : at + step]) for at in range(0, len(ids), step)] + [text.finish()]
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert "".join(pieces) == text.text
-    assert text.text == whole or "\ufffd" in whole  # bytes that are no character: replaced, here or there
+    # bytes that are no character: replaced, here or there
+    assert text.text == whole or "\ufffd" in whole
 
 
 @settings(deadline=None, max_examples=100)
@@ -173,7 +195,8 @@ def test_stop_texts_cut_where_they_first_come(message: str, stops: list[str]):
         if text.stopped:
             break
     pieces.append(text.finish())
-    # What comes first as the text grows: the stop that is complete earliest, then the one that begins earliest.
+    # What comes first as the text grows: the stop that is complete earliest, then the one that
+    # begins earliest.
     ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
     assert text.stopped == bool(ends)
     if not ends:

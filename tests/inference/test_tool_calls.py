@@ -1,4 +1,6 @@
-"""Calls read back from what a model writes, in the forms of several families, whole and in pieces."""
+"""Calls read back from what a model writes, in the forms of several families, whole and in
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ def test_the_form_of_a_template_is_found_by_reading_it_back(name: str):
 def written(name: str, said: str, calls: tuple[Call, ...]) -> list[int]:
     """Tokens that the family's template has for an answer."""
     tokenizer = tool_tokenizer(name)
-    template = ChatTemplate(tokenizer).with_tools(({"type": "function", "function": {"name": "clock"}},))
+    template = ChatTemplate(tokenizer).with_tools(
+        ({"type": "function", "function": {"name": "clock"}},)
+    )
     question, answer = Message("user", "q"), Message("assistant", said, calls=calls)
     prompt = template.render([question], generation_prompt=True)
-    return tokenizer(template.render([question, answer])[len(prompt) :], add_special_tokens=False)["input_ids"]
+    return tokenizer(template.render([question, answer])[len(prompt) :], add_special_tokens=False)[
+        "input_ids"
+    ]
 
 
 def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answer]:
@@ -58,7 +64,9 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
 
     text = AnswerText(tokenizer, (), shown_tokens(form, ChatTemplate(tokenizer)))
     stops = frozenset({ids[-1]})
-    generation = Generation(SimpleNamespace(cancel=None), stops, 1, text, on_piece, CallReader(form))
+    generation = Generation(
+        SimpleNamespace(cancel=None), stops, 1, text, on_piece, CallReader(form)
+    )
     rng, rest = random.Random(seed), list(ids)
     while rest:
         count = rng.randint(1, 3)
@@ -81,8 +89,12 @@ def test_calls_are_read_back_whatever_the_pieces(name: str, seed: int):
     calls = CALLS[:1] if name == "llama3" else CALLS
     ids = last_token(name, written(name, "", calls))
     pieces, answer = generate(name, ids, seed)
-    assert [(call.name, call.arguments) for call in answer.calls] == [(call.name, call.arguments) for call in calls]
-    assert answer.finish_reason == "tool_calls" and answer.text == "" and not "".join(pieces).strip()
+    assert [(call.name, call.arguments) for call in answer.calls] == [
+        (call.name, call.arguments) for call in calls
+    ]
+    assert (
+        answer.finish_reason == "tool_calls" and answer.text == "" and not "".join(pieces).strip()
+    )
     if name == "mistral":  # which writes ids
         assert [call.id for call in answer.calls] == [call.id for call in calls]
     assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.calls)
@@ -122,11 +134,19 @@ def test_an_answer_without_calls_is_text_to_its_end(name: str):
 )
 def test_what_is_no_call_in_the_end_is_text(form: Any, text: str):
     reader = CallReader(form)
-    said = "".join(reader.add(character) for character in text[:2000]) + reader.add(text[2000:]) + reader.finish()
+    said = (
+        "".join(reader.add(character) for character in text[:2000])
+        + reader.add(text[2000:])
+        + reader.finish()
+    )
     assert (said, reader.calls) == (text, [])
 
 
 def test_the_protocol_has_arguments_as_a_text():
     (call,) = protocol_calls(CALLS[:1])
     assert json.loads(call["function"]["arguments"]) == CALLS[0].arguments
-    assert (call["id"], call["type"], call["function"]["name"]) == ("c00000001", "function", "weather")
+    assert (call["id"], call["type"], call["function"]["name"]) == (
+        "c00000001",
+        "function",
+        "weather",
+    )

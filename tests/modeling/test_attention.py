@@ -1,4 +1,6 @@
-"""Attention isolation: what one document of a microbatch holds reaches no other and no earlier token."""
+"""Attention isolation: what one document of a microbatch holds reaches no other and no earlier
+token.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.modeling import attention
-from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention, shortest_window
+from finetune.modeling.attention import (
+    ISOLATED,
+    ISOLATED_MODEL_TYPES,
+    can_pack,
+    choose_attention,
+    shortest_window,
+)
 from finetune.modeling.loss import make_chunked_head, microbatch_losses
 
 # Families to look at closely: (model type, changes of its tiny configuration).
@@ -73,7 +81,9 @@ def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(close_model, pack
     docs = documents()
     before = outputs(close_model, docs, packing=packing)
     for position in range(len(docs[2])):
-        after = outputs(close_model, [*docs[:2], other_tokens(docs[2], position), docs[3]], packing=packing)
+        after = outputs(
+            close_model, [*docs[:2], other_tokens(docs[2], position), docs[3]], packing=packing
+        )
         assert torch.equal(before[2][:position], after[2][:position])
         assert not torch.equal(before[2][position], after[2][position])
         if 0 < position < len(docs[2]) - 1:  # and later ones see it: attention is at work
@@ -104,7 +114,9 @@ def test_no_gradient_flows_into_another_document(close_model, packing):
 def test_a_row_gives_what_each_document_gives_alone(close_config, close_model, packing):
     """The reference is transformers' eager attention, with its own masks."""
     reference = make_model(close_config, "eager")
-    for ids, ours in zip(documents(), outputs(close_model, documents(), packing=packing), strict=True):
+    for ids, ours in zip(
+        documents(), outputs(close_model, documents(), packing=packing), strict=True
+    ):
         wanted = alone(reference, ids)
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
@@ -131,7 +143,7 @@ def test_only_the_kept_logits_are_computed_and_in_the_order_of_the_targets(close
     assert torch.equal(microbatch.targets, following[microbatch.keep])
 
 
-# ---------------------------------------------------------------- every model type that may be packed
+# -------------------------------------------------------------- every model type that may be packed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -144,10 +156,11 @@ def _quiet():
 
 @pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
 def test_every_packable_type_is_isolated_and_right(model_type):
-    """Packed documents against transformers' eager attention on each alone; windows shorter than the documents.
+    """Packed documents against transformers' eager attention on each alone; windows shorter than
+    the documents.
 
-    Experts see the tokens of all documents in one matrix product, whose size decides its rounding: so mixtures of
-    experts are equal within rounding here, not bit by bit.
+    Experts see the tokens of all documents in one matrix product, whose size decides its rounding:
+    so mixtures of experts are equal within rounding here, not bit by bit.
     """
     config = tiny_config(model_type)
     assert can_pack(config)
@@ -166,7 +179,9 @@ def test_every_packable_type_is_isolated_and_right(model_type):
 
 @pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
 def test_a_chunked_head_returns_every_types_losses(model_type):
-    """Also where a forward scales or squashes logits behind it: Cohere's losses were multiplied like its logits."""
+    """Also where a forward scales or squashes logits behind it: Cohere's losses were multiplied
+    like its logits.
+    """
     model = as_trained(tiny_config(model_type))
     microbatch = make_microbatch(documents(), packing=True)
     plain = microbatch_losses(model, microbatch, CPU)
@@ -175,16 +190,21 @@ def test_a_chunked_head_returns_every_types_losses(model_type):
     assert (head is None) == scaled
     if head is not None:
         head.logits_per_chunk = 4 * VOCABULARY
-        torch.testing.assert_close(microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-4, atol=1e-4
+        )
 
 
 RECURRENT = (
-    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid "
-    "qwen3_5_text qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 kimi_linear"
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba mamba2 minimax"
+    " nemotron_h olmo_hybrid qwen3_5_text qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba"
+    " zamba2 kimi_linear"
 )
 
 
-@pytest.mark.parametrize("model_type", [*RECURRENT.split(), "bloom", "stablelm", "nemotron", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", [*RECURRENT.split(), "bloom", "stablelm", "nemotron", "gpt_oss", "llama4_text"]
+)
 def test_models_whose_documents_would_mix_are_not_packed(model_type):
     config = CONFIG_MAPPING[model_type]()
     assert not can_pack(config)
@@ -210,12 +230,15 @@ def test_a_type_that_is_not_packed_is_right_in_padded_batches(model_type):
 def test_which_attention_is_chosen():
     assert choose_attention(tiny_config("qwen3")) == ISOLATED
     assert choose_attention(tiny_config("gemma2")) == ISOLATED
-    assert choose_attention(tiny_config("vaultgemma")) == "eager"  # not tested with ours, and SDPA has no softcap
+    # not tested with ours, and SDPA has no softcap
+    assert choose_attention(tiny_config("vaultgemma")) == "eager"
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sixteen_bits_are_attended_in_float32_on_a_cpu(autocast, monkeypatch):
-    """As near to float64 as float32 is, but for the one rounding at the end; forward and backward."""
+    """As near to float64 as float32 is, but for the one rounding at the end; forward and
+    backward.
+    """
     seen: list[torch.dtype] = []
     plain = attention.scaled_dot_product_attention
 
@@ -226,7 +249,8 @@ def test_sixteen_bits_are_attended_in_float32_on_a_cpu(autocast, monkeypatch):
     monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
     torch.manual_seed(0)
     made = [torch.randn(1, heads, 40, 16).bfloat16() for heads in (4, 2, 2)]
-    given = [made[0].float(), made[1].float(), made[2]] if autocast else made  # as float32 norms leave them
+    # as float32 norms leave them
+    given = [made[0].float(), made[1].float(), made[2]] if autocast else made
     given = [states.requires_grad_() for states in given]
     exact = [states.detach().double().requires_grad_() for states in given]
     documents = {"document_lengths": (25, 15), "sliding_window": 20}
@@ -237,15 +261,19 @@ def test_sixteen_bits_are_attended_in_float32_on_a_cpu(autocast, monkeypatch):
     torch.testing.assert_close(output.double(), wanted, rtol=2**-8, atol=1e-6)
     direction = torch.randn_like(wanted).bfloat16()
     found = torch.autograd.grad(output, given, direction)
-    for mine, theirs in zip(found, torch.autograd.grad(wanted, exact, direction.double()), strict=True):
+    for mine, theirs in zip(
+        found, torch.autograd.grad(wanted, exact, direction.double()), strict=True
+    ):
         torch.testing.assert_close(mine.double(), theirs, rtol=2**-8, atol=1e-5)
 
 
-# ---------------------------------------------------------------- a stand-in for the flash kernel that refuses
+# ----------------------------------------------------- a stand-in for the flash kernel that refuses
 
 
 class FlashKernel:
-    """What torch's varlen_attn documents of the operator and its kernels, checked; computed by SDPA per document."""
+    """What torch's varlen_attn documents of the operator and its kernels, checked; computed by SDPA
+    per document.
+    """
 
     def __init__(self) -> None:
         self.windows: set[tuple[int, int]] = set()
@@ -267,7 +295,10 @@ class FlashKernel:
         window_size_left,
         window_size_right,
     ):
-        assert query.dtype == key.dtype == value.dtype and query.dtype in (torch.float16, torch.bfloat16), query.dtype
+        assert query.dtype == key.dtype == value.dtype and query.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ), query.dtype
         assert query.shape[2] == key.shape[2] == value.shape[2], "one head width"
         assert query.shape[2] % 8 == 0 and query.shape[2] <= 256, query.shape
         assert query.shape[0] == key.shape[0] == value.shape[0] and key.shape == value.shape
@@ -275,12 +306,16 @@ class FlashKernel:
         assert dropout_p == 0.0 and return_debug_mask is False
         assert all(states.is_contiguous() for states in (query, key, value))
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.device == query.device
-        assert type(max_q) is int and max_q == max_k, "numbers of the host: the kernel's grid is made of them"
+        assert type(max_q) is int and max_q == max_k, (
+            "numbers of the host: the kernel's grid is made of them"
+        )
         bounds = cu_seq_q.tolist()
         assert bounds[0] == 0 and bounds[-1] == len(query) and bounds == sorted(bounds)
         assert max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)) <= max_q
         assert window_size_right == 0 and window_size_left >= -1, "causal"
-        assert is_causal == (window_size_left == -1), "the kernel takes no window where it is told of causality"
+        assert is_causal == (window_size_left == -1), (
+            "the kernel takes no window where it is told of causality"
+        )
         self.windows.add((window_size_left, window_size_right))
         pieces = []
         for begin, end in zip(bounds, bounds[1:], strict=False):
@@ -304,9 +339,14 @@ def kernel(monkeypatch) -> FlashKernel:
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
-@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))  # no kernel has its softcap
-def test_every_packable_type_gives_the_flash_kernel_what_it_takes(model_type, weights, kernel, monkeypatch):
-    """MLA's narrow values, windows, float32 weights under autocast; against the same model without the kernel."""
+# no kernel has its softcap
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))
+def test_every_packable_type_gives_the_flash_kernel_what_it_takes(
+    model_type, weights, kernel, monkeypatch
+):
+    """MLA's narrow values, windows, float32 weights under autocast; against the same model without
+    the kernel.
+    """
     config = tiny_config(model_type)
     model = make_model(config, choose_attention(config)).to(weights)
     docs = documents()
@@ -318,9 +358,12 @@ def test_every_packable_type_gives_the_flash_kernel_what_it_takes(model_type, we
     window = shortest_window(config)
     if window is not None:
         assert (window - 1, 0) in kernel.windows
-    # By token: where 16 bits round otherwise, a router here and there takes another expert; a wrong mask or scale shows
-    # in most tokens.
-    off = [(a.float() - b.float()).norm(dim=1) / b.float().norm(dim=1) for a, b in zip(ours, wanted, strict=True)]
+    # By token: where 16 bits round otherwise, a router here and there takes another expert; a wrong
+    # mask or scale shows in most tokens.
+    off = [
+        (a.float() - b.float()).norm(dim=1) / b.float().norm(dim=1)
+        for a, b in zip(ours, wanted, strict=True)
+    ]
     assert torch.cat(off).median() < 0.02, f"{model_type}: {torch.cat(off)}"
 
 
@@ -328,7 +371,9 @@ def test_dropout_and_wide_heads_do_not_reach_the_flash_kernel(kernel):
     query = torch.randn(1, 2, 6, 16, dtype=torch.bfloat16)
     lengths, bounds = (2, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
     packed = {"document_lengths": lengths, "cu_seq_lens_q": bounds, "max_length_q": 4}
-    attention.isolated_attention(torch.nn.Module(), query, query, query, None, dropout=0.1, **packed)
+    attention.isolated_attention(
+        torch.nn.Module(), query, query, query, None, dropout=0.1, **packed
+    )
     wide = torch.randn(1, 2, 6, 264, dtype=torch.bfloat16)
     attention.isolated_attention(torch.nn.Module(), wide, wide, wide, None, **packed)
     assert not kernel.windows
@@ -347,7 +392,7 @@ def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
     assert not attention.has_flash(torch.device("cpu"))
 
 
-# ---------------------------------------------------------------- CUDA: flash attention over document bounds
+# ------------------------------------------------------- CUDA: flash attention over document bounds
 
 
 @pytest.mark.gpu
@@ -355,7 +400,9 @@ def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 with windows", "llama", "mistral"])
 def test_varlen_attention_on_cuda(name, dtype):
-    """Bit-equal isolation and causality on the varlen path; its values near float32's on the CPU."""
+    """Bit-equal isolation and causality on the varlen path; its values near float32's on the
+    CPU.
+    """
     model_type, changes = CLOSE[name]
     config = tiny_config(model_type, head_dim=16, **changes)
     device = torch.device("cuda")
@@ -374,7 +421,9 @@ def test_varlen_attention_on_cuda(name, dtype):
     off = [(a.float() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(before, alike, strict=True)]
     assert torch.cat(off).median() < 0.03, torch.cat(off)
     for number in range(len(docs)):
-        after = on_device([*docs[:number], other_tokens(docs[number], slice(None)), *docs[number + 1 :]])
+        after = on_device(
+            [*docs[:number], other_tokens(docs[number], slice(None)), *docs[number + 1 :]]
+        )
         for other in range(len(docs)):
             assert torch.equal(before[other], after[other]) == (other != number), (number, other)
     after = on_device([*docs[:2], other_tokens(docs[2], 6), docs[3]])

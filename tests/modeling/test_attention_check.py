@@ -1,7 +1,9 @@
-"""The attention kernel of a device, compared before it is used: FlashAttention 3 here, the NPU's in test_fake_npu.py.
+"""The attention kernel of a device, compared before it is used: FlashAttention 3 here, the NPU's in
+test_fake_npu.py.
 
-There is no GPU: a kernel for the CPU stands behind torch's operator, so that torch's dispatcher, derivative and switch
-between flash kernels are the real ones. As FlashAttention 3 it refuses what torch's own checks for it refuse.
+There is no GPU: a kernel for the CPU stands behind torch's operator, so that torch's dispatcher,
+derivative and switch between flash kernels are the real ones. As FlashAttention 3 it refuses what
+torch's own checks for it refuse.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Kernels:
         assert refused is None, refused
 
     def weights(self, query, key, bounds, scale, window_size_left):
-        """Softmax of a document's tokens over those before them, `(H, T, T)`, and the scale; in float64."""
+        """Softmax of a document's tokens over those before them, `(H, T, T)`, and the scale; in
+        float64.
+        """
         if self.is_3():
             if self.fault == "cannot be launched":
                 raise RuntimeError("this build has no kernels for heads of 16\nmore")
@@ -64,23 +68,48 @@ class Kernels:
             scale = query.shape[-1] ** -0.5 if self.fault == "ignores the scale" else scale
             window_size_left = -1 if self.fault == "ignores windows" else window_size_left
         place = torch.arange(len(query))
-        distance, document = place[:, None] - place[None, :], torch.bucketize(place, bounds[1:], right=True)
+        distance, document = (
+            place[:, None] - place[None, :],
+            torch.bucketize(place, bounds[1:], right=True),
+        )
         seen = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
         scores = torch.einsum("thd,shd->hts", query.double(), repeated(key, query)) * scale
-        return scores.masked_fill(~seen | (document[:, None] != document), float("-inf")).softmax(-1), scale
+        return (
+            scores.masked_fill(~seen | (document[:, None] != document), float("-inf")).softmax(-1),
+            scale,
+        )
 
-    def forward(self, query, key, value, bounds, bounds_k, max_q, max_k, dropout, causal, debug, **given):
+    def forward(
+        self, query, key, value, bounds, bounds_k, max_q, max_k, dropout, causal, debug, **given
+    ):
         self.calls.append(("forward", self.is_3()))
         if self.is_3():
             self.check(
-                _fa3._fa3_forward_support_error, query, key, value, dropout, debug, None, None, bounds, *[None] * 3
+                _fa3._fa3_forward_support_error,
+                query,
+                key,
+                value,
+                dropout,
+                debug,
+                None,
+                None,
+                bounds,
+                *[None] * 3,
             )
         weights, _ = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
         output = torch.einsum("hts,shd->thd", weights, repeated(value, query)).to(query.dtype)
         numbers = torch.zeros(query.shape[1], len(query))
-        return output, numbers, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), output[:0]
+        return (
+            output,
+            numbers,
+            torch.zeros(2, dtype=torch.uint64),
+            torch.zeros((), dtype=torch.uint64),
+            output[:0],
+        )
 
-    def backward(self, direction, query, key, value, output, numbers, bounds, bounds_k, *others, **given):
+    def backward(
+        self, direction, query, key, value, output, numbers, bounds, bounds_k, *others, **given
+    ):
         self.calls.append(("backward", self.is_3()))
         if self.is_3():
             tensors = (direction, query, key, value, output, numbers)
@@ -91,7 +120,9 @@ class Kernels:
         of_query = torch.einsum("hts,shd->thd", of_scores, repeated(key, query))
         of_key = torch.einsum("hts,thd->shd", of_scores, query.double())
         of_value = torch.einsum("hts,thd->shd", weights, direction.double())
-        of_key, of_value = (x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in (of_key, of_value))
+        of_key, of_value = (
+            x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in (of_key, of_value)
+        )
         wrong = self.is_3() and self.fault == "wrong gradient"
         return of_query.to(query.dtype), of_key * 1.05 if wrong else of_key, of_value
 
@@ -102,7 +133,9 @@ def repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """On a CUDA device of capability 9.0, with the package installed; its computation is the CPU's."""
+    """On a CUDA device of capability 9.0, with the package installed; its computation is the
+    CPU's.
+    """
     made = Kernels(monkeypatch)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", made.register)
     installed(monkeypatch, True)
@@ -112,7 +145,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(
         attention_check,
         "problem_of",
-        lambda comparison, device, dtype, tokens: layer_check.problem_of(comparison, CPU, dtype, tokens),
+        lambda comparison, device, dtype, tokens: layer_check.problem_of(
+            comparison, CPU, dtype, tokens
+        ),
     )
     yield made
     if _registry.current_flash_attention_impl() is not None:
@@ -134,28 +169,50 @@ def on_card(monkeypatch, generation: tuple[int, int]) -> None:
 
 
 def model_of(model_type: str = "qwen3", **changes: Any) -> torch.nn.Module:
-    config = tiny_config(model_type, **({} if model_type == "deepseek_v3" else {"head_dim": 16, **changes}))
+    config = tiny_config(
+        model_type, **({} if model_type == "deepseek_v3" else {"head_dim": 16, **changes})
+    )
     return make_model(config, choose_attention(config))
 
 
-def check(model: torch.nn.Module, setting: str = "auto", dtype: torch.dtype = torch.bfloat16, tokens: int = 700) -> str:
+def check(
+    model: torch.nn.Module,
+    setting: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 700,
+) -> str:
     return check_attention(model, setting, device_type="cuda", dtype=dtype, tokens=tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])  # mistral has windows, deepseek_v3 MLA
+# mistral has windows, deepseek_v3 MLA
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])
 def test_where_it_agrees_it_is_used_forward_and_backward(model_type, dtype, kernels, caplog):
     model = model_of(model_type)
     before = torch.get_rng_state()
     assert check(model, dtype=dtype) == USED and not caplog.records
-    assert hook.current_flash_attention_impl() == "FA3" and model.config._attn_implementation == ISOLATED
-    assert set(kernels.calls) == {("forward", True), ("backward", True)}, "compared in both directions"
-    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers are as they would be without"
+    assert (
+        hook.current_flash_attention_impl() == "FA3"
+        and model.config._attn_implementation == ISOLATED
+    )
+    assert set(kernels.calls) == {
+        ("forward", True),
+        ("backward", True),
+    }, "compared in both directions"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the run's random numbers are as they would be without"
+    )
     kernels.calls.clear()
     model.to(dtype).requires_grad_(True).train()
-    model(**make_microbatch(documents(), packing=True).model_inputs(CPU)).logits.float().sum().backward()
+    model(
+        **make_microbatch(documents(), packing=True).model_inputs(CPU)
+    ).logits.float().sum().backward()
     assert set(kernels.calls) == {("forward", True), ("backward", True)}, "training takes it"
-    assert all(bool(torch.isfinite(weight.grad).all()) for weight in model.parameters() if weight.grad is not None)
+    assert all(
+        bool(torch.isfinite(weight.grad).all())
+        for weight in model.parameters()
+        if weight.grad is not None
+    )
 
 
 FAULTS = {
@@ -177,13 +234,18 @@ def test_where_it_differs_or_raises_torchs_own_is_restored_with_one_warning(faul
     (record,) = caplog.records
     text = record.getMessage()
     assert f"{USED} is not used: {FAULTS[fault]}" in text and "--fused-layers off" in text
-    assert hook.current_flash_attention_impl() is None and model.config._attn_implementation == ISOLATED
+    assert (
+        hook.current_flash_attention_impl() is None
+        and model.config._attn_implementation == ISOLATED
+    )
     kernels.calls.clear()
     model.to(torch.bfloat16)(**make_microbatch(documents(), packing=True).model_inputs(CPU))
     assert set(kernels.calls) == {("forward", False)}, "FlashAttention 2"
 
 
-def test_a_document_that_sees_its_neighbour_is_caught_in_one_microbatch_of_few_tokens(kernels, caplog):
+def test_a_document_that_sees_its_neighbour_is_caught_in_one_microbatch_of_few_tokens(
+    kernels, caplog
+):
     kernels.fault = "ignores ends"
     assert check(model_of(), tokens=9) == "torch's" and len(caplog.records) == 1
 
@@ -214,19 +276,31 @@ def test_where_it_is_not_here_or_refuses_nothing_is_said(without, kernels, monke
     else:
         given["model"] = model_of({"softcap": "gemma2", "not packed": "stablelm"}[without])
     assert check(**given) == "torch's"
-    assert not caplog.records and not kernels.calls and _registry.current_flash_attention_impl() is None
+    assert (
+        not caplog.records
+        and not kernels.calls
+        and _registry.current_flash_attention_impl() is None
+    )
 
 
 def test_an_earlier_runs_kernel_does_not_reach_a_run_that_wants_none(kernels):
     assert check(model_of()) == USED
-    assert check(model_of(), setting="off") == "torch's" and hook.current_flash_attention_impl() is None
+    assert (
+        check(model_of(), setting="off") == "torch's"
+        and hook.current_flash_attention_impl() is None
+    )
     assert check(model_of()) == USED
-    assert check(model_of(attention_dropout=0.1)) == "torch's" and hook.current_flash_attention_impl() is None
+    assert (
+        check(model_of(attention_dropout=0.1)) == "torch's"
+        and hook.current_flash_attention_impl() is None
+    )
 
 
 @pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
 def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_type, monkeypatch):
-    """Whether attention drops anything must be known before: FlashAttention 3 would end the run at the first step."""
+    """Whether attention drops anything must be known before: FlashAttention 3 would end the run at
+    the first step.
+    """
     seen: set[tuple[int, int, int, int]] = set()
     dropped: list[float] = []
     plain = attention.isolated_attention
@@ -237,16 +311,24 @@ def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_typ
         return plain(module, query, key, value, *arguments, dropout=dropout, **given)
 
     monkeypatch.setattr(attention, "isolated_attention", watched)
-    given = {} if model_type == "diffllama" else tiny_config(model_type).to_dict()  # which refuses dropout
-    changes = {name: 0.1 for name, value in given.items() if "drop" in name and isinstance(value, int | float)}
+    # which refuses dropout
+    given = {} if model_type == "diffllama" else tiny_config(model_type).to_dict()
+    changes = {
+        name: 0.1
+        for name, value in given.items()
+        if "drop" in name and isinstance(value, int | float)
+    }
     config = tiny_config(model_type, **changes)
     model = make_model(config, choose_attention(config)).train()
     model(**make_microbatch(documents(), packing=True).model_inputs(CPU))
     heads, keys, *widths = attention_check._heads(config.get_text_config())
-    keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)  # no configuration says these in others' words
+    # no configuration says these in others' words
+    keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)
     assert seen == {(heads, keys, *widths)}
     assert attention_check._drops_attention(config.get_text_config()) >= (max(dropped) > 0)
-    assert not attention_check._drops_attention(tiny_config(model_type, **dict.fromkeys(changes, 0.0)))
+    assert not attention_check._drops_attention(
+        tiny_config(model_type, **dict.fromkeys(changes, 0.0))
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 33, 512, 513, 1300])
@@ -265,7 +347,9 @@ def on_hopper() -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_hopper(), reason="needs an NVIDIA GPU of compute capability 9.0 and flash_attn_interface")
+@pytest.mark.skipif(
+    not on_hopper(), reason="needs an NVIDIA GPU of compute capability 9.0 and flash_attn_interface"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])
 def test_it_agrees_on_hopper(model_type, dtype, caplog):

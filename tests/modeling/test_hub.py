@@ -36,12 +36,17 @@ FIRST, SECOND = "a" * 40, "b" * 40
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hub")
-    return {commit: run_helpers.make_model(folder / commit, seed=seed) for seed, commit in enumerate((FIRST, SECOND))}
+    return {
+        commit: run_helpers.make_model(folder / commit, seed=seed)
+        for seed, commit in enumerate((FIRST, SECOND))
+    }
 
 
 @pytest.fixture
 def cache(models, tmp_path, monkeypatch) -> Path:
-    """A cache of Hugging Face's form with two commits of a model; `main` is the first, `v2` the second."""
+    """A cache of Hugging Face's form with two commits of a model; `main` is the first, `v2` the
+    second.
+    """
     home = tmp_path / "cache"
     repository = home / f"models--{NAME.replace('/', '--')}"
     for commit, model in models.items():
@@ -75,7 +80,9 @@ def test_a_revision_stands_behind_the_name(model, parts):
 def test_a_name_stands_for_one_commit(cache, tmp_path):
     assert with_model_found(config(tmp_path / "run")).model == f"{NAME}@{FIRST}"
     assert with_model_found(config(tmp_path / "run", f"{NAME}@v2")).model == f"{NAME}@{SECOND}"
-    assert with_model_found(config(tmp_path / "run", f"{NAME}@{SECOND}")).model == f"{NAME}@{SECOND}"
+    assert (
+        with_model_found(config(tmp_path / "run", f"{NAME}@{SECOND}")).model == f"{NAME}@{SECOND}"
+    )
 
 
 def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
@@ -90,7 +97,8 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
     assert with_model_found(wanted).model == f"{NAME}@{FIRST}"
     assert with_model_found(config(tmp_path / "other")).model == f"{NAME}@{SECOND}"
     assert with_model_found(config(run, resume="never")).model == f"{NAME}@{SECOND}"
-    elsewhere = config(tmp_path / "other", resume=str(run / "checkpoint-2"))  # which has its weights of that commit
+    # which has its weights of that commit
+    elsewhere = config(tmp_path / "other", resume=str(run / "checkpoint-2"))
     assert with_model_found(elsewhere).model == recorded_model(run, NAME) == f"{NAME}@{FIRST}"
     # Asked for by another name it is another model, which the identity then refuses.
     assert with_model_found(config(run, f"{NAME}@main")).model == f"{NAME}@{SECOND}"
@@ -99,16 +107,26 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
 def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_path):
     found = with_model_found(config(tmp_path / "run", f"{NAME}@v2"))
     model = load_model(found, model_dtype=torch.float32, zero3=False)
-    expected = load_model(config(tmp_path, str(models[SECOND])), model_dtype=torch.float32, zero3=False)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    expected = load_model(
+        config(tmp_path, str(models[SECOND])), model_dtype=torch.float32, zero3=False
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+    )
     assert len(read_tokenizer(found.model)) == len(read_tokenizer(str(models[SECOND])))
     adapted = add_adapter(model, found, one_dtype=False)
     (tmp_path / "adapter").mkdir()
-    adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(tmp_path / "adapter")
+    adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(
+        tmp_path / "adapter"
+    )
     source = find_source(str(tmp_path / "adapter"))
     assert source.base == f"{NAME}@{SECOND}"
-    again = load_weights(Source(source.base, None), torch.device("cpu"), "float32", trust_remote_code=False)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), expected.parameters(), strict=True))
+    again = load_weights(
+        Source(source.base, None), torch.device("cpu"), "float32", trust_remote_code=False
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), expected.parameters(), strict=True)
+    )
 
 
 def use_cache(rank: int, home: str) -> None:
@@ -119,11 +137,15 @@ def use_cache(rank: int, home: str) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_its_commit_on_two_processes(cache, models, tmp_path):
-    """The branch moves while the run stands still; what it ends with is what the first commit's folder gives."""
+    """The branch moves while the run stands still; what it ends with is what the first commit's
+    folder gives.
+    """
     materials = run_helpers.make_materials(tmp_path / "materials")
 
     def settings(name: str, model: str, **changes: Any) -> dict[str, Any]:
-        return materials.settings(tmp_path / name, model=model, finetuning="full", max_steps=4, **changes)
+        return materials.settings(
+            tmp_path / name, model=model, finetuning="full", max_steps=4, **changes
+        )
 
     here = {"patch": use_cache, "patch_arguments": (str(cache.parent),)}
     stopped = {"patch": use_cache_and_stop, "patch_arguments": (str(cache.parent),)}
@@ -166,7 +188,9 @@ def modelscope(models, monkeypatch) -> list[dict[str, Any]]:
         user_agent: Any = None,
         local_files_only: bool = False,
     ) -> str:
-        calls.append({"model_id": model_id, "revision": revision, "local_files_only": local_files_only})
+        calls.append(
+            {"model_id": model_id, "revision": revision, "local_files_only": local_files_only}
+        )
         if revision not in ("master", "v2"):
             raise LookupError(f"The specified branch or tag : {revision} not exist!")
         return str(models[FIRST if revision == "master" else SECOND])
@@ -180,12 +204,16 @@ def modelscope(models, monkeypatch) -> list[dict[str, Any]]:
 def test_a_model_of_modelscope_is_a_folder(modelscope, models, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert with_model_found(config(tmp_path, hub="modelscope")).model == str(models[FIRST])
-    assert with_model_found(config(tmp_path, f"{NAME}@v2", hub="modelscope")).model == str(models[SECOND])
+    assert with_model_found(config(tmp_path, f"{NAME}@v2", hub="modelscope")).model == str(
+        models[SECOND]
+    )
     assert modelscope == [
         {"model_id": NAME, "revision": "master", "local_files_only": True},
         {"model_id": NAME, "revision": "v2", "local_files_only": True},
     ]
-    assert with_model_found(config(tmp_path, str(models[FIRST]), hub="modelscope")).model == str(models[FIRST])
+    assert with_model_found(config(tmp_path, str(models[FIRST]), hub="modelscope")).model == str(
+        models[FIRST]
+    )
     with pytest.raises(ConfigError, match="ModelScope does not give owner/tiny@v9: .*not exist"):
         from_modelscope(f"{NAME}@v9", "modelscope")
 
@@ -206,7 +234,9 @@ def test_without_its_package_the_way_to_it_is_said(monkeypatch):
 
 
 def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
-    """Of a commit, a branch, what `main` is; without a record of that, of any; never of another than is asked for."""
+    """Of a commit, a branch, what `main` is; without a record of that, of any; never of another
+    than is asked for.
+    """
     monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
     path = cache / "snapshots" / SECOND / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
@@ -214,7 +244,13 @@ def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
     def width(name: str) -> int:
         return shape_of_base_model(config(tmp_path / "run", name)).intermediate
 
-    assert [width(f"{NAME}{end}") for end in ("", f"@{FIRST}", f"@{SECOND}", "@v2", "@main")] == [64, 64, 96, 96, 64]
+    assert [width(f"{NAME}{end}") for end in ("", f"@{FIRST}", f"@{SECOND}", "@v2", "@main")] == [
+        64,
+        64,
+        96,
+        96,
+        64,
+    ]
     for unknown in (f"{NAME}@v3", str(tmp_path / "no/such/folder")):
         with pytest.raises(ConfigError, match="sizes of .* are not known here"):
             width(unknown)
@@ -233,4 +269,6 @@ def test_a_name_that_is_nearly_a_folders_is_answered_with_it(
         load_model_config("mymodle")
     assert caught.value.where == "mymodle, which is no folder here; did you mean 'mymodel'?"
     # Said before the hub is asked, which takes a minute where there is none.
-    assert "mymodle is no folder here; did you mean 'mymodel'? The hub is asked for it" in caplog.text
+    assert (
+        "mymodle is no folder here; did you mean 'mymodel'? The hub is asked for it" in caplog.text
+    )

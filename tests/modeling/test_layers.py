@@ -1,4 +1,6 @@
-"""Fused operations: what is replaced, that it computes the same, and that a wrong kernel is not used."""
+"""Fused operations: what is replaced, that it computes the same, and that a wrong kernel is not
+used.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ from finetune.modeling.layers import (
     use_fused_layers,
 )
 
-# Model type -> RMSNorms, attentions that rotate halves, SwiGLU MLPs of its tiny model of four layers (read in
-# transformers' files): Gemma's norms add 1 to the weight, NanoChat's have none; Cohere, ERNIE, GLM, Helium, DeepSeek
-# rotate neighbours; GLM and Phi-3 join gate and up; experts are one tensor.
+# Model type -> RMSNorms, attentions that rotate halves, SwiGLU MLPs of its tiny model of four
+# layers (read in transformers' files): Gemma's norms add 1 to the weight, NanoChat's have none;
+# Cohere, ERNIE, GLM, Helium, DeepSeek rotate neighbours; GLM and Phi-3 join gate and up; experts
+# are one tensor.
 FUSABLE = {
     "afmoe": (25, 4, 4),
     "apertus": (17, 4, 0),
@@ -94,7 +97,8 @@ FUSABLE = {
     "smollm3": (9, 4, 4),
     "starcoder2": (0, 4, 0),
 }
-# By their configuration these rotate a part of each head, or (MLA) neighbours by another function: with their own code.
+# By their configuration these rotate a part of each head, or (MLA) neighbours by another function:
+# with their own code.
 OWN_ROTATION = {"glm4_moe", "gpt_neox", "deepseek_v3", "glm4_moe_lite"}
 
 
@@ -112,7 +116,9 @@ def counted(ops: FusedOps) -> tuple[FusedOps, dict[str, int]]:
     return FusedOps("counted", *(count(name) for name in calls)), calls
 
 
-def backward(model: torch.nn.Module, *, packing: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def backward(
+    model: torch.nn.Module, *, packing: bool = True
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     inputs = make_microbatch(documents(), packing=packing).model_inputs(CPU)
     logits = model(**{**inputs, "logits_to_keep": 0}).logits
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -127,7 +133,9 @@ def test_every_packable_type_is_listed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", sorted(FUSABLE))
 def test_what_is_replaced_computes_the_same(kind, dtype):
-    """Logits and every gradient against the model as transformers made it; dtypes too, in the middle and at the end."""
+    """Logits and every gradient against the model as transformers made it; dtypes too, in the
+    middle and at the end.
+    """
     config = tiny_config(kind)
     own = make_model(config, choose_attention(config)).to(dtype).requires_grad_(True)
     fused = copy.deepcopy(own)
@@ -140,7 +148,9 @@ def test_what_is_replaced_computes_the_same(kind, dtype):
     if exact:
         torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
         for mine, theirs in zip(gradients, wanted_gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * max(1.0, theirs.abs().max().item()))
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-4, atol=1e-5 * max(1.0, theirs.abs().max().item())
+            )
     else:  # OLMo rounds elsewhere, and a router then takes another expert here and there
         off = (logits.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
         assert off.median() < 0.02
@@ -159,9 +169,13 @@ def test_only_this_model_is_changed_and_a_copy_of_it_is_whole():
     with torch.no_grad():
         twin.model.norm.weight.mul_(2)
     inputs = make_microbatch(documents(), packing=False).model_inputs(CPU)
-    assert not torch.equal(twin(**inputs).logits, model(**inputs).logits), "the copy's norm reads its own weight"
+    assert not torch.equal(twin(**inputs).logits, model(**inputs).logits), (
+        "the copy's norm reads its own weight"
+    )
     torch.testing.assert_close(model(**inputs).logits, other(**inputs).logits)
-    assert use_fused_layers(model, ops) == {"rms_norm": 0, "rotary": 0, "swiglu": 0}, "replaced once"
+    assert use_fused_layers(model, ops) == {"rms_norm": 0, "rotary": 0, "swiglu": 0}, (
+        "replaced once"
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
@@ -172,7 +186,9 @@ def test_adapters_and_hooks_in_the_mlp_and_attention_are_called(checkpointing):
     made = []
     for _ in range(2):
         torch.manual_seed(1)
-        model = get_peft_model(make_model(config, "sdpa"), LoraConfig(r=4, target_modules=names, lora_alpha=8))
+        model = get_peft_model(
+            make_model(config, "sdpa"), LoraConfig(r=4, target_modules=names, lora_alpha=8)
+        )
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -183,8 +199,12 @@ def test_adapters_and_hooks_in_the_mlp_and_attention_are_called(checkpointing):
     ops, calls = counted(PLAIN)
     use_fused_layers(fused, ops)
     seen: list[str] = []
-    fused.base_model.model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: seen.append("hook"))
-    (logits, gradients), (wanted, wanted_gradients) = (backward(model, packing=False) for model in (fused, own))
+    fused.base_model.model.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda *_: seen.append("hook")
+    )
+    (logits, gradients), (wanted, wanted_gradients) = (
+        backward(model, packing=False) for model in (fused, own)
+    )
     torch.testing.assert_close(logits, wanted)
     assert len(gradients) == 2 * 4 * len(names) and all(g.any() for g in wanted_gradients)
     for mine, theirs in zip(gradients, wanted_gradients, strict=True):
@@ -193,7 +213,9 @@ def test_adapters_and_hooks_in_the_mlp_and_attention_are_called(checkpointing):
 
 
 def test_weights_that_are_wider_than_the_states_give_the_dtypes_of_the_model():
-    """Under autocast with float32 weights Llama's norm returns float32 of bfloat16, OLMo's bfloat16."""
+    """Under autocast with float32 weights Llama's norm returns float32 of bfloat16, OLMo's
+    bfloat16.
+    """
     x = torch.randn(1, 3, 32, dtype=torch.bfloat16)
     for kind in ("llama", "olmo2", "afmoe"):
         model = make_model(tiny_config(kind), "eager")
@@ -307,7 +329,11 @@ FAULTS = {
     "neighbours instead of halves": ("rotary", lambda: neighbours, "output 1"),
     "keys not rotated": ("rotary", lambda: forgets_the_keys, "output 2"),
     "gate and up swapped": ("swiglu", lambda: gate_and_up_swapped, "off by"),
-    "gradient missing": ("swiglu", lambda: no_gradient_for_up, "the gradient of input 2 is missing"),
+    "gradient missing": (
+        "swiglu",
+        lambda: no_gradient_for_up,
+        "the gradient of input 2 is missing",
+    ),
     "half a gradient": ("swiglu", lambda: half_a_gradient, "the gradient of input 2"),
     "stale output": ("swiglu", Stale, "output 1"),
     "output in a shared buffer": ("swiglu", SharedBuffer, "output 1"),
@@ -318,7 +344,9 @@ FAULTS = {
 
 
 def compare(ops: FusedOps, dtype: torch.dtype, tokens: int = 300) -> FusedOps:
-    model = make_model(tiny_config("qwen3", head_dim=16, hidden_size=64, intermediate_size=96), "eager")
+    model = make_model(
+        tiny_config("qwen3", head_dim=16, hidden_size=64, intermediate_size=96), "eager"
+    )
     comparisons = compare_layers(ops, find_fusable(model), model.config)
     assert [c.what for c in comparisons] == [
         "RMSNorm of 16",
@@ -338,11 +366,18 @@ def test_right_operations_pass_the_comparison(dtype, caplog):
             wide = [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
             results = function(*wide)
             to = arguments[0].dtype
-            return results.to(to) if isinstance(results, torch.Tensor) else tuple(x.to(to) for x in results)
+            return (
+                results.to(to)
+                if isinstance(results, torch.Tensor)
+                else tuple(x.to(to) for x in results)
+            )
 
         return call
 
-    for ops in (PLAIN, FusedOps("once", once(plain_rms_norm), once(plain_rotary), once(plain_swiglu))):
+    for ops in (
+        PLAIN,
+        FusedOps("once", once(plain_rms_norm), once(plain_rotary), once(plain_swiglu)),
+    ):
         for tokens in (1, 20, 300):
             assert compare(ops, dtype, tokens) == ops
     assert not caplog.records
@@ -367,9 +402,13 @@ def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypa
     monkeypatch.setattr(layer_check, "provided_ops", lambda provider: wrong)
     model = make_model(tiny_config("qwen3"), "eager")
     before = torch.get_rng_state()
-    said = fuse_layers(model, "auto", device_type="cpu", compiles=False, dtypes=[torch.float32], tokens=64)
+    said = fuse_layers(
+        model, "auto", device_type="cpu", compiles=False, dtypes=[torch.float32], tokens=64
+    )
     assert said == "wrong: 4 rotary, 4 swiglu" and len(caplog.records) == 1
-    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers are as they would be without"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the run's random numbers are as they would be without"
+    )
     assert "forward" not in vars(model.model.norm) and "forward" in vars(model.model.layers[0].mlp)
 
 
@@ -395,7 +434,9 @@ def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypa
     ],
 )
 def test_who_provides(setting, device_type, compiles, liger, provider, monkeypatch):
-    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: object() if liger else None)
+    monkeypatch.setattr(
+        layers.importlib.util, "find_spec", lambda name: object() if liger else None
+    )
     assert choose_provider(setting, device_type, compiles=compiles) == provider
 
 
@@ -415,7 +456,9 @@ def test_a_provider_that_is_not_here_is_refused(setting, device_type, said, monk
 
 
 def liger_stub(monkeypatch) -> list[str]:
-    """liger-kernel 0.8.5's functions by their signatures, with what they write over; returns the calls."""
+    """liger-kernel 0.8.5's functions by their signatures, with what they write over; returns the
+    calls.
+    """
     calls: list[str] = []
 
     class Rope(torch.autograd.Function):
@@ -447,14 +490,21 @@ def liger_stub(monkeypatch) -> list[str]:
             b.data.copy_(db)
             return a, b
 
-    def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+    def liger_rms_norm(
+        X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+    ):
         calls.append("rms_norm")
         assert (offset, casting_mode, in_place) == (0.0, "llama", False) and X.dtype == W.dtype
         return plain_rms_norm(X, W, eps)
 
     def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         calls.append("rope")
-        assert position_ids is None and unsqueeze_dim == 1 and cos.dim() == 3 and q.transpose(1, 2).is_contiguous()
+        assert (
+            position_ids is None
+            and unsqueeze_dim == 1
+            and cos.dim() == 3
+            and q.transpose(1, 2).is_contiguous()
+        )
         return Rope.apply(q, k, cos, sin)
 
     def liger_swiglu(a, b):
@@ -462,28 +512,39 @@ def liger_stub(monkeypatch) -> list[str]:
         return SiLUMul.apply(a, b)
 
     functional = types.ModuleType("liger_kernel.transformers.functional")
-    vars(functional).update(liger_rms_norm=liger_rms_norm, liger_rope=liger_rope, liger_swiglu=liger_swiglu)
+    vars(functional).update(
+        liger_rms_norm=liger_rms_norm, liger_rope=liger_rope, liger_swiglu=liger_swiglu
+    )
     transformers = types.ModuleType("liger_kernel.transformers")
     transformers.functional = functional
-    for name, module in {"liger_kernel": types.ModuleType("liger_kernel"), transformers.__name__: transformers}.items():
+    for name, module in {
+        "liger_kernel": types.ModuleType("liger_kernel"),
+        transformers.__name__: transformers,
+    }.items():
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "glm4_moe"])
-def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_not_read(kind, monkeypatch, caplog):
+def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_not_read(
+    kind, monkeypatch, caplog
+):
     calls = liger_stub(monkeypatch)
     config = tiny_config(kind)
     own = make_model(config, choose_attention(config)).requires_grad_(True)
     fused = copy.deepcopy(own)
     ops = provided_ops("liger")
     comparisons = compare_layers(ops, find_fusable(fused), config)
-    assert agreeing_ops(ops, comparisons, device=CPU, dtypes=[torch.float32], tokens=64) == ops, caplog.text
+    assert agreeing_ops(ops, comparisons, device=CPU, dtypes=[torch.float32], tokens=64) == ops, (
+        caplog.text
+    )
     use_fused_layers(fused, ops)
     (logits, gradients), (wanted, wanted_gradients) = backward(fused), backward(own)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item()))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item())
+        )
     assert set(calls) == {"rms_norm", "rope", "swiglu"}
 
 
@@ -501,7 +562,9 @@ def test_fused_operations_agree_on_cuda(provider, dtype, caplog):
     if provider == "liger":
         pytest.importorskip("liger_kernel", reason="needs liger-kernel")
     ops = provided_ops(provider)
-    model = make_model(tiny_config("qwen3", head_dim=128, hidden_size=4096, intermediate_size=12288), "eager")
+    model = make_model(
+        tiny_config("qwen3", head_dim=128, hidden_size=4096, intermediate_size=12288), "eager"
+    )
     comparisons = compare_layers(ops, find_fusable(model), model.config)
     kept = agreeing_ops(ops, comparisons, device=torch.device("cuda"), dtypes=[dtype], tokens=2048)
     assert kept == ops, caplog.text

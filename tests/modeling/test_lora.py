@@ -1,4 +1,6 @@
-"""The fused LoRA layers against peft's own: outputs, gradients, what is kept, how many kernels run."""
+"""The fused LoRA layers against peft's own: outputs, gradients, what is kept, how many kernels
+run.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,18 @@ class Model(nn.Module):
         return self.o_proj(self.attention(x))
 
 
-def adapted(model: nn.Module, *, targets: str | Sequence[str] = (*QKV, "o_proj"), **options: Any) -> Any:
+def adapted(
+    model: nn.Module, *, targets: str | Sequence[str] = (*QKV, "o_proj"), **options: Any
+) -> Any:
     """With an adapter whose B are not zero."""
     generator = torch.Generator().manual_seed(5)
     lora = LoraConfig(
-        **{"r": 4, "lora_alpha": 6, "target_modules": targets if isinstance(targets, str) else list(targets), **options}
+        **{
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            **options,
+        }
     )
     model = get_peft_model(model, lora)
     with torch.no_grad():
@@ -70,7 +79,11 @@ def adapted(model: nn.Module, *, targets: str | Sequence[str] = (*QKV, "o_proj")
 
 def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
     """The same model twice: peft's own, and with its layers fused."""
-    lora = {name: options.pop(name) for name in ("targets", "lora_dropout", "r", "lora_alpha") if name in options}
+    lora = {
+        name: options.pop(name)
+        for name in ("targets", "lora_dropout", "r", "lora_alpha")
+        if name in options
+    }
     torch.manual_seed(0)
     plain = adapted(Model(16, **options).to(dtype), **lora)
     if dtype == torch.float64:
@@ -80,12 +93,20 @@ def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
     return plain, fused
 
 
-def numbers(width: int = 16, rows: tuple[int, ...] = (2, 5), dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*rows, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+def numbers(
+    width: int = 16, rows: tuple[int, ...] = (2, 5), dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    return torch.randn(
+        *rows, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(dtype)
 
 
-def results(model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Output, gradient of the input and of every trained parameter; gradients of two microbatches add up."""
+def results(
+    model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Output, gradient of the input and of every trained parameter; gradients of two microbatches
+    add up.
+    """
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
     outputs = [run(model, x) if run else model(x) for _ in range(2)]
@@ -100,17 +121,23 @@ def results(model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] 
     return [outputs[0].detach(), x.grad, *gradients]
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-9) -> None:
+def assert_same(
+    found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-9
+) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        assert float((ours - theirs).detach().abs().max()) <= tolerance * max(1.0, float(theirs.detach().abs().max()))
+        assert float((ours - theirs).detach().abs().max()) <= tolerance * max(
+            1.0, float(theirs.detach().abs().max())
+        )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.sampled_from([(7,), (1, 1), (2, 5), (2, 3, 4)]),
-    targets=st.sampled_from([(*QKV, "o_proj"), ("q_proj", "v_proj"), ("k_proj",), ("k_proj", "v_proj", "o_proj")]),
+    targets=st.sampled_from(
+        [(*QKV, "o_proj"), ("q_proj", "v_proj"), ("k_proj",), ("k_proj", "v_proj", "o_proj")]
+    ),
     order=st.permutations(QKV),
     rank=st.integers(1, 5),
     alpha=st.integers(1, 9),
@@ -120,7 +147,9 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], toleran
 def test_equal_to_peft_in_float64(rows, targets, order, rank, alpha, bias, dropout) -> None:
     # One order of draws on both sides: peft drops at each call, the fused layers at the first.
     order = QKV if dropout else order
-    plain, fused = pair(targets=targets, order=order, bias=bias, r=rank, lora_alpha=alpha, lora_dropout=dropout)
+    plain, fused = pair(
+        targets=targets, order=order, bias=bias, r=rank, lora_alpha=alpha, lora_dropout=dropout
+    )
     x = numbers(rows=rows)
     assert_same(results(fused, x), results(plain, x))
     assert_same([fused.eval()(x)], [plain.eval()(x)])
@@ -204,7 +233,9 @@ def test_other_inputs_are_told_apart() -> None:
 
     for model in (plain, fused):
         model.zero_grad()
-    torch.testing.assert_close(changed(fused, numbers()), changed(plain, numbers()), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        changed(fused, numbers()), changed(plain, numbers()), rtol=1e-9, atol=1e-9
+    )
 
 
 def results_of(model: Any, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
@@ -227,7 +258,10 @@ def test_outputs_that_nothing_uses_have_no_gradients(dropout: float) -> None:
         torch.manual_seed(7)
         outputs = [layer(x) for layer in (a.q_proj, a.k_proj, a.v_proj)]
         (outputs[0].square().sum() + outputs[2].square().sum()).backward()
-        assert a.k_proj.lora_A["default"].weight.grad is None and a.k_proj.lora_B["default"].weight.grad is None
+        assert (
+            a.k_proj.lora_A["default"].weight.grad is None
+            and a.k_proj.lora_B["default"].weight.grad is None
+        )
         used = [p.grad for p in model.parameters() if p.grad is not None]
         assert len(used) == 4
         found.append([x.grad, *used])
@@ -239,12 +273,20 @@ class Quantised(nn.Linear):
 
 
 def test_what_is_not_plain_is_left_to_peft() -> None:
-    gpt2 = adapted(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20)), targets=["c_attn"])
+    gpt2 = adapted(
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20)),
+        targets=["c_attn"],
+    )
     assert isinstance(gpt2.base_model.model.transformer.h[0].attn.c_attn.base_layer, Conv1D)
     tied, quantised, dora = Model(16), Model(16), adapted(Model(16), use_dora=True)
     tied.attention.v_proj = tied.attention.k_proj
     quantised.o_proj = Quantised(42, 16)
-    assert [fuse_lora(model) for model in (gpt2, dora, adapted(tied), adapted(quantised))] == [0, 0, 2, 3]
+    assert [fuse_lora(model) for model in (gpt2, dora, adapted(tied), adapted(quantised))] == [
+        0,
+        0,
+        2,
+        3,
+    ]
 
 
 def test_peft_stays_in_charge() -> None:
@@ -252,7 +294,9 @@ def test_peft_stays_in_charge() -> None:
     plain, fused = pair()
     x = numbers()
     assert list(plain.state_dict()) == list(fused.state_dict())
-    assert [name for name, _ in plain.named_modules()] == [name for name, _ in fused.named_modules()]
+    assert [name for name, _ in plain.named_modules()] == [
+        name for name, _ in fused.named_modules()
+    ]
     with plain.disable_adapter(), fused.disable_adapter():
         assert torch.equal(plain(x), fused(x))
     for model in (plain, fused):
@@ -267,7 +311,9 @@ def test_peft_stays_in_charge() -> None:
 
 
 def test_weights_that_are_gathered_by_their_modules_are_used_by_them() -> None:
-    """ZeRO-3: every hook fires, and nothing reads a weight but its own module (a real run: test_grid_sample)."""
+    """ZeRO-3: every hook fires, and nothing reads a weight but its own module (a real run:
+    test_grid_sample).
+    """
     plain, fused = pair()
     for module in list(fused.modules()):
         if hasattr(module, "base_layer"):
@@ -286,7 +332,11 @@ def test_weights_that_are_gathered_by_their_modules_are_used_by_them() -> None:
 def test_torch_compile_traces_through() -> None:
     plain, fused = pair(torch.float32)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    assert_same(results(compiled, numbers(dtype=torch.float32)), results(plain, numbers(dtype=torch.float32)), 1e-5)
+    assert_same(
+        results(compiled, numbers(dtype=torch.float32)),
+        results(plain, numbers(dtype=torch.float32)),
+        1e-5,
+    )
 
 
 # ---------------------------------------------------------------- what it costs
@@ -300,7 +350,10 @@ def block(*, fused: bool, dtype: torch.dtype, dropout: float = 0.0) -> Any:
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
     model = adapted(
-        Qwen3ForCausalLM(config).to(dtype), targets="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+        Qwen3ForCausalLM(config).to(dtype),
+        targets="all-linear",
+        task_type="CAUSAL_LM",
+        lora_dropout=dropout,
     )
     if fused:
         assert fuse_lora(model) == 7
@@ -336,23 +389,35 @@ class Kernels(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        looks = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        looks = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         allocates = "empty" in str(func)
         self.count += not looks and not allocates
         return func(*args, **(kwargs or {}))
 
 
 def cost(dtype: torch.dtype, dropout: float, *, fused: bool) -> tuple[int, int, int]:
-    """Kernels forward and backward, and bytes kept beside the weights, of the linear layers of a block."""
+    """Kernels forward and backward, and bytes kept beside the weights, of the linear layers of a
+    block.
+    """
     layer = block(fused=fused, dtype=dtype, dropout=dropout)
     inputs = [numbers(width, (1, 512), dtype).requires_grad_() for width in (64, 64, 64, 192)]
     own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    with Kernels() as forward, bytes_kept() as kept, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with (
+        Kernels() as forward,
+        bytes_kept() as kept,
+        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+    ):
         outputs = projections(layer, inputs)
     ones = [torch.ones_like(output) for output in outputs]
     with Kernels() as backward:
         torch.autograd.backward(outputs, ones)
-    return forward.count, backward.count, sum(size for address, size in kept.items() if address not in own)
+    return (
+        forward.count,
+        backward.count,
+        sum(size for address, size in kept.items() if address not in own),
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,7 +429,9 @@ def cost(dtype: torch.dtype, dropout: float, *, fused: bool) -> tuple[int, int, 
     ],
 )
 def test_it_costs_less_than_peft(dtype, dropout, forward, backward, kept) -> None:
-    """Kernels at most the first number, peft's at least the second; bytes kept at most that share of peft's."""
+    """Kernels at most the first number, peft's at least the second; bytes kept at most that share
+    of peft's.
+    """
     ours, theirs = cost(dtype, dropout, fused=True), cost(dtype, dropout, fused=False)
     assert ours[0] <= forward[0] and theirs[0] >= forward[1]
     assert ours[1] <= backward[0] and theirs[1] >= backward[1]

@@ -1,4 +1,6 @@
-"""The loss against its definition: each sample alone, losses summed, divided by the targets of the global batch."""
+"""The loss against its definition: each sample alone, losses summed, divided by the targets of the
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,17 @@ CPU = torch.device("cpu")
 
 
 class FakeSamples:
-    """Samples of random tokens: a question that is not trained, answers that are, sometimes in two turns."""
+    """Samples of random tokens: a question that is not trained, answers that are, sometimes in two
+    turns.
+    """
 
     def __init__(self, count: int, seed: int) -> None:
         choose = np.random.default_rng(seed)
         self.items = []
         for number in range(count):
             length = int(choose.integers(2, 24))
-            supervised = choose.random(length) < (0.5 if number % 5 else 0.0)  # every fifth has no target
+            # every fifth has no target
+            supervised = choose.random(length) < (0.5 if number % 5 else 0.0)
             supervised[0] = False
             self.items.append((choose.integers(0, VOCABULARY, length).astype(np.int32), supervised))
         self.lengths = np.array([len(ids) for ids, _ in self.items])
@@ -99,7 +104,9 @@ def defined_gradient(samples: FakeSamples) -> tuple[float, dict[str, torch.Tenso
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_gradients_equal(model: torch.nn.Module, wanted: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+def assert_gradients_equal(
+    model: torch.nn.Module, wanted: dict[str, torch.Tensor], tolerance: float = 1e-9
+) -> None:
     for name, parameter in model.named_parameters():
         norm = wanted[name].norm()
         assert norm > 0, name
@@ -116,8 +123,8 @@ def execute(
 ) -> tuple[float, torch.Tensor, int]:
     """Run all samples as step 0 on every rank of the execution, one after the other.
 
-    Returns loss, sums per difficulty and the number of microbatches. One process adds the gradients up as the
-    ranks' all-reduce would.
+    Returns loss, sums per difficulty and the number of microbatches. One process adds the gradients
+    up as the ranks' all-reduce would.
     """
     loss, group_losses, count = 0.0, torch.zeros(2), 0
     for rank in range(execution.world_size):
@@ -164,7 +171,9 @@ def test_nothing_of_a_microbatch_lives_into_the_next_forward(model, name, monkey
     earlier: list[weakref.ref] = []
 
     def watched(*arguments: object) -> torch.Tensor:
-        assert all(losses() is None for losses in earlier), f"{len(earlier)} microbatches before this one"
+        assert all(losses() is None for losses in earlier), (
+            f"{len(earlier)} microbatches before this one"
+        )
         losses = microbatch_losses(*arguments)
         earlier.append(weakref.ref(losses))
         return losses
@@ -182,7 +191,8 @@ def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
     loss, group_losses, count = execute(model, samples, execution, rehearsal=rehearsal)
     assert count % execution.world_size == 0
     if "more ranks" in next(name for name, value in EXECUTIONS.items() if value is execution):
-        assert count > len(samples) // (execution.samples_per_microbatch or 1)  # so some microbatches are empty
+        # so some microbatches are empty
+        assert count > len(samples) // (execution.samples_per_microbatch or 1)
     assert_gradients_equal(model, wanted)
     assert loss == pytest.approx(wanted_loss, rel=1e-6)  # summed in float32, for the log only
     plain = make_model("sdpa")
@@ -194,7 +204,9 @@ def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
 
 
 def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
-    """DDP and ZeRO wait for each parameter's gradient, so it must be there; and it must not change the sum."""
+    """DDP and ZeRO wait for each parameter's gradient, so it must be there; and it must not change
+    the sum.
+    """
     for packing in (True, False):
         losses = microbatch_losses(model, collate([], packing=packing, pad_token_id=0), CPU)
         assert losses.shape == (0,)
@@ -211,11 +223,15 @@ def test_a_row_of_samples_without_targets_trains_nothing(model):
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 1000])
-@pytest.mark.parametrize("execution", [EXECUTIONS["packed"], EXECUTIONS["padded"]], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "execution", [EXECUTIONS["packed"], EXECUTIONS["padded"]], ids=["packed", "padded"]
+)
 def test_chunked_head_gives_the_same_loss_and_gradients(model, execution, tokens_per_chunk):
     samples = FakeSamples(23, seed=4)
     _, wanted = defined_gradient(samples)
-    head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=tokens_per_chunk * VOCABULARY)
+    head = ChunkedHead(
+        model.get_output_embeddings(), logits_per_chunk=tokens_per_chunk * VOCABULARY
+    )
     assert head.tokens_at_once(torch.zeros(1)) == tokens_per_chunk
     loss, _, _ = execute(model, samples, execution, head=head)
     assert_gradients_equal(model, wanted)
@@ -228,15 +244,23 @@ def test_chunked_losses_are_the_plain_ones_token_by_token(model):
     microbatch = collate(members, packing=True, pad_token_id=0)
     plain = microbatch_losses(model, microbatch, CPU)
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=4 * VOCABULARY)
-    torch.testing.assert_close(microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiled"), [("NanoChat", False), ("NanoChat", True), ("Gemma2", False), ("Gemma3", False)]
+    ("kind", "compiled"),
+    [("NanoChat", False), ("NanoChat", True), ("Gemma2", False), ("Gemma3", False)],
 )
 def test_a_chunked_head_squashes_as_the_model_does(kind: str, compiled: bool):
     """A softcap small enough here that nothing is right without it."""
-    tiny = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tiny = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
     tiny |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
     text = "Text" if kind == "Gemma3" else ""
     config = getattr(transformers, f"{kind}{text}Config")(**tiny, final_logit_softcapping=0.7)
@@ -247,7 +271,9 @@ def test_a_chunked_head_squashes_as_the_model_does(kind: str, compiled: bool):
     head = make_chunked_head(squashing, compiled=compiled)
     assert head is not None
     head.logits_per_chunk = 4 * VOCABULARY
-    torch.testing.assert_close(microbatch_losses(squashing, microbatch, CPU, head), plain, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        microbatch_losses(squashing, microbatch, CPU, head), plain, rtol=1e-9, atol=0
+    )
 
 
 def test_every_microbatch_draws_its_own_dropout():
@@ -278,14 +304,20 @@ def test_only_one_chunk_of_logits_is_kept(model):
     assert kept == []
 
 
-# ---------------------------------------------------------------- gradients made in the forward pass
+# --------------------------------------------------------------- gradients made in the forward pass
 
 
 def head_losses(
-    head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, rows: int = 4
+    head: torch.nn.Linear,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    softcap: float | None = None,
+    rows: int = 4,
 ) -> torch.Tensor:
     config = None if softcap is None else SimpleNamespace(final_logit_softcapping=softcap)
-    chunked = ChunkedHead(copy.copy(head), logits_per_chunk=rows * head.out_features, softcapped=config)
+    chunked = ChunkedHead(
+        copy.copy(head), logits_per_chunk=rows * head.out_features, softcapped=config
+    )
     with chunked.scoring(targets):
         return chunked._forward(hidden)
 
@@ -295,7 +327,9 @@ def by_autograd(
 ) -> torch.Tensor:
     logits = head(hidden)
     return cross_entropy(
-        logits if softcap is None else softcap * torch.tanh(logits / softcap), targets, reduction="none"
+        logits if softcap is None else softcap * torch.tanh(logits / softcap),
+        targets,
+        reduction="none",
     )
 
 
@@ -309,11 +343,19 @@ def gradients_of(losses: torch.Tensor, factor: float, *tensors: torch.Tensor) ->
 def test_the_heads_gradients_are_those_of_autograd(bias: bool, softcap: float | None, rows: int):
     torch.manual_seed(0)
     head = torch.nn.Linear(16, VOCABULARY, bias=bias).double()
-    hidden, targets = torch.randn(11, 16, dtype=torch.float64, requires_grad=True), torch.randint(0, VOCABULARY, (11,))
+    hidden, targets = (
+        torch.randn(11, 16, dtype=torch.float64, requires_grad=True),
+        torch.randint(0, VOCABULARY, (11,)),
+    )
     trained = [hidden, *head.parameters()]
-    wanted, found = by_autograd(head, hidden, targets, softcap), head_losses(head, hidden, targets, softcap, rows)
+    wanted, found = (
+        by_autograd(head, hidden, targets, softcap),
+        head_losses(head, hidden, targets, softcap, rows),
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    pairs = zip(gradients_of(found, 0.03, *trained), gradients_of(wanted, 0.03, *trained), strict=True)
+    pairs = zip(
+        gradients_of(found, 0.03, *trained), gradients_of(wanted, 0.03, *trained), strict=True
+    )
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
@@ -321,7 +363,10 @@ def test_the_heads_gradients_are_those_of_autograd(bias: bool, softcap: float | 
 def test_a_frozen_head_gives_each_target_its_own_factor_and_a_trained_one_says_that_it_cannot():
     torch.manual_seed(0)
     head = torch.nn.Linear(16, VOCABULARY, bias=False).double()
-    hidden, targets = torch.randn(11, 16, dtype=torch.float64, requires_grad=True), torch.randint(0, VOCABULARY, (11,))
+    hidden, targets = (
+        torch.randn(11, 16, dtype=torch.float64, requires_grad=True),
+        torch.randint(0, VOCABULARY, (11,)),
+    )
     factors = torch.rand(11, dtype=torch.float64)
     (wanted,) = torch.autograd.grad((by_autograd(head, hidden, targets) * factors).sum(), hidden)
     of_hidden, of_weight = torch.autograd.grad(
@@ -335,14 +380,19 @@ def test_a_frozen_head_gives_each_target_its_own_factor_and_a_trained_one_says_t
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(weights: torch.dtype):
+def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(
+    weights: torch.dtype,
+):
     torch.manual_seed(0)
     exact = torch.nn.Linear(64, 500, bias=False).double()
     exact.weight.data = exact.weight.to(weights).double()
     head = copy.deepcopy(exact).to(weights)
     states, targets = torch.randn(40, 64).to(weights), torch.randint(0, 500, (40,))
     truth = gradients_of(
-        by_autograd(exact, precise := states.double().requires_grad_(), targets), 0.1, precise, exact.weight
+        by_autograd(exact, precise := states.double().requires_grad_(), targets),
+        0.1,
+        precise,
+        exact.weight,
     )
     errors = {}
     for name, losses_of in (("autograd", by_autograd), ("ours", head_losses)):
@@ -351,7 +401,9 @@ def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(
             losses = losses_of(head, hidden, targets)
         found = gradients_of(losses.float(), 0.1, hidden, head.weight)
         assert [tensor.dtype for tensor in found] == [weights, weights]
-        errors[name] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+        errors[name] = [
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
+        ]
     for ours, theirs in zip(errors["ours"], errors["autograd"], strict=True):
         assert ours < 1.2 * theirs < 0.02
 
@@ -389,7 +441,12 @@ def test_chunks_on_a_cpu_have_the_rows_that_a_product_needs_and_no_more_numbers_
         head = ChunkedHead(torch.nn.Linear(4, vocabulary, bias=False, device="meta"))
         return head.tokens_at_once(torch.empty(0))
 
-    assert [rows(vocabulary) for vocabulary in (1024, 16_384, 152_000, 262_144)] == [7168, 448, 440, 256]
+    assert [rows(vocabulary) for vocabulary in (1024, 16_384, 152_000, 262_144)] == [
+        7168,
+        448,
+        440,
+        256,
+    ]
 
 
 def test_the_head_is_an_ordinary_head_again_afterwards(model):
@@ -423,7 +480,9 @@ def test_softmax_of_16_bit_logits_is_in_float32(dtype):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Path, packing: bool):
-    """13 validation samples in batches of 4: the last holds one; against each sample alone, per difficulty too."""
+    """13 validation samples in batches of 4: the last holds one; against each sample alone, per
+    difficulty too.
+    """
     from finetune.data.dataset import prepare_samples
     from finetune.data.encoding.templates import load_tokenizer
 
@@ -433,7 +492,12 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
     materials = run_helpers.Materials(tmp_path, tiny_model, data, valid)
     output_dir = tmp_path / "run"
     settings = materials.settings(
-        output_dir, valid_data=str(valid), global_batch_size=4, max_steps=1, warmup_steps=0, packing=packing
+        output_dir,
+        valid_data=str(valid),
+        global_batch_size=4,
+        max_steps=1,
+        warmup_steps=0,
+        packing=packing,
     )
     run_helpers.train(settings, 2)
     first, last = run_helpers.events(output_dir, "eval")
@@ -450,12 +514,22 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
         num_proc=1,
     )
     assert len(samples) == 13
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     with torch.no_grad():
-        per_sample = [plain_losses(model, *(np.array(part) for part in samples[i])) for i in range(13)]
+        per_sample = [
+            plain_losses(model, *(np.array(part) for part in samples[i])) for i in range(13)
+        ]
     assert first["eval_loss"] == pytest.approx(float(torch.cat(per_sample).mean()), rel=1e-5)
     for number, difficulty in enumerate(difficulties):
-        members = torch.cat([loss for loss, own in zip(per_sample, samples.difficulties, strict=True) if own == number])
+        members = torch.cat(
+            [
+                loss
+                for loss, own in zip(per_sample, samples.difficulties, strict=True)
+                if own == number
+            ]
+        )
         assert first[f"eval_loss/{difficulty}"] == pytest.approx(float(members.mean()), rel=1e-5)
     assert last["eval_loss"] != first["eval_loss"]
     assert json.dumps(first).count("NaN") == 0
@@ -472,8 +546,12 @@ def test_evaluation_sums_millions_of_targets_as_float64_does():
     counts = np.array([(difficulties == number).sum() for number in (0, 1)])
     batch = SimpleNamespace(supervised_tokens=2 * 125_000, group_tokens=2 * counts)
     trainer = SimpleNamespace(
-        scored=lambda _: ((batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)),
-        context=SimpleNamespace(control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])),
+        scored=lambda _: (
+            (batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)
+        ),
+        context=SimpleNamespace(
+            control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])
+        ),
     )
     found = RunTrainer.evaluation(trainer, SimpleNamespace(groups=LossGroups(("easy", "hard"))))
     precise = losses.astype(np.float64)

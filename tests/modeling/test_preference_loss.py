@@ -1,5 +1,6 @@
-"""Losses of preferences against TRL's own code, in float64; log-probabilities by document; a head whose losses are
-weighed."""
+"""Losses of preferences against TRL's own code, in float64; log-probabilities by document; a head
+whose losses are weighed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def config_of(loss: str, **changes: Any) -> PreferenceConfig:
 
 
 def documents(count: int, *, seed: int = 0) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
-    """Losses of targets, targets of each document, and the reference's log-probability of each; float64."""
+    """Losses of targets, targets of each document, and the reference's log-probability of each;
+    float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     counts = tuple(torch.randint(1, LONGEST + 1, (count,), generator=generator).tolist())
     losses = torch.rand(sum(counts), generator=generator, dtype=torch.float64) * 2 + 0.01
@@ -38,7 +41,9 @@ def documents(count: int, *, seed: int = 0) -> tuple[torch.Tensor, tuple[int, ..
     return losses.requires_grad_(), counts, reference + noise
 
 
-def answers_of(counts: tuple[int, ...], *, labels: list[int] | None = None, groups: list[int] | None = None) -> Answers:
+def answers_of(
+    counts: tuple[int, ...], *, labels: list[int] | None = None, groups: list[int] | None = None
+) -> Answers:
     samples = len(counts) if labels else len(counts) // 2
     return Answers(
         targets=counts,
@@ -50,7 +55,11 @@ def answers_of(counts: tuple[int, ...], *, labels: list[int] | None = None, grou
 
 
 def ours(
-    config: PreferenceConfig, losses: torch.Tensor, answers: Answers, reference: torch.Tensor | None, **own: float
+    config: PreferenceConfig,
+    losses: torch.Tensor,
+    answers: Answers,
+    reference: torch.Tensor | None,
+    **own: float,
 ):
     """The mean over samples; `own` are what `begin` finds out."""
     objective = PreferenceObjective(config, SimpleNamespace(), None)
@@ -60,21 +69,27 @@ def ours(
     return objective.scored(losses, answers, needed, groups=0).total / len(answers.samples)
 
 
-# ---------------------------------------------------------------------- TRL's own code, without a Trainer
+# ---------------------------------------------------------------- TRL's own code, without a Trainer
 
 
 def padded(losses: torch.Tensor, counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities `(documents, longest)`, chosen ones first as TRL has them, and which of them are tokens."""
+    """Log-probabilities `(documents, longest)`, chosen ones first as TRL has them, and which of
+    them are tokens.
+    """
     parts = losses.split(counts)
     order = [*range(0, len(parts), 2), *range(1, len(parts), 2)]
-    log_probs = torch.stack([-torch.nn.functional.pad(parts[n], (0, LONGEST - len(parts[n]))) for n in order])
+    log_probs = torch.stack(
+        [-torch.nn.functional.pad(parts[n], (0, LONGEST - len(parts[n]))) for n in order]
+    )
     mask = torch.stack([torch.arange(LONGEST) < counts[n] for n in order])
     return log_probs, mask
 
 
 def outputs_of(log_probs: torch.Tensor) -> Any:
     nothing = torch.zeros_like(log_probs.detach())
-    return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    return SimpleNamespace(
+        log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+    )
 
 
 def fake_trainer(config: PreferenceConfig, **attributes: Any) -> Any:
@@ -94,7 +109,9 @@ def fake_trainer(config: PreferenceConfig, **attributes: Any) -> Any:
     )
 
 
-def trl_dpo(config: PreferenceConfig, losses: torch.Tensor, counts: tuple[int, ...], reference: torch.Tensor) -> Any:
+def trl_dpo(
+    config: PreferenceConfig, losses: torch.Tensor, counts: tuple[int, ...], reference: torch.Tensor
+) -> Any:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     log_probs, mask = padded(losses, counts)
@@ -127,7 +144,8 @@ def trl_orpo(config: PreferenceConfig, losses: torch.Tensor, counts: tuple[int, 
         patch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # TRL rounds to float32
         ratio = ORPOTrainer.odds_ratio_loss(fake_trainer(config), means[0::2], means[1::2])[0]
     chosen = torch.cat(losses.split(counts)[0::2])
-    # orpo_trainer.py, get_batch_loss_metrics: policy_nll_loss - losses.mean(); its cross-entropy is a mean over tokens.
+    # orpo_trainer.py, get_batch_loss_metrics: policy_nll_loss - losses.mean(); its cross-entropy is
+    # a mean over tokens.
     return config.sft_weight * chosen.mean() - ratio.mean()
 
 
@@ -150,7 +168,9 @@ def trl_kto(
     from trl.trainer.kto_trainer import KTOTrainer
 
     parts = losses.split(counts)
-    log_probs = torch.stack([-torch.nn.functional.pad(part, (0, LONGEST - len(part))) for part in parts])
+    log_probs = torch.stack(
+        [-torch.nn.functional.pad(part, (0, LONGEST - len(part))) for part in parts]
+    )
     mask = torch.stack([torch.arange(LONGEST) < count for count in counts])
     completion = torch.nn.functional.pad(mask, (1, 0)).long()
     trainer = fake_trainer(
@@ -174,7 +194,9 @@ def trl_kto(
 
 def same_with_gradient(found: torch.Tensor, wanted: torch.Tensor, losses: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    gradients = [torch.autograd.grad(value, losses, retain_graph=True)[0] for value in (found, wanted)]
+    gradients = [
+        torch.autograd.grad(value, losses, retain_graph=True)[0] for value in (found, wanted)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
     assert gradients[0].abs().max() > 1e-6
 
@@ -182,7 +204,11 @@ def same_with_gradient(found: torch.Tensor, wanted: torch.Tensor, losses: torch.
 def test_every_loss_has_its_formula_and_its_settings():
     assert {*PAIR_LOSSES, "kto"} == set(LOSSES)
     for name, formula in PAIR_LOSSES.items():
-        read = {p.name for p in inspect.signature(formula).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        read = {
+            p.name
+            for p in inspect.signature(formula).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
         assert read - {"beta"} == set(LOSSES[name].settings) - {"sft_weight"}, name
 
 
@@ -196,22 +222,30 @@ def test_losses_and_gradients_of_pairs_are_trls(loss: str, changes: dict[str, fl
     wanted = (
         trl_orpo(config, losses, counts)
         if loss == "orpo"
-        else trl_simpo(config, losses, counts)
-        if loss == "simpo"
-        else trl_dpo(config, losses, counts, reference)
+        else (
+            trl_simpo(config, losses, counts)
+            if loss == "simpo"
+            else trl_dpo(config, losses, counts, reference)
+        )
     )
     weight = config.sft_weight * PAIRS / sum(counts[0::2])
-    same_with_gradient(ours(config, losses, answers_of(counts), reference, _token_weight=weight), wanted, losses)
+    same_with_gradient(
+        ours(config, losses, answers_of(counts), reference, _token_weight=weight), wanted, losses
+    )
 
 
 def test_label_smoothing_is_conservative_dpo():
-    """TRL 1.16 has it no longer for "sigmoid", only among its "aot": E. Mitchell's note, equation 3, by hand."""
+    """TRL 1.16 has it no longer for "sigmoid", only among its "aot": E. Mitchell's note, equation
+    3, by hand.
+    """
     config = config_of("dpo", label_smoothing=0.2)
     losses, counts, reference = documents(2 * PAIRS)
     log_probs = torch.stack([-part.sum() for part in losses.split(counts)])
     ratios = log_probs - reference
     margin = 0.1 * (ratios[0::2] - ratios[1::2])
-    wanted = (-0.8 * torch.log(torch.sigmoid(margin)) - 0.2 * torch.log(torch.sigmoid(-margin))).mean()
+    wanted = (
+        -0.8 * torch.log(torch.sigmoid(margin)) - 0.2 * torch.log(torch.sigmoid(-margin))
+    ).mean()
     same_with_gradient(ours(config, losses, answers_of(counts), reference), wanted, losses)
 
 
@@ -221,10 +255,14 @@ def test_the_loss_and_gradient_of_labels_are_trls(shift: float):
     config = config_of("kto", desirable_weight=1.3, undesirable_weight=0.6)
     losses, counts, reference = documents(6)
     labels = [1, 0, 1, 1, 0, 1]
-    mismatched = torch.randn(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + shift
+    mismatched = (
+        torch.randn(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + shift
+    )
     wanted = trl_kto(config, losses, counts, reference, labels, mismatched)
     point = max(0.0, float(mismatched.mean()))
-    found = ours(config, losses, answers_of(counts, labels=labels), reference, _reference_point=point)
+    found = ours(
+        config, losses, answers_of(counts, labels=labels), reference, _reference_point=point
+    )
     same_with_gradient(found, wanted, losses)
 
 
@@ -235,7 +273,7 @@ def test_a_probability_that_rounds_to_one_has_finite_odds():
     assert torch.isfinite(found).all() and torch.isfinite(chosen.grad).all()
 
 
-# ---------------------------------------------------------------------- however microbatches are cut
+# --------------------------------------------------------------------- however microbatches are cut
 
 
 @settings(max_examples=40, deadline=None)
@@ -245,7 +283,9 @@ def test_a_probability_that_rounds_to_one_has_finite_odds():
     cuts=st.lists(st.integers(0, 7), max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_loss_gradient_and_log_do_not_depend_on_the_cut(loss: str, samples: int, cuts: list[int], seed: int):
+def test_loss_gradient_and_log_do_not_depend_on_the_cut(
+    loss: str, samples: int, cuts: list[int], seed: int
+):
     config = config_of(loss, **({} if loss == "kto" else {"sft_weight": 0.5}))
     each = 1 if loss == "kto" else 2
     losses, counts, reference = documents(samples * each, seed=seed)
@@ -259,7 +299,11 @@ def test_loss_gradient_and_log_do_not_depend_on_the_cut(loss: str, samples: int,
     def scored(begin: int, end: int) -> Any:
         first, last = begin * each, end * each
         targets = slice(sum(counts[:first]), sum(counts[:last]))
-        part = answers_of(counts[first:last], labels=labels[begin:end] if labels else None, groups=groups[begin:end])
+        part = answers_of(
+            counts[first:last],
+            labels=labels[begin:end] if labels else None,
+            groups=groups[begin:end],
+        )
         if begin == end:
             part = answers_of((), labels=None)
         here = None if needed is None else needed[first:last]
@@ -315,5 +359,7 @@ def test_a_trained_head_whose_losses_have_factors(softcap: float | None):
         logits = softcap * torch.tanh(logits / softcap)
     plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(found, plain, rtol=1e-12, atol=0)
-    for gradient, wanted in zip(gradients, torch.autograd.grad((plain * factors).sum(), wanted_of), strict=True):
+    for gradient, wanted in zip(
+        gradients, torch.autograd.grad((plain * factors).sum(), wanted_of), strict=True
+    ):
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)

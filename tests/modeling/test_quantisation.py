@@ -1,4 +1,6 @@
-"""Layers in few bits compute as the linear layer of what they hold, alone and with an adapter, and hold little."""
+"""Layers in few bits compute as the linear layer of what they hold, alone and with an adapter, and
+hold little.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import count_parameters
-from finetune.modeling.quantisation import compute_exactly, is_quantised, numbers_in, quantized_loading, weight_of
+from finetune.modeling.quantisation import (
+    compute_exactly,
+    is_quantised,
+    numbers_in,
+    quantized_loading,
+    weight_of,
+)
 
 KINDS = ("nf4", "int8")
 LAYERS = 7 * 2
@@ -44,7 +52,9 @@ def ids() -> torch.Tensor:
 
 
 def adapted(model: Any) -> Any:
-    made = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    made = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -78,7 +88,12 @@ def test_it_is_the_linear_layer_of_what_it_holds(folder, kind: str) -> None:
     for name, module in quantised.named_modules():
         if is_quantised(module):
             own = plain.get_submodule(name)
-            rounding.append(float((weight_of(module, torch.float32) - own.weight.data).norm() / own.weight.data.norm()))
+            rounding.append(
+                float(
+                    (weight_of(module, torch.float32) - own.weight.data).norm()
+                    / own.weight.data.norm()
+                )
+            )
             own.weight.data = weight_of(module, torch.float32).clone()
     low, high = {"nf4": (0.05, 0.15), "int8": (0.001, 0.01)}[kind]
     assert len(rounding) == LAYERS and low < min(rounding) and max(rounding) < high
@@ -108,7 +123,9 @@ def test_fused_adapters_are_those_of_peft(folder, kind: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_changes_nothing(folder, kind: str) -> None:
-    """bitsandbytes repacks 4-bit weights, and rounds activations to 8 bits, in its own forward without gradients."""
+    """bitsandbytes repacks 4-bit weights, and rounds activations to 8 bits, in its own forward
+    without gradients.
+    """
     model = load(folder, kind)
     before = model.train()(ids()).logits
     with torch.no_grad():
@@ -118,7 +135,9 @@ def test_an_evaluation_changes_nothing(folder, kind: str) -> None:
     assert torch.equal(model.train()(ids()).logits, before)
 
 
-@pytest.mark.parametrize(("kind", "each"), [("nf4", 0.5 + 1 / 64 + 4 / (64 * 256)), ("int8", 1 + 4 / 64)])
+@pytest.mark.parametrize(
+    ("kind", "each"), [("nf4", 0.5 + 1 / 64 + 4 / (64 * 256)), ("int8", 1 + 4 / 64)]
+)
 def test_it_holds_little_and_counts_all(folder, kind: str, each: float) -> None:
     model, plain = load(folder, kind, torch.bfloat16), AutoModelForCausalLM.from_pretrained(folder)
     assert count_parameters(model)["total"] == count_parameters(plain)["total"]

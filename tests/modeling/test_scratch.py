@@ -19,7 +19,8 @@ from finetune.planning.flops import flops_per_token, flops_utilisation, matrix_p
 
 ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value")
 
-# depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and d26 are its own.
+# depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and
+# d26 are its own.
 SHAPES = {
     1: (64, 2, 32),
     2: (128, 2, 64),
@@ -55,13 +56,16 @@ def test_vocabulary_is_rounded_up_and_no_token_is_padding(model):
 
 
 def test_every_token_trains(model):
-    """Trap: NanoChatConfig's default pad token 1 is a padding_idx, whose embedding gets no gradient."""
+    """Trap: NanoChatConfig's default pad token 1 is a padding_idx, whose embedding gets no
+    gradient.
+    """
     model.zero_grad()
     ids = torch.arange(32)[None]
     logits = model(ids).logits
     torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
     gradient = model.get_input_embeddings().weight.grad
-    # The last token is never looked up as an input that matters; a head of 0.001 makes gradients small, never 0.
+    # The last token is never looked up as an input that matters; a head of 0.001 makes gradients
+    # small, never 0.
     assert (gradient[:31].abs().sum(1) > 0).all()
     model.zero_grad()
 
@@ -72,7 +76,9 @@ def test_the_trap_is_there():
 
 
 def test_the_start_is_nanochats(model):
-    """normal 0.8, normal 0.001, uniform of deviation 1/sqrt(width) (0.4 of it into the MLP), and zero outputs."""
+    """normal 0.8, normal 0.001, uniform of deviation 1/sqrt(width) (0.4 of it into the MLP), and
+    zero outputs.
+    """
     width = model.config.hidden_size
     seen = set()
     for name, parameter in model.named_parameters():
@@ -86,7 +92,9 @@ def test_the_start_is_nanochats(model):
         elif "lm_head" in name:
             assert deviation == pytest.approx(0.001, rel=0.03)
             seen.add("head")
-        elif name.endswith(("o_proj.weight", "out_proj.weight", "fc2.weight", "down_proj.weight", "w2.weight")):
+        elif name.endswith(
+            ("o_proj.weight", "out_proj.weight", "fc2.weight", "down_proj.weight", "w2.weight")
+        ):
             assert not parameter.any(), name
             seen.add("output")
         elif name.endswith("value_gate"):
@@ -94,7 +102,9 @@ def test_the_start_is_nanochats(model):
         else:
             factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
             inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
-            assert deviation == pytest.approx(factor / math.sqrt(inputs), rel=0.03 if inputs == width else 0.06), name
+            assert deviation == pytest.approx(
+                factor / math.sqrt(inputs), rel=0.03 if inputs == width else 0.06
+            ), name
             bound = factor * math.sqrt(3 / inputs)
             assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
             seen.add("input")
@@ -102,7 +112,10 @@ def test_the_start_is_nanochats(model):
 
 
 def test_the_start_depends_on_seed_and_name_only():
-    shallow, deep = (make_model(scratch_config("nanochat", d, vocab_size=64, max_seq_len=8), seed=3) for d in (1, 1))
+    shallow, deep = (
+        make_model(scratch_config("nanochat", d, vocab_size=64, max_seq_len=8), seed=3)
+        for d in (1, 1)
+    )
     other = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=4)
     state = torch.get_rng_state()
     for (name, a), (_, b), (_, c) in zip(
@@ -121,7 +134,11 @@ def test_numbers_of_the_start_are_frozen():
     parameters = dict(model.named_parameters())
     found = [
         parameters[name].detach().flatten()[:2].tolist()
-        for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
+        for name in (
+            "model.embed_tokens.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+            "lm_head.weight",
+        )
     ]
     assert torch.allclose(torch.tensor(found), torch.tensor(FROZEN), rtol=1e-6, atol=0)
 
@@ -134,17 +151,27 @@ FROZEN = [
 
 
 def test_lora_names(model):
-    """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and all-linear finds all."""
-    mlps = {"nanochat": ("fc1", "fc2"), "lfm2": ("w1", "w2", "w3"), "lfm2_value": ("w1", "w2", "w3")}
+    """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and
+    all-linear finds all.
+    """
+    mlps = {
+        "nanochat": ("fc1", "fc2"),
+        "lfm2": ("w1", "w2", "w3"),
+        "lfm2_value": ("w1", "w2", "w3"),
+    }
     names = mlps.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
     absent = ("fc1", "fc2") if "fc1" not in names else ("gate_proj", "up_proj", "down_proj")
     check_targets(linear_names(model), list(names))
     with pytest.raises(ConfigError, match=absent[0]):
         check_targets(linear_names(model), list(absent))
     config = scratch_config(model.config.model_type, 1, vocab_size=64, max_seq_len=8)
-    adapted = get_peft_model(make_model(config, seed=0), LoraConfig(r=2, target_modules="all-linear"))
+    adapted = get_peft_model(
+        make_model(config, seed=0), LoraConfig(r=2, target_modules="all-linear")
+    )
     adapters = {
-        name.split(".lora_A")[0].rsplit(".", 1)[1] for name, _ in adapted.named_parameters() if "lora_A" in name
+        name.split(".lora_A")[0].rsplit(".", 1)[1]
+        for name, _ in adapted.named_parameters()
+        if "lora_A" in name
     }
     output = "out_proj" if model.config.model_type in SHORT_CONVOLUTION_TYPES else "o_proj"
     assert adapters == {"q_proj", "k_proj", "v_proj", output, *names}
@@ -164,14 +191,22 @@ def test_an_unknown_architecture():
 
 
 def test_flops_of_a_token_by_hand():
-    """Depth 4, vocabulary 8192, sequence 512: 12 width^2 a layer and the head; 37.7 MFLOP, as nanochat prints."""
+    """Depth 4, vocabulary 8192, sequence 512: 12 width^2 a layer and the head; 37.7 MFLOP, as
+    nanochat prints.
+    """
     empty = make_empty_model(scratch_config("nanochat", 4, vocab_size=8192, max_seq_len=512))
     assert matrix_parameters(empty) == 4 * 12 * 256**2 + 8192 * 256
-    assert flops_per_token(empty, 512) == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512 == 37_748_736
+    assert (
+        flops_per_token(empty, 512)
+        == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512
+        == 37_748_736
+    )
 
 
 def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
-    """Depth 4 of LFM2: two layers attend; a tap of the convolution is a number that a token passes."""
+    """Depth 4 of LFM2: two layers attend; a tap of the convolution is a number that a token
+    passes.
+    """
     empty = make_empty_model(scratch_config("lfm2", 4, vocab_size=8192, max_seq_len=512))
     assert empty.config.layer_types == ["conv", "full_attention"] * 2
     assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256

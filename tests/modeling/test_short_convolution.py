@@ -25,18 +25,24 @@ def torchs(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_documents_are_as_alone_forward_and_backward(lengths: list[int], taps: int, with_bias: bool, seed: int):
+def test_documents_are_as_alone_forward_and_backward(
+    lengths: list[int], taps: int, with_bias: bool, seed: int
+):
     torch.manual_seed(seed)
     states = torch.randn(1, 3, sum(lengths), dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(3, dtype=torch.float64, requires_grad=True) if with_bias else None
     inputs = [states, weight, *([bias] if bias is not None else [])]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    ours = convolve(states, weight, bias, cu_seq_lens_q=bounds, document_lengths=tuple(lengths), max_length_q=7)
+    ours = convolve(
+        states, weight, bias, cu_seq_lens_q=bounds, document_lengths=tuple(lengths), max_length_q=7
+    )
     wanted = torch.cat([torchs(part, weight, bias) for part in states.split(lengths, -1)], -1)
     torch.testing.assert_close(ours, wanted)
     upstream = torch.randn_like(wanted)
-    pairs = zip(*(torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted)), strict=True
+    )
     for found, expected in pairs:
         torch.testing.assert_close(found, expected)
 
@@ -56,7 +62,9 @@ def test_products_are_in_the_dtype_of_the_weight():
 
 
 def test_transformers_calls_it_and_its_model_computes_the_same(monkeypatch: pytest.MonkeyPatch):
-    """Logits as with transformers' own function; the last of a prompt too, from the cache of an answer."""
+    """Logits as with transformers' own function; the last of a prompt too, from the cache of an
+    answer.
+    """
     from transformers.models.lfm2 import modeling_lfm2
 
     config = tiny_config("lfm2")
@@ -71,6 +79,8 @@ def test_transformers_calls_it_and_its_model_computes_the_same(monkeypatch: pyte
             torch.testing.assert_close(step[:, 0], ours[:, place], rtol=1e-4, atol=1e-5)
         assert modeling_lfm2.causal_conv1d_fn is convolve
         monkeypatch.setattr(
-            modeling_lfm2, "causal_conv1d_fn", lambda states, weight, bias=None, **_: torchs(states, weight, bias)
+            modeling_lfm2,
+            "causal_conv1d_fn",
+            lambda states, weight, bias=None, **_: torchs(states, weight, bias),
         )
         torch.testing.assert_close(model(ids, use_cache=False).logits, ours)

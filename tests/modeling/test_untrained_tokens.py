@@ -1,4 +1,6 @@
-"""Tokens that a base model never saw are told from those that it knows, by their vectors in its head."""
+"""Tokens that a base model never saw are told from those that it knows, by their vectors in its
+head.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def stops_of(model: Path) -> list[str]:
 
 
 def spoil(model: Path, change: float) -> str:
-    """Make the head's vector of the end of a turn that of another special token, but for a small part; its name."""
+    """Make the head's vector of the end of a turn that of another special token, but for a small
+    part; its name.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     (stop,) = trained_end_ids(tokenizer)
     (other, *_) = [number for number in tokenizer.added_tokens_decoder if number != stop]
@@ -89,9 +93,15 @@ def test_of_a_hub_the_copy_in_the_cache_is_read(materials, tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("changes", "warned"),
-    [({}, True), ({"finetuning": "full"}, False), ({"lora_target_modules": ["q_proj", "lm_head"]}, False)],
+    [
+        ({}, True),
+        ({"finetuning": "full"}, False),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, False),
+    ],
 )
-def test_a_run_warns_once_where_lora_cannot_teach_the_end(changes: dict, warned: bool, materials, tmp_path):
+def test_a_run_warns_once_where_lora_cannot_teach_the_end(
+    changes: dict, warned: bool, materials, tmp_path
+):
     from finetune.config.resolution import resolve_object
     from finetune.training.prepare_sft import prepare_data
 

@@ -1,4 +1,6 @@
-"""On PYTHONPATH, the second rank of a launcher's first attempt runs out of memory in its third row (step 2)."""
+"""On PYTHONPATH, the second rank of a launcher's first attempt runs out of memory in its third row
+(step 2).
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""`auto`: what is chosen fits, nothing that fits is faster, explicit values stay, and ranks choose alike."""
+"""`auto`: what is chosen fits, nothing that fits is faster, explicit values stay, and ranks choose
+alike.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from plan_workloads import known_shape
 from finetune.config.kinds import run_kind
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError
-from finetune.planning.auto import EQUAL_SHARE, SIZES, Chosen, choose_execution, most_sparing, open_settings
+from finetune.planning.auto import (
+    EQUAL_SHARE,
+    SIZES,
+    Chosen,
+    choose_execution,
+    most_sparing,
+    open_settings,
+)
 from finetune.planning.inputs import workload_of
 from finetune.planning.memory import fits, memory_of
 from finetune.planning.traffic import step_time
@@ -33,14 +42,21 @@ NAMES = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B
 OPEN = {"device": "auto"}
 
 
-def config_of(name: str = "Qwen/Qwen3-8B", *, processes: int = 8, offload: bool = True, **changes: Any) -> Any:
+def config_of(
+    name: str = "Qwen/Qwen3-8B", *, processes: int = 8, offload: bool = True, **changes: Any
+) -> Any:
     zero = {"stage": 3} | ({"offload_param": OPEN, "offload_optimizer": OPEN} if offload else {})
     given = {"model": name, "data": "x.jsonl", "output_dir": "out", "global_batch_size": 64}
-    given |= {"micro_batch_size": "auto", "deepspeed": {"zero_optimization": copy.deepcopy(zero)}} | changes
+    given |= {
+        "micro_batch_size": "auto",
+        "deepspeed": {"zero_optimization": copy.deepcopy(zero)},
+    } | changes
     return resolve_object(given, processes).config
 
 
-def cluster_of(device_gib: float | None, host_gib: float | None = 1000, *, devices: int = 8) -> Cluster:
+def cluster_of(
+    device_gib: float | None, host_gib: float | None = 1000, *, devices: int = 8
+) -> Cluster:
     def size(gib: float | None) -> int | None:
         return None if gib is None else int(gib * GIB)
 
@@ -66,7 +82,10 @@ def offloads(chosen: Chosen) -> tuple[str, str]:
 def test_what_is_chosen_fits_and_more_memory_is_never_slower(
     name: str, finetuning: str, devices: int, cutoff: int, memory: float
 ):
-    config, shape = config_of(name, processes=devices, finetuning=finetuning, cutoff_len=cutoff), known_shape(name)
+    config, shape = (
+        config_of(name, processes=devices, finetuning=finetuning, cutoff_len=cutoff),
+        known_shape(name),
+    )
 
     def seconds(chosen: Chosen, cluster: Cluster) -> float:
         work = workload_of(chosen.config, shape, cluster)
@@ -81,7 +100,8 @@ def test_what_is_chosen_fits_and_more_memory_is_never_slower(
     assert config.global_batch_size % chosen.config.micro_batch_size == 0
     if chosen.fits:
         assert roomy.fits
-        # What a step takes by the plan, which knows nothing of starting kernels, may be as much longer.
+        # What a step takes by the plan, which knows nothing of starting kernels, may be as much
+        # longer.
         assert seconds(roomy, large) <= seconds(chosen, large) * (1 + EQUAL_SHARE) ** 2
     else:
         assert chosen.values["gradient_checkpointing"] and chosen.values["micro_batch_size"] == 1
@@ -99,10 +119,17 @@ def test_nothing_that_fits_is_clearly_faster(name: str):
                 zero = {"stage": 3}
                 zero |= {
                     block: {"device": kind}
-                    for block, kind in zip(("offload_param", "offload_optimizer"), devices, strict=True)
+                    for block, kind in zip(
+                        ("offload_param", "offload_optimizer"), devices, strict=True
+                    )
                 }
                 keys = {"zero_optimization": zero}
-                given = config_of(name, gradient_checkpointing=checkpointing, micro_batch_size=size, deepspeed=keys)
+                given = config_of(
+                    name,
+                    gradient_checkpointing=checkpointing,
+                    micro_batch_size=size,
+                    deepspeed=keys,
+                )
                 work = workload_of(given, shape, cluster)
                 if fits(memory_of(work), cluster):
                     time = step_time(work, cluster, given.tokens_per_step, 0.4).longest
@@ -119,8 +146,14 @@ def test_nothing_that_fits_is_clearly_faster(name: str):
 
 def test_little_memory_is_spared_and_much_is_used():
     shape = known_shape("Qwen/Qwen3-32B")
-    tight, roomy = (choose_execution(config_of("Qwen/Qwen3-32B"), shape, cluster_of(gib)) for gib in (13, 140))
-    assert tight.fits and offloads(tight) == ("cpu", "cpu") and tight.config.gradient_checkpointing is True
+    tight, roomy = (
+        choose_execution(config_of("Qwen/Qwen3-32B"), shape, cluster_of(gib)) for gib in (13, 140)
+    )
+    assert (
+        tight.fits
+        and offloads(tight) == ("cpu", "cpu")
+        and tight.config.gradient_checkpointing is True
+    )
     assert roomy.fits and offloads(roomy) == ("none", "none")
     assert roomy.config.micro_batch_size * roomy.config.cutoff_len >= 4096
     assert "GiB" in roomy.reason
@@ -129,26 +162,38 @@ def test_little_memory_is_spared_and_much_is_used():
 def test_explicit_values_win():
     given = config_of(micro_batch_size=2, gradient_checkpointing=True, offload=False)
     assert (
-        open_settings(given) == {} and choose_execution(given, known_shape(NAMES[1]), cluster_of(200)).config is given
+        open_settings(given) == {}
+        and choose_execution(given, known_shape(NAMES[1]), cluster_of(200)).config is given
     )
     half = config_of(gradient_checkpointing=True)
     chosen = choose_execution(half, known_shape(NAMES[1]), cluster_of(200))
-    assert chosen.config.gradient_checkpointing is True and "gradient_checkpointing" not in chosen.values
-    assert half.deepspeed["zero_optimization"]["offload_param"] == OPEN, "the given configuration was changed"
+    assert (
+        chosen.config.gradient_checkpointing is True
+        and "gradient_checkpointing" not in chosen.values
+    )
+    assert half.deepspeed["zero_optimization"]["offload_param"] == OPEN, (
+        "the given configuration was changed"
+    )
 
 
 def test_without_memory_to_judge_by_the_sparing_way_is_taken():
     shape = known_shape("Qwen/Qwen3-0.6B")
     for cluster in (cluster_of(None, None), cluster_of(None)):
         chosen = choose_execution(config_of(), shape, cluster)
-        assert chosen.fits is None and offloads(chosen) == ("cpu", "cpu") and chosen.values["micro_batch_size"] == 1
+        assert (
+            chosen.fits is None
+            and offloads(chosen) == ("cpu", "cpu")
+            and chosen.values["micro_batch_size"] == 1
+        )
         assert chosen.config.gradient_checkpointing is True
     assert most_sparing(config_of(), "cpu").config.gradient_checkpointing is False
 
 
 def test_after_out_of_memory_nothing_is_kept_that_could_go():
     shape, roomy = known_shape("Qwen/Qwen3-0.6B"), cluster_of(80)
-    before, after = (choose_execution(config_of(), shape, roomy, out_of_memory=out) for out in (False, True))
+    before, after = (
+        choose_execution(config_of(), shape, roomy, out_of_memory=out) for out in (False, True)
+    )
     assert before.config.gradient_checkpointing is False and offloads(before) == ("none", "none")
     assert after.config.gradient_checkpointing is True and offloads(after) == ("cpu", "cpu")
 
@@ -160,13 +205,19 @@ def test_microbatches_are_no_larger_than_a_step_fills():
 
 
 def test_of_the_sizes_that_hold_a_whole_step_the_smallest_is_of_use():
-    shape, one = known_shape("Qwen/Qwen3-0.6B"), replace(cluster_of(80), nodes=1, devices_per_node=1)
+    shape, one = (
+        known_shape("Qwen/Qwen3-0.6B"),
+        replace(cluster_of(80), nodes=1, devices_per_node=1),
+    )
     chosen = choose_execution(config_of(global_batch_size=8), shape, one, step_tokens=8 * 640.0)
-    assert chosen.config.micro_batch_size == 4  # 8,192 tokens, where 4,096 do not hold 5,120 and 16,384 gain nothing
+    # 8,192 tokens, where 4,096 do not hold 5,120 and 16,384 gain nothing
+    assert chosen.config.micro_batch_size == 4
 
 
 def test_the_number_of_microbatches_cannot_be_given_too():
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 4, and micro_batch_size is auto"):
+    with pytest.raises(
+        ConfigError, match="gradient_accumulation_steps is 4, and micro_batch_size is auto"
+    ):
         config_of(gradient_accumulation_steps=4)
     assert "start chooses" in config_of().describe_batch(8)[0]
 
@@ -188,22 +239,34 @@ def test_the_preset_that_the_plan_prefers():
         "deepspeed",
         "output_dir",
     }
-    assert all(getattr(config, name) == getattr(guide, name) for name in same - {"gradient_checkpointing"})
+    assert all(
+        getattr(config, name) == getattr(guide, name) for name in same - {"gradient_checkpointing"}
+    )
 
 
-def test_ranks_with_different_memory_choose_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_with_different_memory_choose_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     materials = runs.make_materials(tmp_path, records=8)
     config = resolve_object(materials.settings(tmp_path / "run", micro_batch_size="auto"), 2).config
     everyone = [(9 * GIB, 20 * GIB), (5 * GIB, 60 * GIB)]
     seen = []
 
     def choose(config: Any, shape: Any, cluster: Cluster, **facts: Any) -> Chosen:
-        seen.append((cluster.device_memory_bytes, cluster.host_memory_bytes, cluster.devices, facts["step_tokens"]))
+        seen.append(
+            (
+                cluster.device_memory_bytes,
+                cluster.host_memory_bytes,
+                cluster.devices,
+                facts["step_tokens"],
+            )
+        )
         return Chosen(config, {}, "", True)
 
     monkeypatch.setattr("finetune.planning.auto.choose_execution", choose)
     data = SimpleNamespace(
-        train=SimpleNamespace(lengths=np.array([10, 30])), batches=SimpleNamespace(global_batch_size=8)
+        train=SimpleNamespace(lengths=np.array([10, 30])),
+        batches=SimpleNamespace(global_batch_size=8),
     )
     events: list[Any] = []
     session = SimpleNamespace(
@@ -217,7 +280,9 @@ def test_ranks_with_different_memory_choose_the_same(tmp_path: Path, monkeypatch
     assert seen == [(5 * GIB, 20 * GIB, 2, 160.0)] * 2 and events[0][0] == "execution"
 
 
-def test_a_run_on_a_small_machine_says_so_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_run_on_a_small_machine_says_so_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
     materials = runs.make_materials(tmp_path, records=12, layers=4)
     explicit = materials.settings(tmp_path / "explicit", max_steps=3, gradient_checkpointing=False)
     chosen = materials.settings(tmp_path / "chosen", max_steps=3, micro_batch_size="auto")
@@ -232,7 +297,9 @@ def test_a_run_on_a_small_machine_says_so_and_trains_the_same(tmp_path: Path, mo
     assert result.state == "done"
     [event] = runs.events(tmp_path / "chosen", "execution")
     assert event["chosen"] == {"gradient_checkpointing": True, "micro_batch_size": 1}
-    assert "not even that fits" in event["reason"] and "not even that fits" in capfd.readouterr().err
+    assert (
+        "not even that fits" in event["reason"] and "not even that fits" in capfd.readouterr().err
+    )
     assert runs.sample_ids(tmp_path / "chosen") == runs.sample_ids(tmp_path / "explicit")
     pair = runs.losses(tmp_path / "chosen"), runs.losses(tmp_path / "explicit")
     assert runs.largest_relative_difference(*pair) < 1e-5

@@ -1,4 +1,6 @@
-"""Learning rate and batch where they are auto: the law, what wins over it, and the run that has them."""
+"""Learning rate and batch where they are auto: the law, what wins over it, and the run that has
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def derived(width: int = 1024, samples: int = 10_000, **settings: Any) -> dict[s
 
 def test_what_is_given_stays() -> None:
     assert derived(learning_rate=1e-3, global_batch_size=12) == {}
-    assert learning_defaults(config(learning_rate=1e-3, global_batch_size=12), width=8, samples=9).reason == ""
+    assert (
+        learning_defaults(
+            config(learning_rate=1e-3, global_batch_size=12), width=8, samples=9
+        ).reason
+        == ""
+    )
     assert derived(learning_rate=1e-3).keys() == {"global_batch_size"}
     assert derived(global_batch_size=12).keys() == {"learning_rate"}
 
@@ -39,7 +46,9 @@ def test_what_is_given_stays() -> None:
     micro=st.sampled_from(["auto", 1, 2, 3, 5, 8, 12, 48]),
 )
 def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: int | str) -> None:
-    """Whatever the microbatch is: that only computes it, and is lowered where it does not divide it."""
+    """Whatever the microbatch is: that only computes it, and is lowered where it does not divide
+    it.
+    """
     found = derived(samples=samples, num_epochs=epochs, micro_batch_size=micro)
     batch = found["global_batch_size"]
     assert batch in AUTO_BATCHES
@@ -55,7 +64,10 @@ def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: 
 def test_a_run_that_goes_on_keeps_its_numbers() -> None:
     begun = {"global_batch_size": 8, "learning_rate": 1e-3, "lora_r": 4}
     found = learning_defaults(config(), width=1024, samples=10**6, begun=begun)
-    assert dict(found.values) == {"global_batch_size": 8, "learning_rate": 1e-3} and "began" in found.reason
+    assert (
+        dict(found.values) == {"global_batch_size": 8, "learning_rate": 1e-3}
+        and "began" in found.reason
+    )
     given = learning_defaults(config(learning_rate=2e-3), width=1024, samples=10**6, begun=begun)
     assert dict(given.values) == {"global_batch_size": 8}
 
@@ -63,7 +75,9 @@ def test_a_run_that_goes_on_keeps_its_numbers() -> None:
 def test_a_model_without_a_width_needs_a_rate() -> None:
     with pytest.raises(ConfigError, match="no hidden_size"):
         learning_defaults(config(), width=None, samples=9)
-    assert learning_defaults(config(learning_rate=1e-3), width=None, samples=9).values == {"global_batch_size": 8}
+    assert learning_defaults(config(learning_rate=1e-3), width=None, samples=9).values == {
+        "global_batch_size": 8
+    }
 
 
 def test_more_samples_never_make_a_smaller_batch_or_rate() -> None:
@@ -75,7 +89,10 @@ def test_more_samples_never_make_a_smaller_batch_or_rate() -> None:
 
 
 def test_the_rate_falls_with_the_width_and_is_a_tenth_for_full_training() -> None:
-    rates = {how: [derived(w, finetuning=how)["learning_rate"] for w in (256, 1024, 4096)] for how in ("lora", "full")}
+    rates = {
+        how: [derived(w, finetuning=how)["learning_rate"] for w in (256, 1024, 4096)]
+        for how in ("lora", "full")
+    }
     for values in rates.values():
         assert values == sorted(values, reverse=True)
         assert values[0] / values[1] == pytest.approx(4**0.78, rel=0.05)
@@ -83,10 +100,13 @@ def test_the_rate_falls_with_the_width_and_is_a_tenth_for_full_training() -> Non
 
 
 def test_an_adapter_that_is_scaled_up_takes_a_lower_rate() -> None:
-    """A step of Adam changes B A by the rate, the scale and the rank: their product is the same for all of these."""
+    """A step of Adam changes B A by the rate, the scale and the rank: their product is the same for
+    all of these.
+    """
     plain = derived()["learning_rate"]
     assert derived(lora_r=64, lora_alpha=32)["learning_rate"] == plain
-    assert derived(lora_r=64)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)  # alpha is twice the rank
+    # alpha is twice the rank
+    assert derived(lora_r=64)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)
     assert derived(lora_r=16, lora_alpha=8, use_rslora=True)["learning_rate"] == plain
     assert derived(lora_plus_ratio=16.0)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)
 
@@ -98,16 +118,25 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 def open_settings(materials: Materials, folder: Path, **changes: Any) -> dict[str, Any]:
     return materials.settings(
-        folder, learning_rate=None, global_batch_size=None, micro_batch_size=None, max_steps=3, **changes
+        folder,
+        learning_rate=None,
+        global_batch_size=None,
+        micro_batch_size=None,
+        max_steps=3,
+        **changes,
     )
 
 
 def test_a_run_is_that_of_the_numbers_it_chose(
     materials: Materials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """run.yaml, the identity and the console have the numbers, and a run to which they are given is the same one."""
+    """run.yaml, the identity and the console have the numbers, and a run to which they are given is
+    the same one.
+    """
     run(open_settings(materials, tmp_path / "open"))
-    expected = learning_defaults(RunConfig(**open_settings(materials, tmp_path / "open")), width=32, samples=60)
+    expected = learning_defaults(
+        RunConfig(**open_settings(materials, tmp_path / "open")), width=32, samples=60
+    )
     assert expected.values.keys() == {"global_batch_size", "learning_rate"}
     assert expected.reason in "".join(capsys.readouterr())
     written = yaml.safe_load((tmp_path / "open" / "run.yaml").read_text())
@@ -117,7 +146,10 @@ def test_a_run_is_that_of_the_numbers_it_chose(
         assert str(value) in json.dumps(identity)
     run({**open_settings(materials, tmp_path / "given"), **expected.values})
     first, second = (
-        [json.loads(line) for line in (tmp_path / name / "trainer_log.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / name / "trainer_log.jsonl").read_text().splitlines()
+        ]
         for name in ("open", "given")
     )
     assert [(row["loss"], row["learning_rate"]) for row in first] == [
@@ -131,7 +163,9 @@ def test_a_run_knows_itself_by_the_numbers_it_chose(materials: Materials, tmp_pa
     run(settings)
     assert run(settings).first_step is None  # finished
     assert run({**settings, **chosen}).first_step is None
-    with pytest.raises(FinetuneError, match=f"learning_rate: {chosen['learning_rate']} in the folder, 0.5 now"):
+    with pytest.raises(
+        FinetuneError, match=f"learning_rate: {chosen['learning_rate']} in the folder, 0.5 now"
+    ):
         run({**settings, "learning_rate": 0.5})
     assert run({**settings, "micro_batch_size": 16}).first_step is None  # 8 of it do
 
@@ -140,7 +174,11 @@ def test_more_data_leaves_a_begun_run_its_numbers(materials: Materials, tmp_path
     settings = open_settings(materials, tmp_path / "run", save_steps=2, num_epochs=1)
     run({**settings, "max_steps": 2})
     began = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
-    more = {"data": str(make_data(tmp_path / "more.jsonl", 6000)), "max_steps": 4, "allow_data_change": True}
+    more = {
+        "data": str(make_data(tmp_path / "more.jsonl", 6000)),
+        "max_steps": 4,
+        "allow_data_change": True,
+    }
     assert derived(samples=6000, num_epochs=1)["global_batch_size"] > began["global_batch_size"]
     assert run({**settings, **more}).steps == 4
     now = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())

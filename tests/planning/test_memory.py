@@ -1,4 +1,6 @@
-"""What a run needs of memory: terms by hand, what must be monotone, and what autograd really keeps."""
+"""What a run needs of memory: terms by hand, what must be monotone, and what autograd really
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from finetune.planning.activations import (
 from finetune.planning.inputs import with_sharding, workload_of
 from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import KNOWN_MODELS, shape_of_config, shape_of_model
-from finetune.planning.traffic import computed_flops_per_token, flops_per_token, host_traffic, network_traffic
+from finetune.planning.traffic import (
+    computed_flops_per_token,
+    flops_per_token,
+    host_traffic,
+    network_traffic,
+)
 from finetune.planning.workload import Cluster, Sharding
 
 NAMES = [name for name in KNOWN_MODELS if "-4B" not in name]
@@ -32,7 +39,9 @@ DEVICES = (1, 4, 8, 16, 64)
 
 
 def test_a_second_copy_within_the_node_costs_memory_and_spares_the_network():
-    """hpZ (ZeRO++, Wang et al. 2023, section 3.2): M x P / (processes of a node) more; frozen weights cross once."""
+    """hpZ (ZeRO++, Wang et al. 2023, section 3.2): M x P / (processes of a node) more; frozen
+    weights cross once.
+    """
     shape = known_shape("Qwen/Qwen2.5-7B")
     for lora in (True, False):
         plain = workload(shape, lora=lora, sharding=Sharding(engine=True, stage=3), devices=16)
@@ -52,7 +61,9 @@ def test_buffers_of_hccl_are_planned_for_several_npus_only():
 
     def buffers(devices: int, kind: str = "npu", **more: object) -> int:
         config = resolve_object({**given, **more}, devices).config
-        return workload_of(config, known_shape("Qwen/Qwen3-8B"), Cluster(1, devices, kind)).hccl_bytes
+        return workload_of(
+            config, known_shape("Qwen/Qwen3-8B"), Cluster(1, devices, kind)
+        ).hccl_bytes
 
     assert buffers(1) == buffers(8, "cuda") == 0
     assert buffers(8) == 2 * 200 * 2**20
@@ -65,12 +76,17 @@ def test_the_state_of_full_training_is_that_of_the_zero_paper():
     parameters = shape.total
 
     def state(stage: int, devices: int) -> float:
-        work = workload(shape, lora=False, sharding=Sharding(engine=True, stage=stage), devices=devices)
+        work = workload(
+            shape, lora=False, sharding=Sharding(engine=True, stage=stage), devices=devices
+        )
         update = memory_of(work)
-        kinds = [t for t in update.terms if t.kind in ("weights", "optimizer") and "rows" in t.phases]
+        kinds = [
+            t for t in update.terms if t.kind in ("weights", "optimizer") and "rows" in t.phases
+        ]
         return sum(t.bytes for t in kinds) / parameters
 
-    # Weights in 16 bit, masters and two moments in 32: 2 + 12; gradients are a matter of stage and buckets.
+    # Weights in 16 bit, masters and two moments in 32: 2 + 12; gradients are a matter of stage and
+    # buckets.
     assert state(2, 64) == pytest.approx(2 + 12 / 64, rel=1e-6)
     assert state(3, 64) == pytest.approx((2 + 12) / 64, rel=1e-6)
     assert state(2, 1) == pytest.approx(14, rel=1e-6)
@@ -85,8 +101,14 @@ def test_activations_of_a_block_by_hand():
     attention = 2 * (a + k + k + a)
     mlp = 2 * 3 * f
     assert block_bytes_per_token(block, Computing(2, 2)) == norms + inputs + attention + mlp
-    # An 8 B Llama is measured at 28 numbers of the width per token and layer (2 bytes each); ours is 25.5.
-    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    # An 8 B Llama is measured at 28 numbers of the width per token and layer (2 bytes each); ours
+    # is 25.5.
+    llama = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     llama |= {"intermediate_size": 14336, "vocab_size": 128256, "model_type": "llama"}
     [[block, _count]] = shape_of_config(llama).blocks
     assert 24 < block_bytes_per_token(block, Computing(2, 2)) / (2 * 4096) < 30
@@ -97,7 +119,9 @@ def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
     small, large = (loss_bytes(shape, Computing(2, 2), targets) for targets in (10_000, 100_000))
     chunk = LOSS_BYTES_PER_LOGIT * LOGITS_PER_CHUNK * TRAINED_HEAD_CHUNKS
     assert all(0.9 * chunk < logits <= chunk for logits in (small, large))
-    assert loss_bytes(shape, Computing(2, 2, compiled=True), 10_000) == 6 * 10_000 * shape.vocabulary
+    assert (
+        loss_bytes(shape, Computing(2, 2, compiled=True), 10_000) == 6 * 10_000 * shape.vocabulary
+    )
 
 
 def test_a_microbatch_is_planned_with_the_worst_number_of_targets():
@@ -108,7 +132,14 @@ def test_a_microbatch_is_planned_with_the_worst_number_of_targets():
     assert two < 0.6 * one
     needs = [
         memory_of(
-            workload(shape, lora=False, sharding=Sharding(True, 3), devices=8, microbatch_tokens=full + 1, targets=n)
+            workload(
+                shape,
+                lora=False,
+                sharding=Sharding(True, 3),
+                devices=8,
+                microbatch_tokens=full + 1,
+                targets=n,
+            )
         ).device()
         for n in (full, full + 1)
     ]
@@ -130,7 +161,10 @@ def test_fused_adapters_need_weights_that_are_whole():
     assert not computing(finetuning="full").adds_adapters
     work = workload_of(resolve_object(given, 1).config, shape, Cluster())
     three = with_sharding(work, Sharding(engine=True, stage=3))
-    assert not three.computing.adds_adapters and with_sharding(three, Sharding()).computing.adds_adapters
+    assert (
+        not three.computing.adds_adapters
+        and with_sharding(three, Sharding()).computing.adds_adapters
+    )
     assert computing().fused_layers and computing("npu").fused_layers
     assert not computing("cpu").fused_layers and not computing(fused_layers="off").fused_layers
     [[block, _count]] = shape.blocks
@@ -140,7 +174,9 @@ def test_fused_adapters_need_weights_that_are_whole():
 
 
 def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
-    """estimate_zero3_model_states_mem_needs counts 18 bytes for every parameter, frozen or not, times 1.5."""
+    """estimate_zero3_model_states_mem_needs counts 18 bytes for every parameter, frozen or not,
+    times 1.5.
+    """
     shape = known_shape("Qwen/Qwen2.5-32B")
     offload = Sharding(engine=True, stage=3, offload_optimizer=True, offload_param=True)
     work = workload(shape, lora=True, sharding=offload, devices=8)
@@ -150,9 +186,16 @@ def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
 
 
 def test_weights_of_the_files_own_dtype_are_the_mapped_files():
-    """Measured: loading adds nothing to a CPU process until it computes; a converted copy stands beside the file."""
+    """Measured: loading adds nothing to a CPU process until it computes; a converted copy stands
+    beside the file.
+    """
     shape = known_shape("Qwen/Qwen3-0.6B")
-    changes = {"devices": 1, "device_type": "cpu", "computing": Computing(4, 4), "trained": shape.total}
+    changes = {
+        "devices": 1,
+        "device_type": "cpu",
+        "computing": Computing(4, 4),
+        "trained": shape.total,
+    }
     mapped = workload(shape, lora=False, sharding=Sharding(), file_bytes=4, **changes)
     converted = workload(shape, lora=False, sharding=Sharding(), file_bytes=2, **changes)
     assert memory_of(mapped).process(("load",)) == 0
@@ -160,9 +203,14 @@ def test_weights_of_the_files_own_dtype_are_the_mapped_files():
     for work in (mapped, converted):
         assert memory_of(work).process(("rows",)) >= 12 * shape.total
     sliced = workload(
-        shape, lora=False, sharding=Sharding(engine=True, stage=3), file_bytes=4, **changes | {"devices": 2}
+        shape,
+        lora=False,
+        sharding=Sharding(engine=True, stage=3),
+        file_bytes=4,
+        **changes | {"devices": 2},
     )
-    assert memory_of(sliced).process(("load",)) == 4 * shape.total + 4 * -(-shape.total // 2)  # rank 0 reads all of it
+    # rank 0 reads all of it
+    assert memory_of(sliced).process(("load",)) == 4 * shape.total + 4 * -(-shape.total // 2)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -183,11 +231,18 @@ def test_gradients_in_one_bucket_are_summed_after_the_microbatches():
     shape = known_shape("Qwen/Qwen3-0.6B")
     for stage in (2, 3):
         one, several = (
-            memory_of(workload(shape, lora=False, sharding=Sharding(True, stage, reduce_bucket=size), devices=8))
+            memory_of(
+                workload(
+                    shape, lora=False, sharding=Sharding(True, stage, reduce_bucket=size), devices=8
+                )
+            )
             for size in (shape.total, shape.total // 4)
         )
         summed = {"one": _summed(one), "several": _summed(several)}
-        assert summed == {"one": ("reduce", 2 * shape.total), "several": ("rows", 2 * (shape.total // 4))}
+        assert summed == {
+            "one": ("reduce", 2 * shape.total),
+            "several": ("rows", 2 * (shape.total // 4)),
+        }
 
 
 def _summed(memory: Memory) -> tuple[str, int]:
@@ -197,27 +252,37 @@ def _summed(memory: Memory) -> tuple[str, int]:
 
 
 def test_collectives_of_a_cpu_have_their_own_copies():
-    """Measured, two processes: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce next to none."""
+    """Measured, two processes: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce
+    next to none.
+    """
     shape = known_shape("Qwen/Qwen3-0.6B")
     for stage, sum_copies in ((2, 1), (3, 2)):
-        sharding = Sharding(engine=True, stage=stage, prefetch_bucket=10**6, reduce_bucket=shape.total)
+        sharding = Sharding(
+            engine=True, stage=stage, prefetch_bucket=10**6, reduce_bucket=shape.total
+        )
         on = {
             kind: workload(shape, lora=False, sharding=sharding, devices=2, device_type=kind)
             for kind in ("cpu", "cuda")
         }
         gathered = {kind: memory_of(work).in_phase("device", "gather") for kind, work in on.items()}
-        bucket = shape.total if stage == 2 else 2 * (10**6 + shape.largest_module)  # ZeRO-2 has no bucket; two threads
+        # ZeRO-2 has no bucket; two threads
+        bucket = shape.total if stage == 2 else 2 * (10**6 + shape.largest_module)
         context = of_kind(on["cuda"], "framework", location="device")
         assert gathered["cpu"] - (gathered["cuda"] - context) == 2 * bucket
         assert _summed(memory_of(on["cpu"]))[1] == 2 * sum_copies * shape.total
 
 
 def test_zero3_gathers_ahead_up_to_its_bounds():
-    """What is gathered is bounded by DeepSpeed's numbers, not by the model; a bucket is there beside its weights."""
+    """What is gathered is bounded by DeepSpeed's numbers, not by the model; a bucket is there
+    beside its weights.
+    """
     shape = known_shape("Qwen/Qwen2.5-72B")
     small = Sharding(True, 3, prefetch_bucket=10**6, max_live=10**8, max_reuse_distance=10**8)
     more, reused = replace(small, max_live=3 * 10**8), replace(small, max_reuse_distance=6 * 10**8)
-    live = [of_kind(workload(shape, lora=True, sharding=how, devices=8), "live") for how in (small, more, reused)]
+    live = [
+        of_kind(workload(shape, lora=True, sharding=how, devices=8), "live")
+        for how in (small, more, reused)
+    ]
     assert live[1] - live[0] == 2 * 2 * 10**8
     assert live[2] - live[0] == 2 * (3 * 10**8 + 10**6 - 10**8)
 
@@ -225,7 +290,12 @@ def test_zero3_gathers_ahead_up_to_its_bounds():
 # ---------------------------------------------------------------- what must hold for every run
 
 SHARDINGS = st.one_of(
-    st.builds(Sharding, engine=st.just(True), stage=st.sampled_from([1, 2]), offload_optimizer=st.booleans()),
+    st.builds(
+        Sharding,
+        engine=st.just(True),
+        stage=st.sampled_from([1, 2]),
+        offload_optimizer=st.booleans(),
+    ),
     st.builds(
         Sharding,
         engine=st.just(True),
@@ -267,7 +337,12 @@ def test_more_devices_never_need_more_each(name, lora, sharding, tokens, device_
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(NAMES), lora=st.booleans(), devices=st.sampled_from(DEVICES), stage=st.sampled_from([2, 3]))
+@given(
+    name=st.sampled_from(NAMES),
+    lora=st.booleans(),
+    devices=st.sampled_from(DEVICES),
+    stage=st.sampled_from([2, 3]),
+)
 def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
     shape, state = known_shape(name), ("weights", "optimizer", "gradients", "buffers")
     before = Sharding(engine=True, stage=stage)
@@ -275,8 +350,11 @@ def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
     if stage == 3:
         steps.append(replace(steps[0], offload_param=True))
     for after in steps:
-        old, new = (workload(shape, lora=lora, sharding=how, devices=devices) for how in (before, after))
-        # ZeRO-2's offload has a buffer of one tensor on the device, which may be more than a small share of the state.
+        old, new = (
+            workload(shape, lora=lora, sharding=how, devices=devices) for how in (before, after)
+        )
+        # ZeRO-2's offload has a buffer of one tensor on the device, which may be more than a small
+        # share of the state.
         one = new.computing.element_bytes * new.largest_trained if stage == 2 else 0
         assert memory_of(new).device() <= memory_of(old).device() + one
         assert of_kind(new, *state, location="host") >= of_kind(old, *state, location="host")
@@ -295,9 +373,16 @@ def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
     tokens=st.integers(2, 10**5),
     more=st.integers(0, 10**5),
 )
-def test_longer_microbatches_and_checkpointing_off_never_need_less(name, lora, sharding, tokens, more):
+def test_longer_microbatches_and_checkpointing_off_never_need_less(
+    name, lora, sharding, tokens, more
+):
     short = workload(
-        known_shape(name), lora=lora, sharding=sharding, devices=8, microbatch_tokens=tokens, targets=tokens
+        known_shape(name),
+        lora=lora,
+        sharding=sharding,
+        devices=8,
+        microbatch_tokens=tokens,
+        targets=tokens,
     )
     long = replace(short, microbatch_tokens=tokens + more, targets=tokens + more)
     kept = replace(short, computing=replace(short.computing, checkpointing=False))
@@ -320,7 +405,9 @@ def test_every_term_has_a_formula_and_a_source_and_none_is_negative():
 
 
 def kept_bytes(model, tokens: int) -> int:
-    """Bytes of the distinct tensors, parameters aside, that a forward pass of two documents keeps for its backward."""
+    """Bytes of the distinct tensors, parameters aside, that a forward pass of two documents keeps
+    for its backward.
+    """
     import torch
 
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -336,7 +423,11 @@ def kept_bytes(model, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         documents = (tokens - 24, 24)
         output = model(
-            input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1, document_lengths=documents
+            input_ids=ids,
+            position_ids=ids,
+            use_cache=False,
+            logits_to_keep=1,
+            document_lengths=documents,
         ).logits
     assert output.requires_grad
     return sum(kept.values())
@@ -345,7 +436,9 @@ def kept_bytes(model, tokens: int) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "nanochat", "qwen2", "mixtral", "qwen3_moe"])
 def test_a_block_keeps_what_autograd_keeps_of_it(kind: str, dtype: str):
-    """The difference of models with three blocks and with one, in bytes that autograd holds, against the formula."""
+    """The difference of models with three blocks and with one, in bytes that autograd holds,
+    against the formula.
+    """
     import torch
     from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
@@ -354,11 +447,22 @@ def test_a_block_keeps_what_autograd_keeps_of_it(kind: str, dtype: str):
     AttentionInterface.register(ISOLATED, isolated_attention)
     tokens, found, size = 64, [], 4 if dtype == "float32" else 2
     for layers in (1, 3):
-        sizes = {**SMALL, "num_hidden_layers": layers, "head_dim": 16, "moe_intermediate_size": 160, "num_experts": 16}
+        sizes = {
+            **SMALL,
+            "num_hidden_layers": layers,
+            "head_dim": 16,
+            "moe_intermediate_size": 160,
+            "num_experts": 16,
+        }
         config = CONFIG_MAPPING[kind](**sizes)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ISOLATED, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ISOLATED, dtype=getattr(torch, dtype)
+        )
         found.append(kept_bytes(model.train(), tokens))
     [[block, _count]] = shape_of_model(model).blocks
-    computed = block_bytes_per_token(block, Computing(size, size, float32_attention=size == 2)) * tokens
-    # Not counted: a number per token of each norm and head; of a mixture, which experts a token goes to.
+    computed = (
+        block_bytes_per_token(block, Computing(size, size, float32_attention=size == 2)) * tokens
+    )
+    # Not counted: a number per token of each norm and head; of a mixture, which experts a token
+    # goes to.
     assert computed == pytest.approx((found[1] - found[0]) / 2, rel=0.03)

@@ -1,4 +1,6 @@
-"""What a step sends between processes: traced with a group that is fake, run by two processes, planned."""
+"""What a step sends between processes: traced with a group that is fake, run by two processes,
+planned.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def test_what_replicas_send_is_planned_and_only_the_last_microbatch_sends(kind, 
     layers = 2
     case = Case(**KINDS[kind], processes=processes, rows=3, steps=3)
     made = trace(case, layers)
-    assert made.first.collectives.plain() == made.second.collectives.plain() == {"numbers": {}, "bytes": {}}
+    assert (
+        made.first.collectives.plain()
+        == made.second.collectives.plain()
+        == {"numbers": {}, "bytes": {}}
+    )
     sent = made.last.collectives.sent + made.rest.collectives.sent
 
     if not case.pretraining:
@@ -65,7 +71,9 @@ def roofline_config(model: str) -> dict[str, Any]:
     ids=["lora-16", "kept-16", "full-2", "full-16"],
 )
 def test_what_zero3_gathers_and_reduces_is_planned(settings, processes):
-    """By DeepSpeed's engine: 2 P + P_t in each microbatch, less what it keeps, more what frozen blocks are gathered."""
+    """By DeepSpeed's engine: 2 P + P_t in each microbatch, less what it keeps, more what frozen
+    blocks are gathered.
+    """
     from roofline_runs import Case, empty_model
     from roofline_zero3 import zero3_config, zero3_trace
 
@@ -82,7 +90,10 @@ def without_difficulties(data: Path, to: Path) -> Path:
     """The same records: a step sends no losses of difficulties."""
     with to.open("w", encoding="utf-8") as file:
         for record in run_helpers.lines(data):
-            file.write(json.dumps({name: value for name, value in record.items() if name != "difficulty"}) + "\n")
+            file.write(
+                json.dumps({name: value for name, value in record.items() if name != "difficulty"})
+                + "\n"
+            )
     return to
 
 
@@ -100,25 +111,43 @@ def fine_tuning(tmp_path: Path, own: dict[str, Any], **more: Any) -> tuple[Any, 
 
     materials = run_helpers.make_materials(tmp_path / "made", layers=2)
     data = without_difficulties(materials.data, tmp_path / "data.jsonl")
-    settings = materials.settings(tmp_path / "run", data=str(data), max_steps=4, packing=False, **own, **more)
+    settings = materials.settings(
+        tmp_path / "run", data=str(data), max_steps=4, packing=False, **own, **more
+    )
     shape = json.loads((materials.model / "config.json").read_text())
     own = {"lora_r": 4, "dtype": "float32", **own}
-    return Case("tiny", 96, config=shape, settings=own, processes=2, rows=2, steps=3, device_type="cpu"), settings
+    return Case(
+        "tiny", 96, config=shape, settings=own, processes=2, rows=2, steps=3, device_type="cpu"
+    ), settings
 
 
 def pretraining(tmp_path: Path) -> tuple[Any, dict[str, Any]]:
     from roofline_runs import Case
 
-    settings = PRETRAINING | {"train_data_path": str(tokens_file(tmp_path / "tokens.bin")), "max_seq_len": 32}
-    settings |= {"output_dir": str(tmp_path / "run"), "depth": 2, "total_batch_size": 384, "num_iterations": 4}
+    settings = PRETRAINING | {
+        "train_data_path": str(tokens_file(tmp_path / "tokens.bin")),
+        "max_seq_len": 32,
+    }
+    settings |= {
+        "output_dir": str(tmp_path / "run"),
+        "depth": 2,
+        "total_batch_size": 384,
+        "num_iterations": 4,
+    }
     settings |= {"report_to": "none", "device_type": "cpu", "sample_every": 0}
-    return Case("nanochat-d2", 32, settings=PRETRAINING, processes=2, rows=3, steps=3, device_type="cpu"), settings
+    return Case(
+        "nanochat-d2", 32, settings=PRETRAINING, processes=2, rows=3, steps=3, device_type="cpu"
+    ), settings
 
 
-def sent_by_two(settings: dict[str, Any], record: Path, module: str = "finetune.sft") -> list[dict[str, Any]]:
+def sent_by_two(
+    settings: dict[str, Any], record: Path, module: str = "finetune.sft"
+) -> list[dict[str, Any]]:
     """What rank 0 sends in each microbatch and the rest of the third step."""
     told = (str(BENCHMARKS), str(record))
-    run_helpers.train(settings, 2, patch=run_patches.note_collectives, patch_arguments=told, module=module)
+    run_helpers.train(
+        settings, 2, patch=run_patches.note_collectives, patch_arguments=told, module=module
+    )
     return [json.loads(line) for line in record.read_text().splitlines()][2]
 
 
@@ -147,4 +176,6 @@ def test_the_fake_group_sees_what_two_processes_of_zero3_send(tmp_path, own):
     own = own | {"gradient_checkpointing": True}
     case, settings = fine_tuning(tmp_path, own, deepspeed={"zero_optimization": ZERO3})
     microbatches = sent_by_two(settings, tmp_path / "collectives")
-    assert parts_of(zero3_trace(case, 2, ZERO3 | {"reduce_bucket_size": 500_000_000})) == microbatches
+    assert (
+        parts_of(zero3_trace(case, 2, ZERO3 | {"reduce_bucket_size": 500_000_000})) == microbatches
+    )

@@ -1,4 +1,5 @@
-"""The planner's peak of a microbatch against that of the same step on fake tensors; and what a step asks of a device.
+"""The planner's peak of a microbatch against that of the same step on fake tensors; and what a step
+asks of a device.
 
 Fake tensors have sizes and no numbers, so real widths cost nothing; two blocks of each model.
 """
@@ -20,30 +21,65 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LAYERS = 2
 KEPT, FULL = {"gradient_checkpointing": False}, {"finetuning": "full"}
 ATTENTION = {"lora_target_modules": ["q_proj", "v_proj"]}  # beside experts only these are counted
-SIZES = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 2}
-SIZES |= {"intermediate_size": 4096, "vocab_size": 32000, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+SIZES = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+}
+SIZES |= {
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8}
-QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 64}
+QWEN3_MOE = {
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 64,
+}
 QWEN3_MOE |= {"vocab_size": 151936, "num_experts_per_tok": 8}
 TOKENS = {"train_tokens": ["<|im_end|>"]}
 CASES = {
     "lora": {"model": "Qwen/Qwen3-8B"},
     "lora kept": {"model": "Qwen/Qwen3-8B", "settings": KEPT},
     "lora dropout": {"model": "Qwen/Qwen2.5-7B", "settings": {"lora_dropout": 0.05}},
-    "lora of the head": {"model": "Qwen/Qwen3-8B", "settings": {"lora_target_modules": ["q_proj", "lm_head"]}},
+    "lora of the head": {
+        "model": "Qwen/Qwen3-8B",
+        "settings": {"lora_target_modules": ["q_proj", "lm_head"]},
+    },
     "lora of tokens": {"model": "Qwen/Qwen3-8B", "settings": TOKENS},
     "lora of tokens, tied": {"model": "Qwen/Qwen3-0.6B", "settings": TOKENS},
     "lora of 8192": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192},
     "lora zero3": {"model": "Qwen/Qwen3-32B", "zero3": True},
     "lora zero3 kept": {"model": "Qwen/Qwen3-32B", "zero3": True, "settings": KEPT},
     "full, tied": {"model": "Qwen/Qwen3-0.6B", "settings": FULL},
-    "full zero3": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192, "zero3": True, "settings": FULL},
+    "full zero3": {
+        "model": "meta-llama/Llama-3.1-8B",
+        "tokens": 8192,
+        "zero3": True,
+        "settings": FULL,
+    },
     "pretraining": {"model": "nanochat-d12", "settings": {"device_batch_size": 8}},
-    "pretraining lfm2": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "lfm2"}},
-    "pretraining lfm2_value": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "lfm2_value"}},
+    "pretraining lfm2": {
+        "model": "nanochat-d12",
+        "settings": {"device_batch_size": 8, "arch": "lfm2"},
+    },
+    "pretraining lfm2_value": {
+        "model": "nanochat-d12",
+        "settings": {"device_batch_size": 8, "arch": "lfm2_value"},
+    },
     "mixtral lora kept": {"model": "mixtral", "config": MIXTRAL, "settings": ATTENTION | KEPT},
     "qwen3_moe lora": {"model": "qwen3_moe", "config": QWEN3_MOE, "settings": ATTENTION},
-    "qwen3_moe full zero3": {"model": "qwen3_moe", "config": QWEN3_MOE, "zero3": True, "settings": FULL},
+    "qwen3_moe full zero3": {
+        "model": "qwen3_moe",
+        "config": QWEN3_MOE,
+        "zero3": True,
+        "settings": FULL,
+    },
 }
 
 
@@ -55,14 +91,18 @@ def benchmarks(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Within a tenth, weights, gradients and moments aside: of the second microbatch, which finds gradients there."""
+    """Within a tenth, weights, gradients and moments aside: of the second microbatch, which finds
+    gradients there.
+    """
     from roofline_runs import Case, empty_model, run_config, trace
 
     from finetune.training import build_sft
 
     case = Case(**CASES[name], rows=2, steps=1)
     # There is no tokenizer here.
-    monkeypatch.setattr(build_sft, "token_ids", lambda config, _: [5] * len(getattr(config, "train_tokens", ())))
+    monkeypatch.setattr(
+        build_sft, "token_ids", lambda config, _: [5] * len(getattr(config, "train_tokens", ()))
+    )
     made = trace(case, LAYERS)
     # Such are the products that roofline_cpu.py measures: an `out` is none of their matrices.
     products = [kernel.shapes[-2:] for kernel in made.second.kernels if kernel.name == "mm"]
@@ -70,7 +110,9 @@ def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.Monk
     gradients = (2 if case.zero3 else 4) * made.trained
     found = made.second.peak_bytes - made.static_bytes - gradients
 
-    work = workload_of(run_config(case), shape_of_model(empty_model(case, LAYERS)), Cluster(device_type="cuda"))
+    work = workload_of(
+        run_config(case), shape_of_model(empty_model(case, LAYERS)), Cluster(device_type="cuda")
+    )
     if case.zero3:
         work = with_sharding(work, Sharding(engine=True, stage=3))
     longest = case.tokens // (1 if case.pretraining else case.documents)
@@ -90,7 +132,10 @@ def test_a_step_asks_no_more_of_a_device_than_is_committed():
         for name, value in values.items()
         if value > committed[case][part][name]
     ]
-    assert not more, "renew with python benchmarks/roofline.py --update-counts if it is worth it:\n" + "\n".join(more)
+    assert not more, (
+        "renew with python benchmarks/roofline.py --update-counts if it is worth it:\n"
+        + "\n".join(more)
+    )
 
 
 def test_waits_of_the_host_and_uploads_are_seen():
@@ -150,10 +195,14 @@ def test_a_fused_layer_is_one_kernel_each_way():
 
     recorder = Recorder()
     with FakeTensorMode(), recorder:
-        x, gate, up = (torch.empty(4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        x, gate, up = (
+            torch.empty(4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
         q, k = (torch.empty(1, heads, 4, 8, requires_grad=True) for heads in (4, 2))
         table = torch.empty(1, 4, 8)
         outputs = (rms_norm(x, torch.empty(8), 1e-6), swiglu(gate, up), *rotary(q, k, table, table))
-        torch.autograd.grad(outputs, (x, gate, up, q, k), [torch.empty_like(output) for output in outputs])
+        torch.autograd.grad(
+            outputs, (x, gate, up, q, k), [torch.empty_like(output) for output in outputs]
+        )
     names = ["rms_norm", "swiglu", "rotary", "rotary", "swiglu_backward", "rms_norm_backward"]
     assert sorted(kernel.name for kernel in recorder.segment.kernels) == sorted(names)

@@ -1,4 +1,6 @@
-"""A run on preferences in the plan: microbatches of whole pairs, and the reference that costs a forward."""
+"""A run on preferences in the plan: microbatches of whole pairs, and the reference that costs a
+forward.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ from dataclasses import replace
 from finetune.config.preference_config import PreferenceConfig
 from finetune.planning.inputs import fine_tuning_workload, preference_workload, with_micro_batch
 from finetune.planning.shapes import known_config, shape_of_config
-from finetune.planning.traffic import computed_flops_per_token, forward_flops_per_token, network_traffic
+from finetune.planning.traffic import (
+    computed_flops_per_token,
+    forward_flops_per_token,
+    network_traffic,
+)
 from finetune.planning.workload import Cluster
 
 SHAPE = shape_of_config(known_config("Qwen/Qwen3-8B"), "Qwen/Qwen3-8B")

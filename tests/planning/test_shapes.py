@@ -11,17 +11,44 @@ from plan_workloads import SMALL, known_shape, of_kind, workload
 from finetune.errors import ConfigError
 from finetune.planning.activations import LOGITS_PER_CHUNK, TRAINED_HEAD_CHUNKS, Computing
 from finetune.planning.memory import memory_of
-from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
+from finetune.planning.shapes import (
+    KNOWN_MODELS,
+    ModelShape,
+    known_config,
+    read_shape,
+    shape_of_config,
+    shape_of_model,
+)
 from finetune.planning.traffic import computed_flops_per_token, flops_per_token
 from finetune.planning.workload import Sharding, Workload
 
-# Taken when each of these families was counted by a table of its own, without transformers. Family, with biases and a
-# tied head or without: parameters, of them norms and biases, numbers in matrices that a token passes, the largest
-# module, an adapter of rank 4; bytes of a device of four, trained whole, the same compiled, LoRA under ZeRO-3; and
-# operations of a token.
+# Taken when each of these families was counted by a table of its own, without transformers. Family,
+# with biases and a tied head or without: parameters, of them norms and biases, numbers in matrices
+# that a token passes, the largest module, an adapter of rank 4; bytes of a device of four, trained
+# whole, the same compiled, LoRA under ZeRO-3; and operations of a token.
 COUNTED = {
-    ("llama", False): (240096, 480, 215040, 24576, 13312, 1108825472, 1097979264, 2098318000, 10616832),
-    ("llama", True): (217184, 2144, 215040, 24576, 13312, 1108367232, 1097521024, 2098211568, 10616832),
+    ("llama", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1108825472,
+        1097979264,
+        2098318000,
+        10616832,
+    ),
+    ("llama", True): (
+        217184,
+        2144,
+        215040,
+        24576,
+        13312,
+        1108367232,
+        1097521024,
+        2098211568,
+        10616832,
+    ),
     ("mistral", False): (
         240096,
         480,
@@ -33,7 +60,17 @@ COUNTED = {
         2098318000,
         10616832,
     ),
-    ("mistral", True): (215520, 480, 215040, 24576, 13312, 1108333952, 1097487744, 2098207408, 10616832),
+    ("mistral", True): (
+        215520,
+        480,
+        215040,
+        24576,
+        13312,
+        1108333952,
+        1097487744,
+        2098207408,
+        10616832,
+    ),
     ("ministral", False): (
         240096,
         480,
@@ -67,9 +104,39 @@ COUNTED = {
         2098319600,
         10616832,
     ),
-    ("qwen2", True): (216160, 1120, 215040, 24576, 13312, 1108346752, 1097500544, 2098209008, 10616832),
-    ("qwen3", False): (240224, 608, 215040, 24576, 13312, 1115119488, 1097981824, 2102512624, 10616832),
-    ("qwen3", True): (216480, 1440, 215040, 24576, 13312, 1114644608, 1097506944, 2102404112, 10616832),
+    ("qwen2", True): (
+        216160,
+        1120,
+        215040,
+        24576,
+        13312,
+        1108346752,
+        1097500544,
+        2098209008,
+        10616832,
+    ),
+    ("qwen3", False): (
+        240224,
+        608,
+        215040,
+        24576,
+        13312,
+        1115119488,
+        1097981824,
+        2102512624,
+        10616832,
+    ),
+    ("qwen3", True): (
+        216480,
+        1440,
+        215040,
+        24576,
+        13312,
+        1114644608,
+        1097506944,
+        2102404112,
+        10616832,
+    ),
     ("seed_oss", False): (
         240736,
         1120,
@@ -136,9 +203,39 @@ COUNTED = {
         2098211568,
         10616832,
     ),
-    ("gemma", False): (240096, 480, 215040, 24576, 13312, 1108825472, 1097979264, 2098318000, 10616832),
-    ("gemma", True): (216352, 1312, 215040, 24576, 13312, 1108350592, 1097504384, 2098209488, 10616832),
-    ("gemma2", False): (240480, 864, 215040, 24576, 13312, 1313682304, 1299313536, 2299514480, 10616832),
+    ("gemma", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1108825472,
+        1097979264,
+        2098318000,
+        10616832,
+    ),
+    ("gemma", True): (
+        216352,
+        1312,
+        215040,
+        24576,
+        13312,
+        1108350592,
+        1097504384,
+        2098209488,
+        10616832,
+    ),
+    ("gemma2", False): (
+        240480,
+        864,
+        215040,
+        24576,
+        13312,
+        1313682304,
+        1299313536,
+        2299514480,
+        10616832,
+    ),
     ("gemma2", True): (
         216736,
         1696,
@@ -172,10 +269,40 @@ COUNTED = {
         2105550800,
         10616832,
     ),
-    ("phi3", False): (190944, 480, 165888, 30720, 8960, 1102501248, 1094800768, 2094719152, 5597184),
+    ("phi3", False): (
+        190944,
+        480,
+        165888,
+        30720,
+        8960,
+        1102501248,
+        1094800768,
+        2094719152,
+        5597184,
+    ),
     ("phi3", True): (166368, 480, 165888, 30720, 8960, 1102009728, 1094309248, 2094608560, 5597184),
-    ("olmo2", False): (240608, 992, 215040, 24576, 13312, 1115127168, 1097989504, 2102513584, 10616832),
-    ("olmo2", True): (216864, 1824, 215040, 24576, 13312, 1114652288, 1097514624, 2102405072, 10616832),
+    ("olmo2", False): (
+        240608,
+        992,
+        215040,
+        24576,
+        13312,
+        1115127168,
+        1097989504,
+        2102513584,
+        10616832,
+    ),
+    ("olmo2", True): (
+        216864,
+        1824,
+        215040,
+        24576,
+        13312,
+        1114652288,
+        1097514624,
+        2102405072,
+        10616832,
+    ),
     ("starcoder2", False): (
         161728,
         1984,
@@ -198,7 +325,17 @@ COUNTED = {
         2092060000,
         5480448,
     ),
-    ("nanochat", False): (208896, 0, 184320, 24576, 11264, 1107877888, 1095327744, 2101664256, 10444800),
+    ("nanochat", False): (
+        208896,
+        0,
+        184320,
+        24576,
+        11264,
+        1107877888,
+        1095327744,
+        2101664256,
+        10444800,
+    ),
     ("nanochat", True): (
         185152,
         832,
@@ -213,7 +350,9 @@ COUNTED = {
 }
 
 
-def of_four(shape: ModelShape, *, lora: bool, sharding: Sharding, compiled: bool = False) -> Workload:
+def of_four(
+    shape: ModelShape, *, lora: bool, sharding: Sharding, compiled: bool = False
+) -> Workload:
     made = workload(shape, lora=lora, sharding=sharding, devices=4, local_processes=2)
     return replace(made, computing=replace(made.computing, checkpointing=False, compiled=compiled))
 
@@ -222,9 +361,15 @@ def of_four(shape: ModelShape, *, lora: bool, sharding: Sharding, compiled: bool
 def test_families_count_as_they_did_by_hand(kind: str, biased: bool):
     head = {} if kind in ("phi3", "starcoder2") else {"head_dim": 32}
     extra = {"attention_bias": biased, "mlp_bias": biased} if biased else {}
-    shape = shape_of_config({**SMALL, **head, **extra, "model_type": kind, "tie_word_embeddings": biased})
-    zero3 = of_four(shape, lora=True, sharding=Sharding(engine=True, stage=3, persistence_threshold=10_000))
-    whole, compiled = (of_four(shape, lora=False, sharding=Sharding(), compiled=on) for on in (False, True))
+    shape = shape_of_config(
+        {**SMALL, **head, **extra, "model_type": kind, "tie_word_embeddings": biased}
+    )
+    zero3 = of_four(
+        shape, lora=True, sharding=Sharding(engine=True, stage=3, persistence_threshold=10_000)
+    )
+    whole, compiled = (
+        of_four(shape, lora=False, sharding=Sharding(), compiled=on) for on in (False, True)
+    )
     assert COUNTED[kind, biased] == (
         *(shape.total, shape.small, shape.passed, shape.largest_module),
         sum(shape.lora_tensors(4, shape.adapted("all-linear"))),
@@ -233,7 +378,9 @@ def test_families_count_as_they_did_by_hand(kind: str, biased: bool):
     )
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt", "cohere2", "exaone4", "mixtral", "qwen3_next", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gpt_neox", "opt", "cohere2", "exaone4", "mixtral", "qwen3_next", "gemma3"]
+)
 def test_parameters_are_those_of_transformers(kind: str):
     from transformers import CONFIG_MAPPING
 
@@ -248,10 +395,13 @@ def test_parameters_are_those_of_transformers(kind: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "billions", "active"),  # as they are published: Mixtral 8x7B, DeepSeek-V3, GPT-OSS-120B
+    # as they are published: Mixtral 8x7B, DeepSeek-V3, GPT-OSS-120B
+    ("kind", "billions", "active"),
     [("mixtral", 46.7, 12.9), ("deepseek_v3", 671, 37.6), ("gpt_oss", 116.8, 5.75)],
 )
-def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(kind: str, billions: float, active: float):
+def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(
+    kind: str, billions: float, active: float
+):
     shape = shape_of_config({"model_type": kind})
     assert shape.total / 1e9 == pytest.approx(billions, rel=0.002)
     assert (shape.total - shape.idle) / 1e9 == pytest.approx(active, rel=0.002)
@@ -282,7 +432,10 @@ def test_operations_and_small_parameters_are_those_that_the_run_counts():
     shape = shape_of_config(json.loads(tied.to_json_string()))
     assert shape.passed == sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert shape.small == sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert (loss.LOGITS_PER_CHUNK, loss.TRAINED_HEAD_CHUNKS) == (LOGITS_PER_CHUNK, TRAINED_HEAD_CHUNKS)
+    assert (loss.LOGITS_PER_CHUNK, loss.TRAINED_HEAD_CHUNKS) == (
+        LOGITS_PER_CHUNK,
+        TRAINED_HEAD_CHUNKS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,7 +455,9 @@ def test_adapters_are_as_large_as_pefts(kind: str, targets: list):
     config = CONFIG_MAPPING[kind](**SMALL)
     shape = shape_of_config(json.loads(config.to_json_string()))
     for wanted in targets:
-        lora = LoraConfig(r=4, target_modules=wanted, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2")
+        lora = LoraConfig(
+            r=4, target_modules=wanted, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2"
+        )
         adapted = get_peft_model(make_empty_model(config), lora)
         trained = [p.numel() for p in adapted.parameters() if p.requires_grad]
         assert sorted(shape.lora_tensors(4, shape.adapted(wanted))) == sorted(trained)
@@ -314,7 +469,8 @@ def test_adapters_are_as_large_as_pefts(kind: str, targets: list):
 def test_known_models_are_as_large_as_their_names_say(name: str):
     promised = float(name.rpartition("-")[2].removesuffix("B"))
     assert known_config(f"{name}-Instruct") == known_config(name)
-    # Some names leave the embedding out, or round: Qwen2.5-1.5B has 1.54, Qwen3-1.7B 1.72, Qwen2.5-7B 7.62.
+    # Some names leave the embedding out, or round: Qwen2.5-1.5B has 1.54, Qwen3-1.7B 1.72,
+    # Qwen2.5-7B 7.62.
     assert abs(known_shape(name).total / 1e9 / promised - 1) < 0.11
 
 

@@ -14,13 +14,17 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_picture_is_made_from_todays_imports():
-    assert architecture_picture.PICTURE.read_text(encoding="utf-8") == architecture_picture.picture(), (
-        "run: python docs/architecture_picture.py"
-    )
+    assert (
+        architecture_picture.PICTURE.read_text(encoding="utf-8") == architecture_picture.picture()
+    ), "run: python docs/architecture_picture.py"
 
 
 def test_every_folder_is_in_picture_and_page():
-    folders = {path.name for path in (ROOT / "finetune").iterdir() if path.is_dir() and path.name[0] not in "_."}
+    folders = {
+        path.name
+        for path in (ROOT / "finetune").iterdir()
+        if path.is_dir() and path.name[0] not in "_."
+    }
     assert folders - {"locale"} == set(architecture_picture.FOLDERS)
     tree = re.search(r"```\nfinetune/\n(.*?)```", PAGE, re.S)[1]
     assert folders == set(re.findall(r"^  (\w+)/ ", tree, re.M))

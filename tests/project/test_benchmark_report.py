@@ -1,4 +1,6 @@
-"""benchmarks/sft.py: what was not the same work is never ranked; and its table of what was. Pages made of results."""
+"""benchmarks/sft.py: what was not the same work is never ranked; and its table of what was. Pages
+made of results.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def step(*conversations: str) -> dict[str, Any]:
-    return {"tokens": TOKENS, "supervised": SUPERVISED, "computed": TOKENS, "conversations": sorted(conversations)}
+    return {
+        "tokens": TOKENS,
+        "supervised": SUPERVISED,
+        "computed": TOKENS,
+        "conversations": sorted(conversations),
+    }
 
 
 PLAN = {
@@ -65,7 +72,13 @@ def run(name: str, dtype: str = "float32", seconds: float = 1.0, number: int = 0
 
 
 def result(*runs: dict[str, Any]) -> dict[str, Any]:
-    machine = {"device": "CPU, 2 cores", "threads": 2, "flags": ["avx2"], "peak_flops": None, "load_before": 0.1}
+    machine = {
+        "device": "CPU, 2 cores",
+        "threads": 2,
+        "flags": ["avx2"],
+        "peak_flops": None,
+        "load_before": 0.1,
+    }
     return {"plan": PLAN, "machine": machine, "runs": list(runs)}
 
 
@@ -92,7 +105,10 @@ OTHER_PLACES = [step("a", "b") | {"supervised": SUPERVISED - 1}, step("c", "d")]
     [
         (changed(steps=[step("a", "b"), step("c", "e")]), "1 of 4 conversations were others"),
         (changed(steps=[step("a", "b"), step("c", "c")]), "1 of 4 conversations were others"),
-        (changed(steps=[step("a", "b", "c"), step("d")]), "2 steps of 1 to 3 conversations, not 2 steps of 2"),
+        (
+            changed(steps=[step("a", "b", "c"), step("d")]),
+            "2 steps of 1 to 3 conversations, not 2 steps of 2",
+        ),
         (changed(steps=OTHER_PLACES), "59 supervised tokens, not 60"),
         (changed(trained_parameters=999), "trained parameters 999, not 1000"),
         (changed(threads=1), "threads 1, not 2"),
@@ -104,7 +120,16 @@ OTHER_PLACES = [step("a", "b") | {"supervised": SUPERVISED - 1}, step("c", "d")]
         (changed(losses=[9.0]), "1 losses of 2 steps"),
         (changed(gradient_norms=[0.7, 0.0]), "a gradient norm that is not above 0"),
         (changed(gradient_norms=[]), "a gradient norm that is not above 0"),
-        ({"name": "trl", "dtype": "float32", "round": 0, "library": "trl", "failed": "no memory"}, "failed: no memory"),
+        (
+            {
+                "name": "trl",
+                "dtype": "float32",
+                "round": 0,
+                "library": "trl",
+                "failed": "no memory",
+            },
+            "failed: no memory",
+        ),
     ],
 )
 def test_unequal_work_is_shown_with_its_reason_and_not_ranked(
@@ -117,7 +142,9 @@ def test_unequal_work_is_shown_with_its_reason_and_not_ranked(
     assert line.split(" | ")[4] == "-"  # no ratio
 
 
-def test_the_order_of_conversations_may_differ_but_not_the_loss_of_the_same_batch(scripts: ModuleType) -> None:
+def test_the_order_of_conversations_may_differ_but_not_the_loss_of_the_same_batch(
+    scripts: ModuleType,
+) -> None:
     grouped = run("trl") | {"steps": [step("c", "d"), step("a", "b")], "losses": [8.99, 8.52]}
     assert not scripts.differences(grouped, PLAN, run("bare"), "float32")
 
@@ -126,7 +153,10 @@ def test_beside_a_reference_in_float32_bfloat16_holds_its_own(scripts: ModuleTyp
     ours = run("ours", "bfloat16") | {"frozen_dtype": "bfloat16"}
     assert not scripts.differences(ours, PLAN, run("bare"), "bfloat16")
     wrong = run("ours", "bfloat16")
-    assert "frozen dtype float32, not bfloat16" in scripts.differences(wrong, PLAN, run("bare"), "bfloat16")[0]
+    assert (
+        "frozen dtype float32, not bfloat16"
+        in scripts.differences(wrong, PLAN, run("bare"), "bfloat16")[0]
+    )
 
 
 def test_nothing_is_compared_without_the_reference(scripts: ModuleType) -> None:
@@ -135,7 +165,9 @@ def test_nothing_is_compared_without_the_reference(scripts: ModuleType) -> None:
 
 
 def test_the_page_has_the_parts_that_are_there_and_names_the_others(scripts: ModuleType) -> None:
-    page = importlib.import_module("sft_document").make_document({"fp32": result(run("bare"), run("ours"))})
+    page = importlib.import_module("sft_document").make_document(
+        {"fp32": result(run("bare"), run("ours"))}
+    )
     assert "## float32" in page
     assert "Not measured yet: bf16, vocab." in page
     assert str(ROOT) not in page
@@ -144,7 +176,9 @@ def test_the_page_has_the_parts_that_are_there_and_names_the_others(scripts: Mod
 def test_the_section_on_devices_is_made_from_the_results_that_are_kept(scripts: ModuleType) -> None:
     document = importlib.import_module("sft_document")
     page = document.DOCUMENT.read_text(encoding="utf-8")
-    assert page.endswith(document.device_section(document.device_results())), "python benchmarks/sft_document.py"
+    assert page.endswith(document.device_section(document.device_results())), (
+        "python benchmarks/sft_document.py"
+    )
     measured = result(run("bare", "bfloat16"), run("ours", "bfloat16"))
     measured["machine"] |= {"device": "NVIDIA H100 80GB HBM3", "peak_flops": 989e12}
     section = document.device_section({"sft_h100.json": measured})
@@ -153,18 +187,27 @@ def test_the_section_on_devices_is_made_from_the_results_that_are_kept(scripts: 
 
 
 def test_steps_that_still_compile_are_not_measured(scripts: ModuleType) -> None:
-    timed = run("bare") | {"steps": [step("a")] * 4, "step_seconds": [9.0, 3.0, 1.0, 1.0], "unmeasured_steps": 2}
+    timed = run("bare") | {
+        "steps": [step("a")] * 4,
+        "step_seconds": [9.0, 3.0, 1.0, 1.0],
+        "unmeasured_steps": 2,
+    }
     assert scripts.tokens_per_second(timed) == TOKENS
-    assert scripts.tokens_per_second(timed | {"unmeasured_steps": 9}) == TOKENS  # the last one, of fewer
+    # the last one, of fewer
+    assert scripts.tokens_per_second(timed | {"unmeasured_steps": 9}) == TOKENS
 
 
 def test_of_a_device_what_was_measured_before_its_time_ended_is_shown(scripts: ModuleType) -> None:
     runner = importlib.import_module("sft")
-    assert not runner._with_other_parts({"device": result(run("ours"))}, None), "nothing to compare with"
+    assert not runner._with_other_parts({"device": result(run("ours"))}, None), (
+        "nothing to compare with"
+    )
     assert runner._with_other_parts({"device": result(run("ours"), run("bare"))}, None)
 
 
-def test_a_peer_does_not_find_our_packages(scripts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_does_not_find_our_packages(
+    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = importlib.import_module("sft")
     monkeypatch.setenv("PYTHONPATH", "packages")
     assert runner._python_path("ours").split(":") == [str(ROOT), "packages"]
@@ -228,14 +271,24 @@ def calls() -> dict[str, dict[str, torch.Tensor]]:
     ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 2, 0, 1]])
     labels = torch.tensor([[IGNORED, 6, 7, IGNORED, 9]])
     numbers = torch.tensor([1, 1, 1, 2, 2, 0])
-    seen = (numbers[:, None] == numbers) & torch.ones(6, 6, dtype=torch.bool).tril() & (numbers != 0)
+    seen = (
+        (numbers[:, None] == numbers) & torch.ones(6, 6, dtype=torch.bool).tril() & (numbers != 0)
+    )
     blocks = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
     padded = torch.tensor([[5, 6, 7], [8, 9, 0]])
     keep = torch.tensor([[True, True, False, True, False]])
     return {
         "packed, labels": {"input_ids": ids, "position_ids": positions, "labels": labels},
-        "packed, kept logits": {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep},
-        "packed, places": {"input_ids": ids, "position_ids": positions, "logits_to_keep": torch.tensor([0, 1, 3])},
+        "packed, kept logits": {
+            "input_ids": ids,
+            "position_ids": positions,
+            "logits_to_keep": keep,
+        },
+        "packed, places": {
+            "input_ids": ids,
+            "position_ids": positions,
+            "logits_to_keep": torch.tensor([0, 1, 3]),
+        },
         "packed, blocks": {
             "input_ids": torch.nn.functional.pad(ids, (0, 1)),
             "attention_mask": blocks,
@@ -255,7 +308,9 @@ def calls() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("form", calls())
-def test_conversations_are_found_in_whatever_form_they_enter_a_model(scripts: ModuleType, form: str) -> None:
+def test_conversations_are_found_in_whatever_form_they_enter_a_model(
+    scripts: ModuleType, form: str
+) -> None:
     process = importlib.import_module("sft_process")
     recorder = process.Recorder()
     recorder.on_step_begin(None, None, None)
@@ -272,17 +327,29 @@ def test_documents_that_see_each_other_are_one(scripts: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", OF_RESULTS)
-def test_a_page_of_results_is_that_of_the_results_that_are_kept(name: str, scripts: ModuleType) -> None:
+def test_a_page_of_results_is_that_of_the_results_that_are_kept(
+    name: str, scripts: ModuleType
+) -> None:
     made = importlib.import_module(name)
-    assert made.DOCUMENT.read_text(encoding="utf-8") == made.page(made.results()), f"python benchmarks/{name}.py page"
+    assert made.DOCUMENT.read_text(encoding="utf-8") == made.page(made.results()), (
+        f"python benchmarks/{name}.py page"
+    )
 
 
 def test_both_sides_are_put_beside_the_factor_on_nanochats_rates(scripts: ModuleType) -> None:
     report = importlib.import_module("nanochat_report")
     assert report.parts_of("ours-lfm2_value-bf16@1.5") == ("ours-lfm2_value", True, "1.5")
     assert report.parts_of("nanochat") == ("nanochat", False, "")
-    bits = {("nanochat", 1.0): 1.6, ("nanochat@3", 3.0): 1.4, ("ours", 8.39): 1.3, ("ours@3", 3.0): 1.5}
-    runs = [report.Measured(*key, 7, [1.0], 0.0, 0.0, {0: 3.0, 4: last}, 1.0) for key, last in bits.items()]
+    bits = {
+        ("nanochat", 1.0): 1.6,
+        ("nanochat@3", 3.0): 1.4,
+        ("ours", 8.39): 1.3,
+        ("ours@3", 3.0): 1.5,
+    }
+    runs = [
+        report.Measured(*key, 7, [1.0], 0.0, 0.0, {0: 3.0, 4: last}, 1.0)
+        for key, last in bits.items()
+    ]
     assert report._grid(runs, 4) == [
         "| nanochat's rates times | 1 | 3 | 8.39 |",
         "|---|---|---|---|",

@@ -35,15 +35,30 @@ def test_every_deepspeed_file_resolves_as_a_complete_run(name: str) -> None:
 def test_a_block_says_only_what_the_run_is_about(name: str) -> None:
     """All else equals the package's defaults, so that the files teach no numbers by accident."""
     block = json.loads((ROOT / "ds_configs" / name).read_text())["finetune"]
-    allowed = {"model", "data", "valid_data", "output_dir", "max_steps", "micro_batch_size", "global_batch_size"}
+    allowed = {
+        "model",
+        "data",
+        "valid_data",
+        "output_dir",
+        "max_steps",
+        "micro_batch_size",
+        "global_batch_size",
+    }
     assert set(block) == allowed
     assert (ROOT / block["model"] / "config.json").is_file()
 
 
 def test_offloading_is_what_the_names_say() -> None:
-    zero = {name: json.loads((ROOT / "ds_configs" / name).read_text())["zero_optimization"] for name in DEEPSPEED_FILES}
+    zero = {
+        name: json.loads((ROOT / "ds_configs" / name).read_text())["zero_optimization"]
+        for name in DEEPSPEED_FILES
+    }
     for name in ("zero3.json", PRESET):
-        assert zero[name]["offload_optimizer"]["device"] == zero[name]["offload_param"]["device"] == "cpu"
+        assert (
+            zero[name]["offload_optimizer"]["device"]
+            == zero[name]["offload_param"]["device"]
+            == "cpu"
+        )
     for name in ("zero2.json", "zero3_no_offload.json"):
         assert not any("offload" in key for key in zero[name])
 
@@ -56,7 +71,15 @@ def test_the_preset_has_the_guides_numbers() -> None:
         "lora_r": 64,
         "lora_alpha": 128,
         "lora_dropout": 0.05,
-        "lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "lora_target_modules": (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ),
         "micro_batch_size": 1,
         "gradient_accumulation_steps": 8,
         "global_batch_size": 1 * 8 * 16,
@@ -75,7 +98,11 @@ def test_the_preset_has_the_guides_numbers() -> None:
     assert {name: getattr(config, name) for name in guide} == guide
     assert config.curriculum.levels == ("explain", "reasoning", "topology")
     stages = [(stage.until, stage.mix, stage.ramp) for stage in config.curriculum.stages]
-    assert stages == [(0.3, (80, 20, 0), "step"), (0.7, (40, 40, 20), "step"), (1.0, (25, 35, 40), "step")]
+    assert stages == [
+        (0.3, (80, 20, 0), "step"),
+        (0.7, (40, 40, 20), "step"),
+        (1.0, (25, 35, 40), "step"),
+    ]
     zero = config.deepspeed["zero_optimization"]
     for offloaded in ("offload_optimizer", "offload_param"):
         assert zero[offloaded] == {"device": "cpu"}, "pinned where it can be (deepspeed_dict)"
@@ -111,15 +138,32 @@ def test_deepspeed_topology_is_launched_by_a_page() -> None:
 
 def test_two_nodes_of_eight(flags: list[object], tmp_path: Path) -> None:
     """Two launchers on this machine, as on two nodes, with one process each."""
-    assert (topology("two_nodes_8")["num_machines"], topology("two_nodes_8")["num_processes"]) == (2, 16)
+    assert (topology("two_nodes_8")["num_machines"], topology("two_nodes_8")["num_processes"]) == (
+        2,
+        16,
+    )
     port = free_port()
     launchers = []
     for node in (1, 0):
-        launcher_args = ["--config_file", "accelerate_configs/two_nodes_8.yaml", "--num_processes", 2]
-        launcher_args += ["--machine_rank", node, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        launcher_args = [
+            "--config_file",
+            "accelerate_configs/two_nodes_8.yaml",
+            "--num_processes",
+            2,
+        ]
+        launcher_args += [
+            "--machine_rank",
+            node,
+            "--main_process_ip",
+            "127.0.0.1",
+            "--main_process_port",
+            port,
+        ]
         words = command_words(flags, launcher="accelerate", launcher_args=launcher_args)
         with (tmp_path / f"node{node}.log").open("wb") as log:
-            launchers.append(subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log))
+            launchers.append(
+                subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+            )
     codes = [launcher.wait(PATIENCE_SECONDS) for launcher in launchers]
     assert codes == [0, 0], "\n".join((tmp_path / f"node{node}.log").read_text() for node in (0, 1))
     (start,) = events(tmp_path / "run", "start")
@@ -131,5 +175,9 @@ def test_topologies_say_nothing_about_training() -> None:
     assert names == ["cpu_1", "cpu_2", "cpu_2_zero3", "one_device", "one_node_8", "two_nodes_8"]
     for name in names:
         assert not {"mixed_precision", "fsdp_config", "dynamo_config"} & set(topology(name))
-        assert not topology(name).get("deepspeed_config"), "ZeRO comes from --config ds_configs/*.json"
-        assert topology(name)["use_cpu"] is False, "with use_cpu accelerate drops DeepSpeed and starts one process"
+        assert not topology(name).get("deepspeed_config"), (
+            "ZeRO comes from --config ds_configs/*.json"
+        )
+        assert topology(name)["use_cpu"] is False, (
+            "with use_cpu accelerate drops DeepSpeed and starts one process"
+        )

@@ -1,4 +1,6 @@
-"""The shipped data files: reproducible, disjoint, balanced, and broken only where they should be."""
+"""The shipped data files: reproducible, disjoint, balanced, and broken only where they should
+be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import pytest
 from sample_rows import FOLDER, chinese, prompt, read_records
 
 PREFERENCES = ("preference_train.jsonl", "preference_valid.jsonl")
-FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl", *PREFERENCES)
+FILES = (
+    "train.jsonl",
+    "valid.jsonl",
+    "sharegpt.json",
+    "messages.jsonl",
+    "broken.jsonl",
+    *PREFERENCES,
+)
 LEVELS = ("explain", "reasoning", "topology")
 
 
@@ -22,17 +31,21 @@ def talks() -> list[tuple[str, list[tuple[str, str]]]]:
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
     sharegpt = json.loads((FOLDER / "sharegpt.json").read_text(encoding="utf-8"))
     found = [
-        (row["difficulty"], [(roles[turn["from"]], turn["value"]) for turn in row["conversations"]]) for row in sharegpt
+        (row["difficulty"], [(roles[turn["from"]], turn["value"]) for turn in row["conversations"]])
+        for row in sharegpt
     ]
     for row in read_records("messages.jsonl"):
-        found.append((row["difficulty"], [(turn["role"], turn["content"]) for turn in row["messages"]]))
+        found.append(
+            (row["difficulty"], [(turn["role"], turn["content"]) for turn in row["messages"]])
+        )
     return found
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "7"])
 def test_the_script_makes_the_committed_files(tmp_path: Path, hash_seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    script = [sys.executable, "-S", str(FOLDER / "make_data.py"), "--out", str(tmp_path)]  # -S: no installed packages
+    # -S: no installed packages
+    script = [sys.executable, "-S", str(FOLDER / "make_data.py"), "--out", str(tmp_path)]
     subprocess.run(script, check=True, env=environment, capture_output=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     for name in FILES:
@@ -45,7 +58,9 @@ def test_rows_per_level() -> None:
         "reasoning": 500,
         "topology": 400,
     }
-    assert Counter(row["difficulty"] for row in read_records("valid.jsonl")) == dict.fromkeys(LEVELS, 50)
+    assert Counter(row["difficulty"] for row in read_records("valid.jsonl")) == dict.fromkeys(
+        LEVELS, 50
+    )
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
@@ -56,7 +71,8 @@ def test_half_is_english_and_half_is_chinese(name: str) -> None:
         share = sum(chinese(row["instruction"]) for row in of_level) / len(of_level)
         assert share == pytest.approx(0.5, abs=0.05)
     for row in rows:
-        # An answer is in the language of its question; answers without words (addresses, links) belong to either.
+        # An answer is in the language of its question; answers without words (addresses, links)
+        # belong to either.
         marked = "答案：" if chinese(row["instruction"]) else "Answer: "
         assert "answer" not in row or row["output"].splitlines()[-1] == marked + row["answer"]
         assert chinese(row["instruction"]) or not chinese(row["output"])
@@ -85,12 +101,16 @@ def test_pairs_are_asked_nowhere_else_and_differ_in_their_answers() -> None:
 
 
 def test_valid_explain_rows_can_be_learned_from_train() -> None:
-    """Every held-out answer is also one of train, asked in another form; lists are put together of such."""
+    """Every held-out answer is also one of train, asked in another form; lists are put together of
+    such.
+    """
     known = [row["output"] for row in read_records("train.jsonl") if row["difficulty"] == "explain"]
     for row in read_records("valid.jsonl"):
         if row["difficulty"] == "explain":
             for line in row["output"].splitlines():
-                assert line.removeprefix(line.split(" ")[0] + " ") in known or row["output"] in known
+                assert (
+                    line.removeprefix(line.split(" ")[0] + " ") in known or row["output"] in known
+                )
 
 
 def test_lengths_vary() -> None:
@@ -99,7 +119,9 @@ def test_lengths_vary() -> None:
 
 
 def test_conversations_are_well_formed_and_appear_nowhere_else() -> None:
-    elsewhere = {prompt(row) for name in ("train.jsonl", "valid.jsonl") for row in read_records(name)}
+    elsewhere = {
+        prompt(row) for name in ("train.jsonl", "valid.jsonl") for row in read_records(name)
+    }
     found = talks()
     assert len(found) == 40
     assert {level for level, _ in found} == set(LEVELS)
@@ -139,7 +161,9 @@ def defects(line: str) -> set[str]:
 
 
 def test_broken_file_has_each_defect_alone() -> None:
-    found = [defects(line) for line in (FOLDER / "broken.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [
+        defects(line) for line in (FOLDER / "broken.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert all(len(wrong) <= 1 for wrong in found)
     assert Counter(wrong for line in found for wrong in line) == {
         "not JSON": 2,

@@ -25,7 +25,9 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="module")
-def corpus(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def corpus(
+    scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """The first part and the valid file; the other parts differ by their draws."""
     (part,), valid = scripts["corpus"].write_corpus(tmp_path_factory.mktemp("corpus"), parts=1)
     return part, valid
@@ -50,9 +52,16 @@ def test_corpus_holds_no_shipped_question_and_no_fact(corpus: tuple[Path, Path])
                 assert message["content"] not in facts
 
 
-def test_corpus_is_reproducible_balanced_and_split(scripts: dict[str, ModuleType], corpus: tuple[Path, Path]) -> None:
-    taken = scripts["corpus"].asked_in([json.loads(line) for line in corpus[1].read_text("utf-8").splitlines()])
-    again = scripts["corpus"].corpus_rows("0", 20000, taken), scripts["corpus"].corpus_rows("valid", 200)
+def test_corpus_is_reproducible_balanced_and_split(
+    scripts: dict[str, ModuleType], corpus: tuple[Path, Path]
+) -> None:
+    taken = scripts["corpus"].asked_in(
+        [json.loads(line) for line in corpus[1].read_text("utf-8").splitlines()]
+    )
+    again = (
+        scripts["corpus"].corpus_rows("0", 20000, taken),
+        scripts["corpus"].corpus_rows("valid", 200),
+    )
     requests = {request for forms in scripts["corpus"].REQUESTS.values() for request in forms}
     asked: list[set[str]] = []
     for path, rows in zip(corpus, again, strict=True):
@@ -65,7 +74,9 @@ def test_corpus_is_reproducible_balanced_and_split(scripts: dict[str, ModuleType
     assert not asked[0] & asked[1]
 
 
-def test_tokenizer_is_reproducible_and_lossless(scripts: dict[str, ModuleType], tokenizer: Any, corpus: Any) -> None:
+def test_tokenizer_is_reproducible_and_lossless(
+    scripts: dict[str, ModuleType], tokenizer: Any, corpus: Any
+) -> None:
     again = scripts["tokenizer"].train_tokenizer(
         scripts["tokenizer"].read_texts([FOLDER / "train.jsonl", *corpus]), vocab_size=4096
     )
@@ -90,15 +101,24 @@ def test_tokenizer_splits_digits_and_keeps_special_tokens_apart(tokenizer: Any) 
     for token in tokenizer.get_vocab():
         assert len(token) == 1 or not set(token) & set("0123456789"), token
     rendered = tokenizer.apply_chat_template(
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a"},
+        ],
         tokenize=False,
     )
     assert rendered == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     )
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], add_generation_prompt=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "u"}], add_generation_prompt=True
+    )["input_ids"]
     assert tokenizer.decode(ids) == "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2 and ids.count(tokenizer.eos_token_id) == 1
+    assert (
+        ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
+        and ids.count(tokenizer.eos_token_id) == 1
+    )
     with pytest.raises(Exception, match="unknown role: robot"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "u"}])
 
@@ -107,31 +127,53 @@ def test_the_documents_are_the_conversations_in_the_template(
     scripts: dict[str, ModuleType], corpus: tuple[Path, Path], tokenizer: Any, tmp_path: Path
 ) -> None:
     path = scripts["base"].write_documents(corpus[1], tokenizer, tmp_path / "documents.jsonl")
-    rows = [json.loads(line)["messages"] for line in corpus[1].read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)["messages"] for line in corpus[1].read_text(encoding="utf-8").splitlines()
+    ]
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert texts == [
-        "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+        "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        )
         for messages in rows
     ]
 
 
-def test_the_bundled_model_is_what_its_script_makes(scripts: dict[str, ModuleType], tokenizer: Any) -> None:
-    """Its shape is that of `pretrain --arch qwen3` at the recipe's depth, its tokenizer that of make_tokenizer.py."""
+def test_the_bundled_model_is_what_its_script_makes(
+    scripts: dict[str, ModuleType], tokenizer: Any
+) -> None:
+    """Its shape is that of `pretrain --arch qwen3` at the recipe's depth, its tokenizer that of
+    make_tokenizer.py.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     settings = scripts["base"].RUN_SETTINGS
     folder = FOLDER / "tiny-qwen3"
-    model, opened = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    # By hand, per layer: q, k, v and o, the gated MLP, the norms before attention and MLP, the norms of q and k.
+    model, opened = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    # By hand, per layer: q, k, v and o, the gated MLP, the norms before attention and MLP, the
+    # norms of q and k.
     layer = 4 * 256 * 256 + 3 * 256 * 704 + 2 * 256 + 2 * 128
     assert model.num_parameters() == 2 * 4096 * 256 + settings["depth"] * layer + 256
-    assert model.config.model_type == settings["arch"] and model.config.vocab_size == len(opened) == 4096
+    assert (
+        model.config.model_type == settings["arch"]
+        and model.config.vocab_size == len(opened) == 4096
+    )
     assert opened.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     recipe = (folder / "RECIPE.md").read_text(encoding="utf-8")
     assert all(f"| {name} | {value} |" in recipe for name, value in settings.items())
 
 
 def test_recipe_names_settings_and_losses(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, {"loss": 0.5, "eval_bpb": 0.75}, steps=2)
+    scripts["base"].write_recipe(
+        tmp_path / "RECIPE.md", 1312128, {"loss": 0.5, "eval_bpb": 0.75}, steps=2
+    )
     text = (tmp_path / "RECIPE.md").read_text(encoding="utf-8")
-    assert "| eval_bpb | 0.7500 |" in text and "| num_iterations | 2 |" in text and str(tmp_path) not in text
+    assert (
+        "| eval_bpb | 0.7500 |" in text
+        and "| num_iterations | 2 |" in text
+        and str(tmp_path) not in text
+    )

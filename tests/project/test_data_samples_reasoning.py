@@ -1,4 +1,6 @@
-"""Every reasoning answer is worked out again from the question's text, by other means than the script's."""
+"""Every reasoning answer is worked out again from the question's text, by other means than the
+script's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from sample_rows import read_preferences, read_records
 
 PREFERENCES = [row for row in read_preferences() if row["difficulty"] == "reasoning"]
 ROWS = [
-    row for file in ("train.jsonl", "valid.jsonl") for row in read_records(file) if row["difficulty"] == "reasoning"
+    row
+    for file in ("train.jsonl", "valid.jsonl")
+    for row in read_records(file)
+    if row["difficulty"] == "reasoning"
 ] + PREFERENCES
 NUMBER = r"\d+(?:\.\d+)?"
 CIDR = r"\d+\.\d+\.\d+\.\d+/\d+"
@@ -58,7 +63,11 @@ def vlsm(text: str) -> ipaddress.IPv4Network:
     given: list[ipaddress.IPv4Network] = []
     for count in hosts:
         prefix = next(length for length in range(30, 0, -1) if 2 ** (32 - length) >= count + 2)
-        free = (block for block in network.subnets(new_prefix=prefix) if not any(map(block.overlaps, given)))
+        free = (
+            block
+            for block in network.subnets(new_prefix=prefix)
+            if not any(map(block.overlaps, given))
+        )
         given.append(next(free))
     return given[-1]
 
@@ -75,7 +84,8 @@ def availability(text: str, enough: Callable[[tuple[bool, ...]], bool]) -> Fract
     for states in itertools.product((True, False), repeat=len(up)):
         if enough(states):
             total += prod(
-                (chance if state else 1 - chance for chance, state in zip(up, states, strict=True)), start=Fraction(1)
+                (chance if state else 1 - chance for chance, state in zip(up, states, strict=True)),
+                start=Fraction(1),
             )
     return total * 100
 
@@ -99,7 +109,10 @@ def serialisation(text: str) -> Fraction:
 
 def fragments(text: str) -> int:
     """Cut pieces off until nothing is left."""
-    mtu, size = re.search(r"MTU (?:为 )?(\d+)", text), re.search(r"(\d+) (?:bytes of data|字节数据)", text)
+    mtu, size = (
+        re.search(r"MTU (?:为 )?(\d+)", text),
+        re.search(r"(\d+) (?:bytes of data|字节数据)", text),
+    )
     assert mtu and size
     left, pieces = int(size[1]), 0
     while left > 0:
@@ -120,7 +133,11 @@ def log_megabytes(text: str) -> Fraction:
 
 
 SOLVERS: list[tuple[str, str, Callable[[str], Any]]] = [
-    ("usable host|hosts fit|可用主机|多少台主机", "", lambda q: sum(1 for _ in interface(q).network.hosts())),
+    (
+        "usable host|hosts fit|可用主机|多少台主机",
+        "",
+        lambda q: sum(1 for _ in interface(q).network.hosts()),
+    ),
     ("belong to|network address of|属于哪个|所在的网络", "", lambda q: interface(q).network),
     ("broadcast|广播地址", "", lambda q: interface(q).network.broadcast_address),
     ("/\\d+ subnets|/\\d+ 子网", "", split_network),
@@ -128,7 +145,11 @@ SOLVERS: list[tuple[str, str, Callable[[str], Any]]] = [
     ("mask|掩码", "", lambda q: interface(q).network.netmask),
     ("offices|办公室", "", vlsm),
     ("file of|, in seconds|多少秒|几秒", " s", lambda q: amount(q, "MB") * 8 / amount(q, "Mbit/s")),
-    ("delay product|in flight|时延积|在途", " kB", lambda q: amount(q, "Mbit/s") * amount(q, "ms") / 8),
+    (
+        "delay product|in flight|时延积|在途",
+        " kB",
+        lambda q: amount(q, "Mbit/s") * amount(q, "ms") / 8,
+    ),
     ("window|窗口", " Mbit/s", lambda q: amount(q, "kB") * 8 / amount(q, "ms")),
     ("utilisation|How busy|利用率", "%", utilisation),
     ("in a row|all of its|串联|全部设备", "%", lambda q: availability(q, all)),
@@ -149,7 +170,9 @@ SOLVERS: list[tuple[str, str, Callable[[str], Any]]] = [
 
 def solver(question: str) -> int:
     """The one kind that a question is of."""
-    (kind,) = [number for number, (pattern, _, _) in enumerate(SOLVERS) if re.search(pattern, question)]
+    (kind,) = [
+        number for number, (pattern, _, _) in enumerate(SOLVERS) if re.search(pattern, question)
+    ]
     return kind
 
 
@@ -166,7 +189,9 @@ def test_answers(kind: int) -> None:
         else:
             assert answer == str(expected), row
         if "wrong" in row:  # of the same form, and another value
-            assert row["wrong"].endswith(unit) and re.sub(r"\d+", "0", row["wrong"]) == re.sub(r"\d+", "0", answer), row
+            assert row["wrong"].endswith(unit) and re.sub(r"\d+", "0", row["wrong"]) == re.sub(
+                r"\d+", "0", answer
+            ), row
             if isinstance(expected, int | Fraction):
                 assert Fraction(row["wrong"].removesuffix(unit)) != expected, row
             else:
@@ -180,13 +205,19 @@ def test_every_kind_occurs_in_both_files_alike() -> None:
 
 
 TERM = rf"(?:2\^\(32 - \d+\)|2\^\d+|{NUMBER}%?)"
-EQUATION = re.compile(rf"({TERM}(?: [-+*/] {TERM})*) = ({TERM}(?: [-+*/] {TERM})*)(, rounded down|（向下取整）)?")
+EQUATION = re.compile(
+    rf"({TERM}(?: [-+*/] {TERM})*) = ({TERM}(?: [-+*/] {TERM})*)(, rounded down|（向下取整）)?"
+)
 
 
 def value(expression: str) -> Fraction:
     """The value of a sum of products, powers of two and percentages included."""
-    expression = re.sub(rf"({NUMBER})%", lambda found: format(float(found[1]) / 100, "g"), expression)
-    expression = re.sub(r"2\^\(32 - (\d+)\)", lambda found: str(2 ** (32 - int(found[1]))), expression)
+    expression = re.sub(
+        rf"({NUMBER})%", lambda found: format(float(found[1]) / 100, "g"), expression
+    )
+    expression = re.sub(
+        r"2\^\(32 - (\d+)\)", lambda found: str(2 ** (32 - int(found[1]))), expression
+    )
     expression = re.sub(r"2\^(\d+)", lambda found: str(2 ** int(found[1])), expression)
     total = Fraction(0)
     for sign, product in re.findall(r"(^|[+-] )([^+-]+)", expression):

@@ -1,4 +1,6 @@
-"""Every topology answer is found again from the question's text by brute force: all paths, all sets of links."""
+"""Every topology answer is found again from the question's text by brute force: all paths, all sets
+of links.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from sample_rows import chinese, read_preferences, read_records
 Link = frozenset[str]
 PREFERENCES = [row for row in read_preferences() if row["difficulty"] == "topology"]
 ROWS = [
-    row for file in ("train.jsonl", "valid.jsonl") for row in read_records(file) if row["difficulty"] == "topology"
+    row
+    for file in ("train.jsonl", "valid.jsonl")
+    for row in read_records(file)
+    if row["difficulty"] == "topology"
 ] + PREFERENCES
 NAME = r"[A-Za-z][A-Za-z0-9]*|[\u4e00-\u9fff]+"
 
@@ -32,7 +37,9 @@ class Question:
 
     @staticmethod
     def place(node: str) -> tuple[int, str]:
-        """R2 before R10. Chinese cities are in the order of their pinyin, which this list has to know."""
+        """R2 before R10. Chinese cities are in the order of their pinyin, which this list has to
+        know.
+        """
         cities = ["北京", "成都", "广州", "杭州", "南京", "上海", "深圳", "武汉", "西安", "重庆"]
         number = re.sub(r"\D", "", node)
         return (cities.index(node) if node in cities else int(number or 0), node)
@@ -54,7 +61,9 @@ def reachable(links: set[Link], start: str) -> set[str]:
         found = more
 
 
-def paths(links: set[Link], start: str, end: str, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def paths(
+    links: set[Link], start: str, end: str, before: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Every path without a repeated node."""
     before = (*before, start)
     if start == end:
@@ -79,7 +88,10 @@ def ends(question: Question) -> tuple[str, str]:
 
 def cheapest(question: Question) -> tuple[int, tuple[str, ...]]:
     start, end = ends(question)
-    costs = sorted((sum(question.costs[s] for s in steps(p)), p) for p in paths(set(question.costs), start, end))
+    costs = sorted(
+        (sum(question.costs[s] for s in steps(p)), p)
+        for p in paths(set(question.costs), start, end)
+    )
     assert len(costs) == 1 or costs[0][0] < costs[1][0], "the cheapest path must be one"
     return costs[0]
 
@@ -127,7 +139,9 @@ def cutting_nodes(question: Question) -> str:
     found = []
     for node in question.nodes:
         others = [other for other in question.nodes if other != node]
-        if len(reachable({link for link in question.costs if node not in link}, others[0])) < len(others):
+        if len(reachable({link for link in question.costs if node not in link}, others[0])) < len(
+            others
+        ):
             found.append(node)
     return question.listed(found)
 
@@ -143,15 +157,23 @@ def cutting_links(question: Question) -> str:
 
 
 def separate_ways(question: Question) -> str:
-    """Menger: the fewest links whose loss parts the two nodes. The paths shown must exist and be disjoint."""
+    """Menger: the fewest links whose loss parts the two nodes. The paths shown must exist and be
+    disjoint.
+    """
     start, end = ends(question)
     links = set(question.costs)
     fewest = next(
         count
         for count in itertools.count()
-        if any(end not in reachable(links - set(lost), start) for lost in itertools.combinations(links, count))
+        if any(
+            end not in reachable(links - set(lost), start)
+            for lost in itertools.combinations(links, count)
+        )
     )
-    shown = [tuple(path.split("-")) for path in re.findall(rf"(?:{NAME})(?:-(?:{NAME}))+", question.output)]
+    shown = [
+        tuple(path.split("-"))
+        for path in re.findall(rf"(?:{NAME})(?:-(?:{NAME}))+", question.output)
+    ]
     used = [step for path in shown for step in steps(path)]
     assert len(shown) == fewest and len(set(used)) == len(used) and set(used) <= links
     assert all((path[0], path[-1]) == (start, end) for path in shown)
@@ -174,7 +196,9 @@ def components(question: Question) -> str:
 
 def tree_links(question: Question) -> str:
     tree = trees(question)[1]
-    ordered = sorted(tree, key=lambda link: [question.place(node) for node in sorted(link, key=question.place)])
+    ordered = sorted(
+        tree, key=lambda link: [question.place(node) for node in sorted(link, key=question.place)]
+    )
     return question.listed([question.name(link) for link in ordered])
 
 
@@ -190,7 +214,10 @@ SOLVERS: list[tuple[str, Callable[[Question], str]]] = [
     ("nodes are single|single node|哪些节点", cutting_nodes),
     ("links are single|single link|哪些链路(?!组成)", cutting_links),
     ("share no|disjoint|不共用|不相交", separate_ways),
-    ("How many links does|the degree of|有几条链路？|的度是", lambda q: str(degrees(q)[q.named[0]])),
+    (
+        "How many links does|the degree of|有几条链路？|的度是",
+        lambda q: str(degrees(q)[q.named[0]]),
+    ),
     ("most links|highest degree|链路最多|度最大", busiest),
     ("separate parts|components|互不连通|连通分量", components),
 ]
@@ -210,10 +237,15 @@ def test_answers(kind: int) -> None:
         question = Question(row)
         right = SOLVERS[kind][1](question)
         assert right == row["answer"], row
-        if "wrong" in row:  # another answer, whatever the order of its names; a node for a node, a number for a number
-            wrong, names = (set(re.split(question.comma, answer)) for answer in (row["wrong"], right))
+        # another answer, whatever the order of its names; a node for a node, a number for a number
+        if "wrong" in row:
+            wrong, names = (
+                set(re.split(question.comma, answer)) for answer in (row["wrong"], right)
+            )
             assert wrong != names and row["wrong"].isdigit() == right.isdigit(), row
-            assert not names <= set(question.nodes) or wrong <= {*question.nodes, question.none}, row
+            assert not names <= set(question.nodes) or wrong <= {*question.nodes, question.none}, (
+                row
+            )
 
 
 def test_yes_and_no_are_about_as_frequent() -> None:
@@ -223,5 +255,9 @@ def test_yes_and_no_are_about_as_frequent() -> None:
 
 
 def test_there_are_networks_without_a_weak_point() -> None:
-    answers = [row["answer"] for row in ROWS if "single" in row["instruction"] or "单点故障" in row["instruction"]]
+    answers = [
+        row["answer"]
+        for row in ROWS
+        if "single" in row["instruction"] or "单点故障" in row["instruction"]
+    ]
     assert 0 < sum(answer in ("none", "无") for answer in answers) < len(answers)

@@ -21,7 +21,10 @@ def demo() -> ModuleType:
 
 
 def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (ROOT / "data_samples" / name).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (ROOT / "data_samples" / name).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_a_fact_is_recalled_by_its_key_terms(demo: ModuleType) -> None:
@@ -31,21 +34,42 @@ def test_a_fact_is_recalled_by_its_key_terms(demo: ModuleType) -> None:
     assert not demo.recalls("SSH uses TCP port 23.", record)
     assert not demo.recalls("Which port does SSH use?", record)
     chinese = {"instruction": "什么是自治系统？", "output": "自治系统是由同一机构管理的一组网络。"}
-    assert demo.recalls("由同一机构管理的一组网络", chinese) and not demo.recalls("自治系统是一组主机。", chinese)
+    assert demo.recalls("由同一机构管理的一组网络", chinese) and not demo.recalls(
+        "自治系统是一组主机。", chinese
+    )
 
 
 def test_every_reference_recalls_its_own_fact_and_few_others(demo: ModuleType) -> None:
     facts = [row for row in rows("valid.jsonl") if row["difficulty"] == "explain"]
     assert all(demo.recalls(row["output"], row) for row in facts)
-    mixed_up = sum(demo.recalls(one["output"], other) for one in facts for other in facts if one is not other)
+    mixed_up = sum(
+        demo.recalls(one["output"], other) for one in facts for other in facts if one is not other
+    )
     assert mixed_up <= 0.002 * len(facts) ** 2
 
 
 def test_guessing_takes_the_most_frequent_answer_of_a_form(demo: ModuleType) -> None:
     def row(node: str, answer: str) -> dict:
-        return {"instruction": f"What is the degree of {node}?", "input": f"Links: {node}-R9", "answer": answer}
+        return {
+            "instruction": f"What is the degree of {node}?",
+            "input": f"Links: {node}-R9",
+            "answer": answer,
+        }
 
-    training = [row("R1", "2"), row("R2", "2"), row("R10", "3"), {"instruction": "x", "input": "", "output": "y"}]
-    assert demo.question_form(row("R1", "")) == demo.question_form(row("R10", "")) == "What is the degree of ?"
-    asked = [row("R4", "2"), row("R5", "3"), {"instruction": "Another?", "input": "", "answer": "2"}]
+    training = [
+        row("R1", "2"),
+        row("R2", "2"),
+        row("R10", "3"),
+        {"instruction": "x", "input": "", "output": "y"},
+    ]
+    assert (
+        demo.question_form(row("R1", ""))
+        == demo.question_form(row("R10", ""))
+        == "What is the degree of ?"
+    )
+    asked = [
+        row("R4", "2"),
+        row("R5", "3"),
+        {"instruction": "Another?", "input": "", "answer": "2"},
+    ]
     assert demo.guessed_right(asked, training) == 1

@@ -1,4 +1,6 @@
-"""The list of deliberate faults is current, and one of them is caught; all of them are `make faults`."""
+"""The list of deliberate faults is current, and one of them is caught; all of them are `make
+faults`.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,17 @@ COMMAND_IMPORTS = frozenset(
         ("report", "plan.check"),
     }
 )
-HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "pandas", "pyarrow", "tokenizers")
+HEAVY = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "accelerate",
+    "peft",
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "tokenizers",
+)
 
 
 @cache
@@ -76,7 +86,9 @@ def _ours(name: str) -> str | None:
     for length in range(len(rest), 0, -1):
         if ".".join(rest[:length]) in modules():
             return ".".join(rest[:length])
-    return f"{'.'.join(rest)}.__init__" if ".".join([*rest, "__init__"]) in modules() else "__init__"
+    return (
+        f"{'.'.join(rest)}.__init__" if ".".join([*rest, "__init__"]) in modules() else "__init__"
+    )
 
 
 def layer(module: str) -> int:
@@ -94,8 +106,12 @@ def test_imports_point_down(module: str):
         other = imported.split(".")[0]
         if imported == "__init__":
             continue  # `from finetune import ...`: the package itself is light
-        assert other == unit or layer(imported) < layer(module), f"finetune/{module} imports {imported}: upwards"
-        assert (unit, other) not in APART, f"finetune/{module} imports finetune/{imported}: these stand apart"
+        assert other == unit or layer(imported) < layer(module), (
+            f"finetune/{module} imports {imported}: upwards"
+        )
+        assert (unit, other) not in APART, (
+            f"finetune/{module} imports finetune/{imported}: these stand apart"
+        )
 
 
 @pytest.mark.frozen
@@ -112,7 +128,9 @@ def test_commands_import_one_another_only_by_the_table():
 
 @pytest.mark.frozen
 def test_no_cycle_among_imports():
-    """Those inside functions and for type checkers too: a type that two modules need stands below both."""
+    """Those inside functions and for type checkers too: a type that two modules need stands below
+    both.
+    """
     graph = {m: {i for i in imports_of(m) if i != m} for m in modules()}
     done: set[str] = set()
 
@@ -135,7 +153,9 @@ def test_every_module_can_be_imported(module: str):
 def test_folders_import_nothing():
     for path in PACKAGE.rglob("__init__.py"):
         if path.parent != PACKAGE:
-            assert not ast.parse(path.read_text(encoding="utf-8")).body[1:], f"{path}: an __init__.py here is empty"
+            assert not ast.parse(path.read_text(encoding="utf-8")).body[1:], (
+                f"{path}: an __init__.py here is empty"
+            )
 
 
 # ---------------------------------------------------------------- what is loaded
@@ -176,7 +196,10 @@ def test_import_finetune_is_light():
     result = run_command([sys.executable, "-c", code])
     light, later = json.loads(result.stdout)
     assert {name.split(".")[0] for name in light} - {"finetune"} <= sys.stdlib_module_names
-    assert sorted(name for name in light if name.startswith("finetune")) == ["finetune", "finetune.version"]
+    assert sorted(name for name in light if name.startswith("finetune")) == [
+        "finetune",
+        "finetune.version",
+    ]
     assert not {name.split(".")[0] for name in later} & set(HEAVY)
 
 

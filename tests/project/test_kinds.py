@@ -13,7 +13,8 @@ from launching import ROOT, run_command, said
 
 from finetune.config.kinds import kind_names, kind_of_arguments, run_kind
 
-# `python -m finetune ...` in a process that knows the toy; started processes find it by its module's name.
+# `python -m finetune ...` in a process that knows the toy; started processes find it by its
+# module's name.
 FINETUNE = "import sys, toy_kind; from finetune.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -58,16 +59,36 @@ def test_it_trains_under_launch(run: Path):
 
 
 def test_doctor(folder: Path):
-    result = finetune(folder, "doctor", "toy", "--json", "--text", folder / "poem.txt", "--output-dir", folder / "new")
+    result = finetune(
+        folder,
+        "doctor",
+        "toy",
+        "--json",
+        "--text",
+        folder / "poem.txt",
+        "--output-dir",
+        folder / "new",
+    )
     found = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert found["config"]["what"].startswith("toy:") and found["batch"]["values"] == {"windows": 4}
     assert "bytes" in found["data"]["what"] and found["data"]["verdict"] == "ok"
 
 
 def test_plan(folder: Path, run: Path):
-    words = ["--nodes", 1, "--devices-per-node", 2, "--device-name", "H100", "--device-memory", "80GiB"]
+    words = [
+        "--nodes",
+        1,
+        "--devices-per-node",
+        2,
+        "--device-name",
+        "H100",
+        "--device-memory",
+        "80GiB",
+    ]
     text = ["--text", folder / "poem.txt"]
-    result = finetune(folder, "plan", "toy", "--json", *text, "--output-dir", folder / "new", *words)
+    result = finetune(
+        folder, "plan", "toy", "--json", *text, "--output-dir", folder / "new", *words
+    )
     assert result.returncode == 0, said(result)
     plan = json.loads(result.stdout)
     assert plan["fits"] and plan["step"]["tokens"] == 64
@@ -88,7 +109,9 @@ def test_monitor_and_report(folder: Path, run: Path):
 
 def test_diagnose(folder: Path, run: Path):
     assert "no failure" in finetune(folder, "diagnose", run, "--lang", "en").stdout.lower()
-    failed = finetune(folder, "launch", "--nproc", 1, "toy", *settings(folder)[2:], "--text", folder / "no.txt")
+    failed = finetune(
+        folder, "launch", "--nproc", 1, "toy", *settings(folder)[2:], "--text", folder / "no.txt"
+    )
     assert failed.returncode == 2 and "there is no text" in said(failed)
 
 
@@ -110,7 +133,11 @@ def test_the_references_of_the_kinds_lead_somewhere():
         for name in ("prepare", "build_trainer", "shape", "workload", "probe"):
             module, _, attribute = getattr(kind, name).partition(":")
             path = ROOT / Path(*module.split(".")).with_suffix(".py")
-            defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            defined = {
+                node.name
+                for node in ast.parse(path.read_text()).body
+                if isinstance(node, ast.FunctionDef)
+            }
             assert attribute in defined, f"{kind.name}.{name}"
 
 
@@ -118,9 +145,17 @@ def test_nobody_else_lists_the_kinds():
     """No other module compares with a kind's name or asks for a configuration's class."""
     # Besides the table: the entries and what prepares them, which name themselves.
     allowed = {"sft.py", "pretrain.py", "dpo.py", "__main__.py", "config/kinds.py"}
-    allowed |= {"training/prepare_sft.py", "training/pretraining/prepare.py", "training/preferences/prepare.py"}
+    allowed |= {
+        "training/prepare_sft.py",
+        "training/pretraining/prepare.py",
+        "training/preferences/prepare.py",
+    }
     # "dpo" is also the loss that its kind is named after.
-    allowed |= {"config/preference_config.py", "modeling/preference_loss.py", "training/preferences/objective.py"}
+    allowed |= {
+        "config/preference_config.py",
+        "modeling/preference_loss.py",
+        "training/preferences/objective.py",
+    }
     # What other tools call their kinds of run is a fact about them.
     tools = ("axolotl", "axolotl_preferences", "llama_factory", "ms_swift", "preferences", "trl")
     allowed |= {f"commands/convert/{tool}.py" for tool in tools}

@@ -1,4 +1,6 @@
-"""launchers/*: what they start, told by a stand-in for python that writes its arguments down; and two real nodes."""
+"""launchers/*: what they start, told by a stand-in for python that writes its arguments down; and
+two real nodes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from finetune.runtime.ports import free_port
 FOLDER = ROOT / "launchers"
 SCRIPTS = sorted([*FOLDER.glob("*.sh"), FOLDER / "slurm.sbatch"])
 SINGLE, MULTI, NPUS, GPUS, SLURM = (
-    FOLDER / name for name in ("single_node.sh", "multi_node.sh", "npu_4.sh", "dual_gpu.sh", "slurm.sbatch")
+    FOLDER / name
+    for name in ("single_node.sh", "multi_node.sh", "npu_4.sh", "dual_gpu.sh", "slurm.sbatch")
 )
 TOOLS = ("bash", "dirname", "mkdir")
 STAND_IN = """#!{python}
@@ -36,7 +39,11 @@ class Started:
 
     def __init__(self, process: subprocess.CompletedProcess, pid: int, record: Path) -> None:
         self.process, self.pid = process, pid
-        self.calls = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        self.calls = (
+            [json.loads(line) for line in record.read_text().splitlines()]
+            if record.exists()
+            else []
+        )
 
     @property
     def words(self) -> list[str]:
@@ -66,7 +73,9 @@ def start(tmp_path: Path) -> Callable[..., Started]:
 
     def run(script: Path, *flags: str, **variables: str) -> Started:
         record.unlink(missing_ok=True)
-        clean = dict.fromkeys(("NPROC_PER_NODE", "KIND", "NNODES", "PYTHON", "PYTORCH_NPU_ALLOC_CONF"))
+        clean = dict.fromkeys(
+            ("NPROC_PER_NODE", "KIND", "NNODES", "PYTHON", "PYTORCH_NPU_ALLOC_CONF")
+        )
         process = subprocess.Popen(
             ["bash", str(script), *flags],
             cwd=tmp_path,
@@ -76,7 +85,9 @@ def start(tmp_path: Path) -> Callable[..., Started]:
             text=True,
         )
         said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-        return Started(subprocess.CompletedProcess(process.args, process.returncode, said), process.pid, record)
+        return Started(
+            subprocess.CompletedProcess(process.args, process.returncode, said), process.pid, record
+        )
 
     return run
 
@@ -89,11 +100,15 @@ def test_the_script_itself(script: Path) -> None:
         assert banned not in text
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: the scripts were not checked")
-    checked = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["shellcheck", str(script)], capture_output=True, text=True, check=False
+    )
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("script", [SINGLE, MULTI, NPUS, GPUS, SLURM], ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    "script", [SINGLE, MULTI, NPUS, GPUS, SLURM], ids=lambda script: script.name
+)
 def test_flags_pass_through_word_by_word_and_signals_reach_the_launch(
     start: Callable[..., Started], script: Path
 ) -> None:
@@ -123,10 +138,14 @@ def test_presets(start: Callable[..., Started], script: Path, presets: str, proc
         started = start(script, preset, "--device_batch_size=1")
         assert started.words[:4] == ["--nnodes", "1", "pretrain", "--config"]
         kind = f"npu{processes}" if script == NPUS else f"gpu{processes}"
-        assert Path(started.words[4]).samefile(ROOT / "ds_configs" / f"pretrain_{kind}_{preset}.json")
+        assert Path(started.words[4]).samefile(
+            ROOT / "ds_configs" / f"pretrain_{kind}_{preset}.json"
+        )
         assert started.variables["NPROC_PER_NODE"] == processes
         conservative = script == NPUS and preset == "conservative"
-        assert started.variables.get("PYTORCH_NPU_ALLOC_CONF") == ("max_split_size_mb:32" if conservative else None)
+        assert started.variables.get("PYTORCH_NPU_ALLOC_CONF") == (
+            "max_split_size_mb:32" if conservative else None
+        )
     assert start(script, "conservative", NPROC_PER_NODE="1").variables["NPROC_PER_NODE"] == "1"
     own = start(script, "conservative", PYTORCH_NPU_ALLOC_CONF="x")
     assert own.variables["PYTORCH_NPU_ALLOC_CONF"] == "x"
@@ -138,7 +157,9 @@ def test_presets(start: Callable[..., Started], script: Path, presets: str, proc
 
 def test_slurm_asks_for_one_task_a_node_and_time_to_save() -> None:
     options = re.findall(r"^#SBATCH (\S+)$", SLURM.read_text(), re.MULTILINE)
-    assert "--ntasks-per-node=1" in options and any(re.fullmatch("--signal=TERM@[0-9]+", word) for word in options)
+    assert "--ntasks-per-node=1" in options and any(
+        re.fullmatch("--signal=TERM@[0-9]+", word) for word in options
+    )
 
 
 def test_missing_variables_are_said_together(tmp_path: Path) -> None:
@@ -149,15 +170,24 @@ def test_missing_variables_are_said_together(tmp_path: Path) -> None:
 
 
 def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
-    """The page's two lines on this machine: both nodes' workers are restarted, with smaller rows and the same run."""
+    """The page's two lines on this machine: both nodes' workers are restarted, with smaller rows
+    and the same run.
+    """
     page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("NODE_RANK=")]
     assert [line.split()[0] for line in lines] == ["NODE_RANK=0", "NODE_RANK=1"]
     address = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} NPROC_PER_NODE=1"
-    tiny = " --model data_samples/tiny-qwen3 --micro-batch-size 2 --global-batch-size 16 --log-samples --report-to none"
-    here = [small(line.replace("MASTER_ADDR=192.168.1.100", address) + tiny, tmp_path) for line in lines]
+    tiny = (
+        " --model data_samples/tiny-qwen3 --micro-batch-size 2 --global-batch-size 16 --log-samples"
+        " --report-to none"
+    )
+    here = [
+        small(line.replace("MASTER_ADDR=192.168.1.100", address) + tiny, tmp_path) for line in lines
+    ]
     injected = f"{ROOT / 'tests' / 'out_of_memory'}:{ROOT}"
-    results = run_together(here, tmp_path, {"PYTHONPATH": injected, "FINETUNE_LOG_DIR": str(tmp_path / "logs")})
+    results = run_together(
+        here, tmp_path, {"PYTHONPATH": injected, "FINETUNE_LOG_DIR": str(tmp_path / "logs")}
+    )
     said = "\n".join(output for _, output in results)
     assert [code for code, _ in results] == [0, 0], said
     folder = tmp_path / "qwen32b_lora_zero3"
@@ -168,7 +198,9 @@ def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
         "microbatches of at most 2048 tokens",
     ]
     assert json.loads((folder / "oom.json").read_text())["step"] == 2
-    assert "node 0 of 2" in results[0][1] and "[SUCCESS]" in results[0][1], "rank 0 is on the first node"
+    assert "node 0 of 2" in results[0][1] and "[SUCCESS]" in results[0][1], (
+        "rank 0 is on the first node"
+    )
     assert "[SUCCESS]" not in results[1][1]
     assert status(folder)["state"] == "done" and len(sample_ids(folder)) == 2
 

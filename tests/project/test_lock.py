@@ -1,4 +1,6 @@
-"""requirements.lock holds all that `make demo` and `make test` install, except torch and what comes with its build."""
+"""requirements.lock holds all that `make demo` and `make test` install, except torch and what comes
+with its build.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ TORCH_BUILD = re.compile(r"torch|triton|cuda-.+|nvidia-(?!ml-py$).+")
 def entries(lock: str) -> list[tuple[Requirement, list[str]]]:
     """The pinned requirements of a lock, each with its hashes."""
     lines = (line for line in lock.replace("\\\n", "").splitlines() if not line.startswith("#"))
-    split = ((pinned, hashes) for pinned, *hashes in (re.split(r" +--hash=", line) for line in lines))
+    split = (
+        (pinned, hashes) for pinned, *hashes in (re.split(r" +--hash=", line) for line in lines)
+    )
     return [(Requirement(pinned), [one.strip() for one in hashes]) for pinned, hashes in split]
 
 
 def reached_versions() -> dict[str, str]:
-    """What is installed and needed, directly or not, by the package and the tests, without torch's build."""
+    """What is installed and needed, directly or not, by the package and the tests, without torch's
+    build.
+    """
     found = {name: metadata.version(name) for name in ("pip", "setuptools", "wheel")}
     waiting, seen = own_requirements(("deepspeed", "dev")), set()
     while waiting:
@@ -36,14 +42,22 @@ def reached_versions() -> dict[str, str]:
         seen.add((name, extras))
         found[name] = metadata.version(name)
         needs = [Requirement(line) for line in metadata.requires(name) or []]
-        waiting += [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in extras)]
+        waiting += [
+            n
+            for n in needs
+            if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in extras)
+        ]
     del found["torch"]
     return found
 
 
 def differences(lock: str) -> list[str]:
     """How a lock differs from what is installed here."""
-    here = [(one, hashes) for one, hashes in entries(lock) if one.marker is None or one.marker.evaluate()]
+    here = [
+        (one, hashes)
+        for one, hashes in entries(lock)
+        if one.marker is None or one.marker.evaluate()
+    ]
     locked = {canonicalize_name(one.name): (str(one.specifier), hashes) for one, hashes in here}
     reached = reached_versions()
     found = [f"{name} is locked and not needed" for name in locked.keys() - reached.keys()]
@@ -65,7 +79,8 @@ def test_all_that_is_needed_is_locked_as_installed():
 @pytest.mark.parametrize(
     ("entry", "damaged", "said"),
     [
-        (r"^mpmath==(.|\n)*?(?=^\w)", "", "mpmath is not locked"),  # only torch needs it, and only through sympy
+        # only torch needs it, and only through sympy
+        (r"^mpmath==(.|\n)*?(?=^\w)", "", "mpmath is not locked"),
         (r"^rich==\S+", "rich==1.0", r"rich \S+ is installed, ==1.0 is locked"),
         (r"^(jinja2==\S+)( \\\n +\S+)+", r"\1", "jinja2 has no hash"),
         (r"^rich==", "richer==0.1 --hash=sha256:0\nrich==", "richer is locked and not needed"),
@@ -81,4 +96,6 @@ def test_the_lock_is_the_same_on_every_machine():
     assert "//" not in LOCK and not re.search(r"^-", LOCK, re.M), "no registry, no path, no option"
     for one, hashes in entries(LOCK):
         assert not TORCH_BUILD.fullmatch(one.name), "its wheel differs from machine to machine"
-        assert len(hashes) > 0 and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), one.name
+        assert len(hashes) > 0 and all(
+            re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes
+        ), one.name

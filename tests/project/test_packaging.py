@@ -1,4 +1,6 @@
-"""What is published: a wheel and an sdist, built without a network, installed apart from the checkout; its metadata."""
+"""What is published: a wheel and an sdist, built without a network, installed apart from the
+checkout; its metadata.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in PUBLISHED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, source / name)
     for hook in ("sdist", "wheel"):
@@ -65,7 +69,9 @@ def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path) -> N
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert metadata["Version"] == __version__ and metadata["Author"] == "the finetune authors"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert {"deepspeed", "serve", "quantization", "npu"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"deepspeed", "serve", "quantization", "npu"} <= set(
+        metadata.get_all("Provides-Extra", [])
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +82,10 @@ def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
     source = the_one(tmp_path, "finetune-*")
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    listed = [zipfile.ZipFile(path).namelist() for path in (the_one(source, "*.whl"), the_one(built, "*.whl"))]
+    listed = [
+        zipfile.ZipFile(path).namelist()
+        for path in (the_one(source, "*.whl"), the_one(built, "*.whl"))
+    ]
     assert sorted(listed[0]) == sorted(listed[1])
     assert not (source / "tests").exists()
 
@@ -87,11 +96,25 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
     packages = next(place.glob("lib/python*/site-packages"))
-    own = [sysconfig.get_paths()["purelib"], *(path for path in sys.path if path.endswith("site-packages"))]
+    own = [
+        sysconfig.get_paths()["purelib"],
+        *(path for path in sys.path if path.endswith("site-packages")),
+    ]
     (packages / "libraries.pth").write_text("\n".join(dict.fromkeys(own)) + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "--quiet", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        place / "bin" / "python",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     env = environment({"PYTHONPATH": None, "PIP_NO_INDEX": "1"})
-    subprocess.run([*pip, "--ignore-installed", the_one(built, "*.whl")], env=env, check=True, cwd=tmp_path)
+    subprocess.run(
+        [*pip, "--ignore-installed", the_one(built, "*.whl")], env=env, check=True, cwd=tmp_path
+    )
 
     def said(*words: str) -> str:
         result = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
@@ -101,11 +124,19 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
     command = str(place / "bin" / "finetune")
     assert said(command, "--version").strip() == __version__
     assert "usage: python -m finetune COMMAND" in said(command, "--help")
-    where = said(str(place / "bin" / "python"), "-c", "import finetune; print(finetune.__file__)").strip()
+    where = said(
+        str(place / "bin" / "python"), "-c", "import finetune; print(finetune.__file__)"
+    ).strip()
     assert Path(where).is_relative_to(place)
-    (tmp_path / "run.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
-    log = subprocess.run([command, "diagnose", "--lang", "zh", "run.log"], env=env, cwd=tmp_path, capture_output=True)
-    assert log.returncode == 1 and "显存" in log.stdout.decode(), "the Chinese catalogue is not found"
+    (tmp_path / "run.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    log = subprocess.run(
+        [command, "diagnose", "--lang", "zh", "run.log"], env=env, cwd=tmp_path, capture_output=True
+    )
+    assert log.returncode == 1 and "显存" in log.stdout.decode(), (
+        "the Chinese catalogue is not found"
+    )
     for name in DATA:
         assert (Path(where).parent / name).is_file(), name
 
@@ -124,6 +155,12 @@ def test_the_files_that_strangers_look_for_are_there() -> None:
     assert len(templates) == 3
     for path in templates:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert fields["name"] and fields["description"] and all(one["type"] for one in fields["body"])
-    names = {entry.name for entry in entry_points(group="console_scripts") if entry.value == "finetune.__main__:main"}
+        assert (
+            fields["name"] and fields["description"] and all(one["type"] for one in fields["body"])
+        )
+    names = {
+        entry.name
+        for entry in entry_points(group="console_scripts")
+        if entry.value == "finetune.__main__:main"
+    }
     assert names == {"finetune"} and os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,7 +1,8 @@
 """Every command of every page is run here, for two steps, or its page says what it needs.
 
-Commands that can be run anywhere stand in ```bash blocks. The others stand in blocks without a language, below words
-that say what they need or how long they take. The README is a page like the others.
+Commands that can be run anywhere stand in ```bash blocks. The others stand in blocks without a
+language, below words that say what they need or how long they take. The README is a page like the
+others.
 """
 
 from __future__ import annotations
@@ -28,31 +29,51 @@ from finetune.commands.diagnose.command import diagnose_logs
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_COMMANDS = [page for page in PAGES if blocks(page, "bash") and page.stem != "tutorial"]
-COMMAND = re.compile(r"^(python|make|bash|torchrun|accelerate|docker|sbatch|git|pip|uv|source|[A-Z_]+=\S+ \w+) ", re.M)
+COMMAND = re.compile(
+    r"^(python|make|bash|torchrun|accelerate|docker|sbatch|git|pip|uv|source|[A-Z_]+=\S+ \w+) ",
+    re.M,
+)
 BASE = "data_samples/tiny-qwen3"
-RECORD = {"instruction": "Which port does BGP use?", "output": "TCP port 179.", "difficulty": "explain"}
+RECORD = {
+    "instruction": "Which port does BGP use?",
+    "output": "TCP port 179.",
+    "difficulty": "explain",
+}
 PAIR = {"prompt": "Which port?", "chosen": "Port 179.", "rejected": "None."}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_command_that_is_not_run_says_what_it_needs(page: Path) -> None:
-    parts = re.split(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(
+        r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for before, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
         if language != "bash" and COMMAND.search(block):
             paragraph = re.split(r"\n#+ ", before)[-1]
-            assert re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE), f"{page.name}: {block}"
+            assert re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE), (
+                f"{page.name}: {block}"
+            )
 
 
 def checkout(folder: Path) -> Path:
     """`folder`, with what a reader of the pages has around."""
-    for name in ("data_samples", "ds_configs", "accelerate_configs", "launchers", "docs", "README.md"):
+    for name in (
+        "data_samples",
+        "ds_configs",
+        "accelerate_configs",
+        "launchers",
+        "docs",
+        "README.md",
+    ):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which a reader works, with the files that the pages take to be there, under their names."""
+    """A checkout in which a reader works, with the files that the pages take to be there, under
+    their names.
+    """
     folder = checkout(tmp_path_factory.mktemp("reader"))
     for name, target in {"BASE": ROOT / BASE, "MODEL": ROOT / BASE, "TEXTS": ROOT / "docs"}.items():
         (folder / name).symlink_to(target)
@@ -77,7 +98,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
     for name in ("identity.json", "alpaca_en_demo.json"):
         (folder / "data" / name).write_text(json.dumps([RECORD] * 8))
-    pairs = {"model_name_or_path": BASE, "dataset_name": "pairs.jsonl", "output_dir": "runs/pairs", "use_peft": True}
+    pairs = {
+        "model_name_or_path": BASE,
+        "dataset_name": "pairs.jsonl",
+        "output_dir": "runs/pairs",
+        "use_peft": True,
+    }
     (folder / "dpo.yaml").write_text(yaml.safe_dump(pairs))
     line = small("python -m finetune.sft --config ds_configs/zero3.json", folder / "runs")
     console = run_line(line, folder / "outputs", cwd=folder)
@@ -101,7 +127,10 @@ def run_command(line: str, place: Path) -> None:
         assert f"\n{line.split()[1]}: $(READY)" in (ROOT / "Makefile").read_text()
         return
     if line.startswith("source "):
-        assert line == "source .venv/bin/activate" and "VENV   := .venv\n" in (ROOT / "Makefile").read_text()
+        assert (
+            line == "source .venv/bin/activate"
+            and "VENV   := .venv\n" in (ROOT / "Makefile").read_text()
+        )
         return
     if "runs/demo-TIME" in line:
         return  # tests/commands/evaluate/test_tasks.py
@@ -119,7 +148,9 @@ def run_command(line: str, place: Path) -> None:
     output = run_line(words, place / "outputs", variables, codes, cwd=place)
     if "torchrun" in line or "accelerate launch" in line:
         (place / "console.log").write_text(output)
-        assert diagnose_logs([place / "console.log"]) == [], "a launcher's own words are taken for a failure"
+        assert diagnose_logs([place / "console.log"]) == [], (
+            "a launcher's own words are taken for a failure"
+        )
     if trains(line) and "--dry-run" not in line:
         check_run(line, words)
     for part, check in CHECKS.items():
@@ -127,26 +158,34 @@ def run_command(line: str, place: Path) -> None:
             assert check(output, place), f"{line}\n{output}"
 
 
-# What else than 0 a command may end with: its time is over; something is left of a run; a CPU's C library kept memory
-# that the run did not need any more (docs/planning.md).
+# What else than 0 a command may end with: its time is over; something is left of a run; a CPU's C
+# library kept memory that the run did not need any more (docs/planning.md).
 CODES = {"timeout ": (0, 124), "finetune clean": (0, 1), "plan --check": (0, 1)}
 # What the output of a command with these words must be.
 CHECKS: dict[str, Callable[[str, Path], object]] = {
-    "cmp ": lambda said, at: largest_relative_difference(losses(at / "runs/one"), losses(at / "runs/two")) < 1e-5,
+    "cmp ": lambda said, at: (
+        largest_relative_difference(losses(at / "runs/one"), losses(at / "runs/two")) < 1e-5
+    ),
     "tail ": lambda said, at: (
         {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(said))
     ),
-    "cat runs": lambda said, at: (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0),
+    "cat runs": lambda said, at: (
+        (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0)
+    ),
     "finetune.pretrain": lambda said, at: "[SUCCESS] done: 2 steps" in said,
     "finetune.dpo": lambda said, at: "[SUCCESS] done: 2 steps" in said,
     "finetune checkpoints": lambda said, at: re.fullmatch(r"checkpoint-2  step 2 .* valid\n", said),
-    "--audit": lambda said, at: "near duplicates" in said and "shared with the validation data" in said,
+    "--audit": lambda said, at: (
+        "near duplicates" in said and "shared with the validation data" in said
+    ),
     "--rows 2": lambda said, at: said.count("\nrecord ") == 2 and "[[" in said,
     "--rows 3": lambda said, at: said.count("\nrecord ") == 3 and "[[" in said,
     "curriculum show": lambda said, at: "80.0%" in said and "passes" in said,
     "finetune doctor": lambda said, at: "[OK]" in said and "[ERROR]" not in said,
     "finetune plan --config": lambda said, at: "it fits" in said,
-    "plan --check": lambda said, at: re.search(r"on the host: predicted \d+ MiB, measured [\d,]+ MiB", said),
+    "plan --check": lambda said, at: re.search(
+        r"on the host: predicted \d+ MiB, measured [\d,]+ MiB", said
+    ),
     "finetune diagnose runs": lambda said, at: "no failure" in said.lower(),
     "monitor runs/mine": lambda said, at: "2/2" in said,
     "--once --json": lambda said, at: json.loads(said)["step"] == 2,
@@ -154,7 +193,9 @@ CHECKS: dict[str, Callable[[str, Path], object]] = {
     "finetune chat": lambda said, at: said.strip(),
     "finetune eval": lambda said, at: "| measure | of |" in said or "| difficulty |" in said,
     "finetune verify": lambda said, at: "the deployment answers as the trained model" in said,
-    "--print-config": lambda said, at: re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", said, re.MULTILINE),
+    "--print-config": lambda said, at: re.search(
+        r"^micro_batch_size +4 +ds_configs/zero3.json$", said, re.MULTILINE
+    ),
 }
 
 
@@ -166,22 +207,35 @@ def check_run(line: str, words: str) -> None:
     stage = 0 if "--deepspeed none" in line or named is None else int(named[1])
     assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
     start = events(output_dir, "start")
-    if not (output_dir.name == "zero2" and len(start) == 1):  # stopped after 20 seconds, or done before that
+    # stopped after 20 seconds, or done before that
+    if not (output_dir.name == "zero2" and len(start) == 1):
         assert (start[-1]["world_size"], start[-1]["zero_stage"]) == (processes, stage)
 
 
 def check_server(line: str, place: Path) -> None:
     """It says where it listens, answers there, and ends on Ctrl-C."""
-    env = environment({"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(place / "hf")})
+    env = environment(
+        {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(place / "hf")}
+    )
     words = ["bash", "-c", f"exec {line}"]
-    with subprocess.Popen(words, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+    with subprocess.Popen(
+        words, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as server:
         try:
             said = map(bytes.decode, iter(server.stdout.readline, b""))
-            address = next(found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-            wait_for(lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers")
-            client = blocks(ROOT / "docs" / "chat_and_serve.md", "python")[0].replace("http://127.0.0.1:8000", address)
+            address = next(
+                found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line))
+            )
+            wait_for(
+                lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers"
+            )
+            client = blocks(ROOT / "docs" / "chat_and_serve.md", "python")[0].replace(
+                "http://127.0.0.1:8000", address
+            )
             name = re.search(r"--model \S*/(\S+)", line)[1]
-            (place / "client.py").write_text(client.replace('"my-run"', f'"{name}"'), encoding="utf-8")
+            (place / "client.py").write_text(
+                client.replace('"my-run"', f'"{name}"'), encoding="utf-8"
+            )
             run_block("python client.py", place)
         finally:
             server.send_signal(signal.SIGINT)
@@ -227,7 +281,12 @@ assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune
 """
     run_command(shell_lines(ROOT / "docs" / "pretraining_data.md")[0], place)
     # Of other pages: the run's adapter in plain peft, answers from Python, and token files.
-    others = [text for name in OF_PYTHON for text in blocks(ROOT / "docs" / name, "python") if "OpenAI" not in text]
+    others = [
+        text
+        for name in OF_PYTHON
+        for text in blocks(ROOT / "docs" / name, "python")
+        if "OpenAI" not in text
+    ]
     (place / "example.py").write_text("\n".join([code, checks, *others]), encoding="utf-8")
     output = run_block("python example.py", place)
     assert "step 1" in output and "end 2" in output

@@ -1,4 +1,6 @@
-"""What `finetune` offers to Python: its names, its examples, and that its types can be checked by others."""
+"""What `finetune` offers to Python: its names, its examples, and that its types can be checked by
+others.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ names = {EXAMPLES!r}
 results = [doctest.testmod(importlib.import_module(name)) for name in names]
 sys.exit(any(one.failed for one in results) or not all(one.attempted for one in results))
 """
-    result = run_command([sys.executable, "-c", code], cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")})
+    result = run_command(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")}
+    )
     assert result.returncode == 0, said(result)
 
 
@@ -73,10 +77,25 @@ for event in finetune.follow("runs/one"):
 @pytest.mark.slow
 def test_another_project_sees_types(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "--follow-imports", "silent"]
-    # An editable installation is a hook, which mypy does not follow; that py.typed is installed is for test_packaging.
+    words = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--follow-imports",
+        "silent",
+    ]
+    # An editable installation is a hook, which mypy does not follow; that py.typed is installed is
+    # for test_packaging.
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    result = subprocess.run([*words, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    revealed = [line.rpartition('"')[0].partition('"')[2] for line in result.stdout.splitlines() if "Revealed" in line]
+    result = subprocess.run(
+        [*words, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    revealed = [
+        line.rpartition('"')[0].partition('"')[2]
+        for line in result.stdout.splitlines()
+        if "Revealed" in line
+    ]
     assert revealed[:3] == ["int", "bool | None", "str"], result.stdout
     assert "finetune.config.run_config.RunConfig" in revealed[3] and revealed[4] == "dict[str, Any]"

@@ -1,4 +1,6 @@
-"""The site: it builds in both languages with every link alive, its pictures and pages are those of today's code."""
+"""The site: it builds in both languages with every link alive, its pictures and pages are those of
+today's code.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,27 @@ def test_the_pictures_are_made_from_todays_code() -> None:
 
 
 def test_every_page_has_its_place_once() -> None:
-    placed = [re.sub(r".*<(.+)>", r"\1", name) for names in build_site.PAGES.values() for name in names]
+    placed = [
+        re.sub(r".*<(.+)>", r"\1", name) for names in build_site.PAGES.values() for name in names
+    ]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    pages |= {name.removesuffix(".md") for name in (*build_site.TOP_PAGES, *site_reference.reference_pages("en"))} | {
-        "readme"
-    }
+    pages |= {
+        name.removesuffix(".md")
+        for name in (*build_site.TOP_PAGES, *site_reference.reference_pages("en"))
+    } | {"readme"}
     assert sorted(placed) == sorted(pages)
 
 
 def test_links_out_of_the_site_become_names() -> None:
-    text = "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py) ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+    text = (
+        "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py)"
+        " ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+    )
     shown = build_site.with_links_here(text, ROOT / "docs", {"readme.md", "data.md"})
-    assert shown == ("[a](readme.md) [b](data.md#y) c (`tests/grid.py`) ![d](images/e.svg)\n```\n[f](../x)\n```\n")
+    assert (
+        shown == "[a](readme.md) [b](data.md#y) c (`tests/grid.py`)"
+        " ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+    )
 
 
 def test_a_link_to_a_page_that_is_not_there_is_an_error() -> None:
@@ -44,9 +55,13 @@ def test_a_link_to_a_page_that_is_not_there_is_an_error() -> None:
             build_site.with_links_here(link, ROOT / "docs", {"readme.md"})
 
 
-def test_the_page_on_diagnosis_leads_to_the_symptoms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_diagnosis_leads_to_the_symptoms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build_site, "OUT", tmp_path)
-    assert "[symptoms](reference/symptoms.md)" in (build_site.stage("en") / "diagnosis.md").read_text(encoding="utf-8")
+    assert "[symptoms](reference/symptoms.md)" in (
+        build_site.stage("en") / "diagnosis.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
@@ -66,7 +81,10 @@ def test_reference_pages_say_what_the_code_goes_by() -> None:
     pages = site_reference.reference_pages("en")
     assert "| `learning_rate` |" in pages["reference/settings.md"]
     assert "| `simpo_gamma` |" in pages["reference/settings_preferences.md"]
-    assert "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of device memory" in pages["reference/exit_codes.md"]
+    assert (
+        "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of device memory"
+        in pages["reference/exit_codes.md"]
+    )
     assert "\n## launch\n" in pages["reference/commands.md"]
     chinese = site_reference.reference_pages("zh")["reference/symptoms.md"]
     assert (
@@ -83,7 +101,9 @@ def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(
 
     def page(*texts: str) -> None:
         body = "".join(f'\nmsgid "{text}"\nmsgstr ""\n' for text in texts)
-        (templates / "page.pot").write_text('msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n' + body)
+        (templates / "page.pot").write_text(
+            'msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n' + body
+        )
         site_catalogues.renew(templates, folder, skipped=set())
 
     templates.mkdir()
@@ -91,8 +111,13 @@ def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(
     catalogue = folder / "page.po"
     text = catalogue.read_text(encoding="utf-8")
     assert "`code` 12" not in text, "what is no words needs no Chinese"
-    for english, chinese in (("The first paragraph of it.", "第一段。"), ("Another one that stays.", "另一段。")):
-        text = text.replace(f'msgid "{english}"\nmsgstr ""', f'msgid "{english}"\nmsgstr "{chinese}"')
+    for english, chinese in (
+        ("The first paragraph of it.", "第一段。"),
+        ("Another one that stays.", "另一段。"),
+    ):
+        text = text.replace(
+            f'msgid "{english}"\nmsgstr ""', f'msgid "{english}"\nmsgstr "{chinese}"'
+        )
     catalogue.write_text(text, encoding="utf-8")
     capsys.readouterr()
     page("The first paragraph of it, changed.", "Another one that stays.")
@@ -105,11 +130,18 @@ def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(
 def test_it_builds_in_both_languages() -> None:
     """Warnings are errors, and `build.py` looks at every link of every page."""
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "site" / "build_site.py"], env=environment(), capture_output=True, text=True
+        [sys.executable, ROOT / "docs" / "site" / "build_site.py"],
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for language in ("en", "zh"):
         pages = list((build_site.OUT / language).rglob("*.html"))
         assert len(pages) > sum(map(len, build_site.PAGES.values()))
     chinese = (build_site.OUT / "zh" / "index.html").read_text(encoding="utf-8")
-    assert "概念" in chinese and '<html class="no-js" lang="zh-CN"' in chinese and "../en/index.html" in chinese
+    assert (
+        "概念" in chinese
+        and '<html class="no-js" lang="zh-CN"' in chinese
+        and "../en/index.html" in chinese
+    )

@@ -30,7 +30,12 @@ def names(events: list[dict[str, Any]]) -> list[str]:
 
 def test_a_run_that_has_ended_is_given_whole(tmp_path: Path) -> None:
     run = fake_runs.make_run(tmp_path / "run", steps=3, state="done", exit_code=0)
-    assert names(list(finetune.follow(run, poll_seconds=SOON))) == ["start", "eval", "checkpoint", "nonfinite"]
+    assert names(list(finetune.follow(run, poll_seconds=SOON))) == [
+        "start",
+        "eval",
+        "checkpoint",
+        "nonfinite",
+    ]
     with_steps = list(finetune.follow(run, steps=True, poll_seconds=SOON))
     assert [event["step"] for event in with_steps if event["event"] == "step"] == [1, 2, 3]
 
@@ -45,7 +50,10 @@ def test_events_come_while_the_run_works_and_the_last_one_is_not_missed(tmp_path
         time.sleep(0.1)
         write_status(run, "done", 0, step=100)
         time.sleep(SOON / 2)
-        append(run / "events.jsonl", {"event": "end", "time": 2.0, "state": "done", "exit_code": 0, "step": 100})
+        append(
+            run / "events.jsonl",
+            {"event": "end", "time": 2.0, "state": "done", "exit_code": 0, "step": 100},
+        )
 
     writer = threading.Thread(target=work)
     writer.start()

@@ -26,13 +26,26 @@ pytestmark = pytest.mark.usefixtures("fresh_environment")
 # ---------------------------------------------------------------- the device
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *, npu: int = 0, cuda: int = 0, mps: bool = False, bfloat16: bool = True):
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    npu: int = 0,
+    cuda: int = 0,
+    mps: bool = False,
+    bfloat16: bool = True,
+):
     """A machine with these devices."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if bfloat16 else (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3" if bfloat16 else "Tesla T4")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda *_: (9, 0) if bfloat16 else (7, 5)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda *_: "NVIDIA H100 80GB HBM3" if bfloat16 else "Tesla T4",
+    )
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     module = types.SimpleNamespace(
         is_available=lambda: npu > 0,
@@ -56,7 +69,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, npu: int = 0, cuda: int = 0, mps
         ({"npu": 8, "cuda": 8, "mps": True}, ["npu", "cuda", "mps", "cpu"]),
     ],
 )
-def test_the_best_device_comes_first(machine: dict, types_in_order: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_best_device_comes_first(
+    machine: dict, types_in_order: list[str], monkeypatch: pytest.MonkeyPatch
+):
     pretend(monkeypatch, **machine)
     assert devices.available_device_types() == types_in_order
     assert devices.choose_device_type("auto") == types_in_order[0]
@@ -99,14 +114,20 @@ def test_deepspeed_is_told_the_device_whatever_was_said_before(monkeypatch: pyte
         ("float16", "mps", True, None),
     ],
 )
-def test_choose_dtype(requested: str, device_type: str, bfloat16: bool, chosen: str | None, monkeypatch):
+def test_choose_dtype(
+    requested: str, device_type: str, bfloat16: bool, chosen: str | None, monkeypatch
+):
     pretend(monkeypatch, npu=1, cuda=1, mps=True, bfloat16=bfloat16)
     if chosen is not None:
         assert devices.choose_dtype(requested, device_type) == chosen
         return
     with pytest.raises(ConfigError) as caught:
         devices.choose_dtype(requested, device_type)
-    assert requested in caught.value.what and caught.value.where == "--dtype" and "float32" in caught.value.fix
+    assert (
+        requested in caught.value.what
+        and caught.value.where == "--dtype"
+        and "float32" in caught.value.fix
+    )
 
 
 def test_no_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch):
@@ -130,7 +151,9 @@ def test_two_processes_cannot_share_an_mps_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_table():
-    """Facts that other parts rely on; the fused AdamW differed on the simulated npu, and stays off there."""
+    """Facts that other parts rely on; the fused AdamW differed on the simulated npu, and stays off
+    there.
+    """
     assert list(DEVICE_KINDS) == ["npu", "cuda", "mps", "cpu"]
     assert {name: kind.backend for name, kind in DEVICE_KINDS.items()} == {
         "npu": "hccl",
@@ -151,7 +174,12 @@ def test_the_table():
         (MemoryError(), True),
         (RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 17 GB)"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
         (RuntimeError("shape mismatch"), False),
         (ValueError("out of memory"), False),
         (KeyboardInterrupt(), False),
@@ -168,14 +196,17 @@ def test_memory_on_a_cpu():
 
 
 def test_no_other_file_names_a_device_module():
-    """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in one place.
+    """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in
+    one place.
 
     torch_npu's operators (`torch_npu.npu_...`) stand where they are called: in finetune/modeling.
     """
     for path in (ROOT / "finetune").rglob("*.py"):
         if path.name != "device.py" and path.parent.name != "symptoms":  # whose remedies name them
             text = path.read_text(encoding="utf-8")
-            found = re.findall(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu(?!\.npu_))\.\w+", text)
+            found = re.findall(
+                r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu(?!\.npu_))\.\w+", text
+            )
             assert not found, f"{path} says {found[0]}"
 
 
@@ -200,16 +231,24 @@ print(given_back, untouched, min(faults() for _ in range(40)))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_used_again_without_page_faults():
-    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     given_back, untouched, kept = map(int, done.stdout.split())
     pages = 2**26 / os.sysconf("SC_PAGESIZE")
-    assert given_back > pages / 2 and untouched > pages / 2  # the allocator of the machine is one that gives back
+    # the allocator of the machine is one that gives back
+    assert given_back > pages / 2 and untouched > pages / 2
     assert kept < pages / 100
 
 
 def test_memory_is_pinned_for_devices_where_enough_may_be_locked():
     from finetune.runtime.device import LEAST_LOCKED_BYTES, can_pin
 
-    for limit, enough in ((-1, True), (LEAST_LOCKED_BYTES, True), (LEAST_LOCKED_BYTES - 1, False), (65536, False)):
+    for limit, enough in (
+        (-1, True),
+        (LEAST_LOCKED_BYTES, True),
+        (LEAST_LOCKED_BYTES - 1, False),
+        (65536, False),
+    ):
         assert can_pin("npu", limit) is enough and can_pin("cuda", limit) is enough
         assert not can_pin("cpu", limit) and not can_pin("mps", limit)

@@ -1,6 +1,8 @@
-"""The run on a simulated npu: device strings, hccl, the npu attention path, and the same losses as on the CPU.
+"""The run on a simulated npu: device strings, hccl, the npu attention path, and the same losses as
+on the CPU.
 
-Nothing here ran on Ascend: `tests/fake_npu` computes everything on the CPU behind tensors that say `npu`.
+Nothing here ran on Ascend: `tests/fake_npu` computes everything on the CPU behind tensors that say
+`npu`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,17 @@ FAKE_NPU = ROOT / "tests" / "fake_npu"
 STEPS = 6
 # Types whose tiny models have windows shorter than the documents.
 WINDOWED = {
-    *("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma3_text", "ministral", "ministral3", "mistral"),
+    *(
+        "afmoe",
+        "cohere2",
+        "cwm",
+        "exaone4",
+        "exaone_moe",
+        "gemma3_text",
+        "ministral",
+        "ministral3",
+        "mistral",
+    ),
     *("mixtral", "olmo3", "phi3", "starcoder2"),
 }
 FUSED = "9 rms_norm, 2 rotary, 2 swiglu"
@@ -131,8 +143,12 @@ def wide_model(tmp_path_factory, tiny_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, wide_model: Path, tiny_data: Path, tiny_valid: Path) -> Callable[..., Run]:
-    """(device, processes, kind) -> its run: the CPU's in this process, the simulated npu's in processes of its own."""
+def run(
+    tmp_path_factory, wide_model: Path, tiny_data: Path, tiny_valid: Path
+) -> Callable[..., Run]:
+    """(device, processes, kind) -> its run: the CPU's in this process, the simulated npu's in
+    processes of its own.
+    """
     folder = tmp_path_factory.mktemp("fake_npu")
     script = folder / "observed.py"
     script.write_text(OBSERVED)
@@ -162,10 +178,15 @@ def run(tmp_path_factory, wide_model: Path, tiny_data: Path, tiny_valid: Path) -
         if device == "cpu":
             _in_process(flags)
             return Run(output)
-        launcher = [sys.executable] if processes == 1 else [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2"]
+        launcher = (
+            [sys.executable]
+            if processes == 1
+            else [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2"]
+        )
         paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
         result = run_command(
-            [*launcher, str(script), *flags], env={"PYTHONPATH": paths, "OBSERVED": f"{output}.observed"}
+            [*launcher, str(script), *flags],
+            env={"PYTHONPATH": paths, "OBSERVED": f"{output}.observed"},
         )
         assert result.returncode == 0, f"on the simulated npu:\n{result.stdout}\n{result.stderr}"
         return Run(output, result.stderr)
@@ -186,7 +207,10 @@ def _in_process(flags: list[str]) -> None:
 
 def test_two_simulated_npus_compute_what_the_cpu_does(run):
     npu, cpu = run("auto", 2), run("cpu")
-    assert (npu.start["device_type"], npu.start["world_size"]) == ("npu", 2), "auto did not take the npu first"
+    assert (npu.start["device_type"], npu.start["world_size"]) == (
+        "npu",
+        2,
+    ), "auto did not take the npu first"
     assert npu.samples == cpu.samples
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=1e-5)
     assert npu.logged("grad_norm") == pytest.approx(cpu.logged("grad_norm"), rel=1e-4)
@@ -220,32 +244,44 @@ def test_float32_does_not_take_the_attention_that_npus_have_for_16_bits(run):
 
 
 def test_16_bits_take_npu_attention_with_the_ends_of_documents(run):
-    """Full training in bfloat16: packed rows go through npu_fusion_attention in the TND layout, documents apart."""
+    """Full training in bfloat16: packed rows go through npu_fusion_attention in the TND layout,
+    documents apart.
+    """
     npu, cpu = run("npu", 1, "full"), run("cpu", 1, "full")
     facts = npu.observed()
     assert set(facts["layouts"]) == {"TND"} and facts["documents"] > 1
     assert facts["host_reads"] == 0, "attention made the host wait for the device"
     assert facts["tied"] and npu.start["dtype"] == "bfloat16"
     assert npu.samples == cpu.samples
-    # Two bfloat16 attentions round differently; a document that saw its neighbour would be off by far more.
+    # Two bfloat16 attentions round differently; a document that saw its neighbour would be off by
+    # far more.
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=5e-3)
 
 
-@pytest.mark.parametrize("key", [("npu", 1, "full"), pytest.param(("auto", 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "key", [("npu", 1, "full"), pytest.param(("auto", 2), marks=pytest.mark.slow)]
+)
 def test_fused_layers_of_npus_are_used_where_they_agree(run, key):
-    """Compared with the plain operations at the start, then used for every layer; the losses are the CPU's (above)."""
+    """Compared with the plain operations at the start, then used for every layer; the losses are
+    the CPU's (above).
+    """
     found = run(*key)
     assert found.start["fused_layers"].startswith("npu: ") and "not used" not in found.printed
     assert found.start["fused_layers"].endswith(FUSED), found.start["fused_layers"]
     calls = found.observed()["fused_calls"]
-    assert set(calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"} and min(calls.values()) > STEPS
+    assert (
+        set(calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}
+        and min(calls.values()) > STEPS
+    )
     assert run("cpu", 1, "full").start["fused_layers"] == "none"
 
 
 def test_a_whole_model_in_16_bits_says_so(run):
     folder = run("cpu", 1, "full").folder
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
 def test_the_validation_loss_is_the_cpus(run):
@@ -259,11 +295,27 @@ def test_the_validation_loss_is_the_cpus(run):
     assert last(run("auto", 2).folder) == pytest.approx(expected, rel=1e-5)
 
 
-def test_more_processes_than_simulated_npus_are_refused(tiny_model: Path, tiny_data: Path, tmp_path: Path):
-    """One npu and, by the launcher's variables, two processes: refused before any process group exists."""
-    flags = ["--model", tiny_model, "--data", tiny_data, "--output-dir", tmp_path / "out", "--max-steps", 1]
+def test_more_processes_than_simulated_npus_are_refused(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+):
+    """One npu and, by the launcher's variables, two processes: refused before any process group
+    exists.
+    """
+    flags = [
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_data,
+        "--output-dir",
+        tmp_path / "out",
+        "--max-steps",
+        1,
+    ]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env = world | {"PYTHONPATH": os.pathsep.join([str(FAKE_NPU), str(ROOT)]), "ASCEND_RT_VISIBLE_DEVICES": "0"}
+    env = world | {
+        "PYTHONPATH": os.pathsep.join([str(FAKE_NPU), str(ROOT)]),
+        "ASCEND_RT_VISIBLE_DEVICES": "0",
+    }
     result = run_cli(flags, env=env | {"FAKE_NPU_COUNT": "1"})
     assert result.returncode == 2
     assert "[ERROR] 2 processes were started here, on 1 npu device" in result.stderr
@@ -271,9 +323,22 @@ def test_more_processes_than_simulated_npus_are_refused(tiny_model: Path, tiny_d
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_a_device_unties_are_not_trained(tiny_model: Path, tiny_data: Path, tmp_path: Path):
-    """A simulated npu whose `model.to` makes new parameters: what PyTorch does where a backend says nothing."""
-    flags = ["--model", tiny_model, "--data", tiny_data, "--output-dir", tmp_path / "out", "--max-steps", 1]
+def test_weights_that_a_device_unties_are_not_trained(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+):
+    """A simulated npu whose `model.to` makes new parameters: what PyTorch does where a backend says
+    nothing.
+    """
+    flags = [
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_data,
+        "--output-dir",
+        tmp_path / "out",
+        "--max-steps",
+        1,
+    ]
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
     flags += ["--dtype", "float32", "--finetuning", "full"]
     result = run_cli(flags, env={"PYTHONPATH": paths, "FAKE_NPU_UNTIES": "1"})
@@ -353,16 +418,23 @@ def test_the_simulated_attention_keeps_documents_apart(tmp_path: Path):
 def test_every_packable_type_gives_the_npu_what_it_takes(tmp_path: Path):
     """Head sizes, narrow values, dtypes, documents, windows, padded lines. Not softcaps."""
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
-    result = run_command([sys.executable, str(FAKE_NPU / "every_type.py")], env={"PYTHONPATH": paths}, cwd=tmp_path)
+    result = run_command(
+        [sys.executable, str(FAKE_NPU / "every_type.py")], env={"PYTHONPATH": paths}, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     found = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
     assert set(found) >= ISOLATED_MODEL_TYPES
     for kind in ISOLATED_MODEL_TYPES:
         calls, bands, reads, off = found[kind].split()
-        # Two bfloat16 attentions round differently; one that saw other tokens would be off by far more.
-        assert (int(calls) > 0) == (kind != "gemma2") and float(off) < 0.05, f"{kind}: {found[kind]}"
+        # Two bfloat16 attentions round differently; one that saw other tokens would be off by far
+        # more.
+        assert (int(calls) > 0) == (kind != "gemma2") and float(off) < 0.05, (
+            f"{kind}: {found[kind]}"
+        )
         assert (int(bands) > 0) == (kind in WINDOWED), f"{kind}: {found[kind]}"
-        assert kind == "gemma2" or int(reads) == 0, f"{kind}: attention read the device {reads} times"
+        assert kind == "gemma2" or int(reads) == 0, (
+            f"{kind}: attention read the device {reads} times"
+        )
 
 
 OWN_CALL = """
@@ -438,7 +510,9 @@ print("fine")
 
 
 def test_the_npus_attention_is_called_as_documented_and_right(tmp_path: Path):
-    """Windows, narrow values, padded lines, thousands of documents, dropout; forward and backward against the CPU."""
+    """Windows, narrow values, padded lines, thousands of documents, dropout; forward and backward
+    against the CPU.
+    """
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
     result = run_command([sys.executable, "-c", OWN_CALL], env={"PYTHONPATH": paths}, cwd=tmp_path)
     assert result.returncode == 0 and "fine" in result.stdout, result.stderr
@@ -498,14 +572,23 @@ for given in ({"setting": "off"}, {"dtype": torch.float32}, {"model_type": "gemm
 
 
 def test_an_npu_attention_that_differs_is_not_used(tmp_path: Path):
-    """Ends of documents, a window or the scale ignored, a window one too wide, an error: SDPA per document instead."""
+    """Ends of documents, a window or the scale ignored, a window one too wide, an error: SDPA per
+    document instead.
+    """
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
     result = run_command(
-        [sys.executable, "-c", CHECKED_CALL, str(ROOT / "tests")], env={"PYTHONPATH": paths}, cwd=tmp_path
+        [sys.executable, "-c", CHECKED_CALL, str(ROOT / "tests")],
+        env={"PYTHONPATH": paths},
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    warnings = [line for line in result.stderr.splitlines() if "npu_fusion_attention is not used: " in line]
-    assert len(warnings) == 6 and sum("RuntimeError: EZ9999: Inner Error." in line for line in warnings) == 1
+    warnings = [
+        line for line in result.stderr.splitlines() if "npu_fusion_attention is not used: " in line
+    ]
+    assert (
+        len(warnings) == 6
+        and sum("RuntimeError: EZ9999: Inner Error." in line for line in warnings) == 1
+    )
     assert all("Fix: " in line and "--fused-layers off" in line for line in warnings)
 
 

@@ -15,7 +15,12 @@ import pytest
 from launching import ROOT, run_cli, said
 
 from finetune.errors import ConfigError
-from finetune.runtime.launch_environment import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
+from finetune.runtime.launch_environment import (
+    LaunchWorld,
+    launch_world,
+    prepare_environment,
+    probe_torch_npu,
+)
 from finetune.runtime.npu_tuning import npu_variables
 from finetune.runtime.ports import free_port
 
@@ -74,12 +79,16 @@ def test_a_free_port_can_be_bound():
 # ---------------------------------------------------------------- the environment
 
 
-def prepare(world: LaunchWorld = ONE, *, use_deepspeed: bool = False, **more: Any) -> dict[str, str]:
+def prepare(
+    world: LaunchWorld = ONE, *, use_deepspeed: bool = False, **more: Any
+) -> dict[str, str]:
     """Variables that were set; each is also said, with a reason."""
     before = dict(os.environ)
     said = prepare_environment(world, use_deepspeed=use_deepspeed, timeout_seconds=77, **more)
     added = {name: value for name, value in os.environ.items() if name not in before}
-    assert sorted(line.split(": ")[0] for line in said) == sorted(f"{name}={value}" for name, value in added.items())
+    assert sorted(line.split(": ")[0] for line in said) == sorted(
+        f"{name}={value}" for name, value in added.items()
+    )
     assert all(line.split(": ", 1)[1] for line in said)
     changed = [name for name in before if os.environ.get(name, before[name]) != before[name]]
     assert not changed, f"variables of the user were changed: {changed}"
@@ -108,7 +117,12 @@ def test_what_the_user_set_is_never_changed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     names = set(prepare(LaunchWorld(0, 0, 2, 2, launched=False), use_deepspeed=True))
-    assert {"HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} <= names
+    assert {
+        "HCCL_CONNECT_TIMEOUT",
+        "HCCL_EXEC_TIMEOUT",
+        "PYTORCH_NPU_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    } <= names
     assert os.environ["HCCL_CONNECT_TIMEOUT"] == "77", "the same limit as --timeout-seconds"
     for name in names:
         os.environ[name] = "the user's"
@@ -123,7 +137,10 @@ def test_tuning_of_npus_is_set_where_there_are_some(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     os.environ["TASK_QUEUE_ENABLE"] = "1"
     added = prepare(npu_variables=asked)
-    assert (added["CPU_AFFINITY_CONF"], added["HCCL_BUFFSIZE"]) == ("2", "400") and "TASK_QUEUE_ENABLE" not in added
+    assert (added["CPU_AFFINITY_CONF"], added["HCCL_BUFFSIZE"]) == (
+        "2",
+        "400",
+    ) and "TASK_QUEUE_ENABLE" not in added
 
 
 def test_operators_are_built_once_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -134,10 +151,14 @@ def test_operators_are_built_once_per_environment(tmp_path: Path, monkeypatch: p
     assert "TORCH_EXTENSIONS_DIR" not in prepare(use_deepspeed=True), "one that is set stays"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    assert "TORCH_EXTENSIONS_DIR" not in prepare(use_deepspeed=True), "the system's Python keeps torch's own place"
+    assert "TORCH_EXTENSIONS_DIR" not in prepare(use_deepspeed=True), (
+        "the system's Python keeps torch's own place"
+    )
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "name", ["ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"]
+)
 def test_what_would_silently_train_something_else_is_taken_out(name: str):
     os.environ[name] = "true"
     prepare_environment(ONE, use_deepspeed=True, timeout_seconds=1)
@@ -152,7 +173,9 @@ def test_deepspeed_asked_for_by_the_launcher_without_keys_is_refused():
     assert "ds_configs/zero3.json" in caught.value.fix and "--use_deepspeed" in caught.value.fix
 
 
-def test_the_launcher_of_accelerate_without_keys_is_refused(tmp_path: Path, tiny_model: Path, tiny_data: Path):
+def test_the_launcher_of_accelerate_without_keys_is_refused(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+):
     """The real command: as accelerate's topology file for DeepSpeed starts it."""
     flags = ["--model", tiny_model, "--data", tiny_data, "--output-dir", tmp_path / "out"]
     result = run_cli(flags, env={"ACCELERATE_USE_DEEPSPEED": "true"})
@@ -173,12 +196,16 @@ def broken_torch_npu(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_a_torch_npu_that_cannot_be_loaded_is_said(broken_torch_npu: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_torch_npu_that_cannot_be_loaded_is_said(
+    broken_torch_npu: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(str(broken_torch_npu))
     os.environ["PYTHONPATH"] = str(broken_torch_npu)
     with pytest.raises(ConfigError) as caught:
         probe_torch_npu()
-    assert "torch_npu is installed but cannot be loaded: ImportError: libhccl.so" in caught.value.what
+    assert (
+        "torch_npu is installed but cannot be loaded: ImportError: libhccl.so" in caught.value.what
+    )
     assert "set_env.sh" in caught.value.fix and "pip uninstall torch_npu" in caught.value.fix
 
 
@@ -195,5 +222,7 @@ def test_the_command_refuses_before_importing_torch(
 
 def test_a_machine_without_torch_npu_is_not_probed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started")
+    )
     probe_torch_npu()

@@ -30,7 +30,9 @@ def logged_steps(output_dir: Path) -> int:
 
 
 def test_no_worker_trains_on_when_the_launcher_is_killed(materials, tmp_path):
-    """torch elastic starts workers in sessions of their own: nothing but they themselves can end them. They save."""
+    """torch elastic starts workers in sessions of their own: nothing but they themselves can end
+    them. They save.
+    """
     output_dir = tmp_path / "run"
     settings = materials.settings(output_dir, max_steps=100_000)
     with run_helpers.launch_torchrun(settings, 2) as launcher:
@@ -39,7 +41,9 @@ def test_no_worker_trains_on_when_the_launcher_is_killed(materials, tmp_path):
         assert len(workers) == 2
         try:
             os.kill(launcher.pid, signal.SIGKILL)
-            run_helpers.wait_for(lambda: not run_helpers.alive(workers), 60, what="the end of the workers")
+            run_helpers.wait_for(
+                lambda: not run_helpers.alive(workers), 60, what="the end of the workers"
+            )
         finally:
             run_helpers.send(run_helpers.alive(workers), signal.SIGKILL)
     status = run_helpers.status(output_dir)
@@ -68,9 +72,12 @@ time.sleep(600 if what == "hang" else 1)
 
 
 @pytest.mark.parametrize(("what", "saved"), [("step", True), ("hang", False)])
-def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(what: str, saved: bool, tmp_path: Path):
+def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(
+    what: str, saved: bool, tmp_path: Path
+):
     start = (
-        "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', *sys.argv[1:]]).pid, flush=True); input()"
+        "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', *sys.argv[1:]]).pid,"
+        " flush=True); input()"
     )
     words = [sys.executable, "-c", start, ORPHAN, str(tmp_path), what]
     with subprocess.Popen(
@@ -80,7 +87,9 @@ def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(what: str, save
         try:
             run_helpers.wait_for((tmp_path / "ready").exists, what="the worker")
             launcher.kill()
-            run_helpers.wait_for(lambda: not run_helpers.alive([orphan]), what="the end of the worker")
+            run_helpers.wait_for(
+                lambda: not run_helpers.alive([orphan]), what="the end of the worker"
+            )
         finally:
             run_helpers.send(run_helpers.alive([orphan]), signal.SIGKILL)
     assert (tmp_path / "saved").exists() == saved
@@ -131,7 +140,9 @@ def test_patience_is_of_the_runs_own_step_time(clock: Clock):
 
 
 def test_what_writes_is_not_stuck(clock: Clock, tmp_path: Path):
-    """A save of hundreds of gigabytes is one call of the library that writes; so is its verification."""
+    """A save of hundreds of gigabytes is one call of the library that writes; so is its
+    verification.
+    """
     stop = Stop()
     with (tmp_path / "weights").open("wb", buffering=0) as file:
         for _ in range(5):
@@ -151,7 +162,9 @@ def test_a_second_run_in_the_folder_waits_and_is_refused(materials, tmp_path):
     first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.1,))
     try:
         run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
-        second = run_helpers.train(settings, expect=2, patch=run_patches.short_lock_wait, patch_arguments=(1.0,))
+        second = run_helpers.train(
+            settings, expect=2, patch=run_patches.short_lock_wait, patch_arguments=(1.0,)
+        )
         assert "waiting up to 1 s" in second.output()
         assert "another run works in this folder" in second.output()
         assert str(first.pids[0]) in second.output()
@@ -172,7 +185,9 @@ def test_a_run_that_waited_goes_on_from_what_the_other_left(materials, tmp_path)
     try:
         run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
         second = run_helpers.start(settings)
-        run_helpers.wait_for(lambda: "waiting up to" in second.output(), what="the second run's wait")
+        run_helpers.wait_for(
+            lambda: "waiting up to" in second.output(), what="the second run's wait"
+        )
         run_helpers.send(first.pids, signal.SIGTERM)
         assert first.wait() == [3]
         assert second.wait() == [0], second.output()
@@ -197,6 +212,8 @@ def test_ranks_with_different_data_do_not_train(materials, tmp_path):
     output_dir = tmp_path / "run"
     other = run_helpers.make_data(tmp_path / "other.jsonl", 60, seed=9)
     settings = materials.settings(output_dir)
-    ranks = run_helpers.train(settings, 2, expect=1, patch=run_patches.other_data, patch_arguments=(1, str(other), 4.0))
+    ranks = run_helpers.train(
+        settings, 2, expect=1, patch=run_patches.other_data, patch_arguments=(1, str(other), 4.0)
+    )
     assert "rank 1" in ranks.output() and "data" in ranks.output()
     assert not (output_dir / "trainer_log.jsonl").exists()

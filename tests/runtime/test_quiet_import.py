@@ -17,7 +17,8 @@ def test_bitsandbytes_finds_no_kernels_while_it_is_imported(tmp_path, monkeypatc
     )
     kernels = ModuleType("kernels")
     monkeypatch.setitem(sys.modules, "kernels", kernels)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # put back at the end, whether it was there or not
+    # put back at the end, whether it was there or not
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     del sys.modules["bitsandbytes"]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(quiet_import, "find_spec", lambda name: ModuleSpec(name, None))

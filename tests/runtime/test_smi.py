@@ -1,7 +1,8 @@
-"""Drivers are read right: npu-smi's tables whatever the version and the chip, and NVML whatever it refuses.
+"""Drivers are read right: npu-smi's tables whatever the version and the chip, and NVML whatever it
+refuses.
 
-The texts in `smi_outputs/` have the layout of real outputs (heading, columns, and rules of each driver), with made-up
-numbers. Expectations are written by hand.
+The texts in `smi_outputs/` have the layout of real outputs (heading, columns, and rules of each
+driver), with made-up numbers. Expectations are written by hand.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ def text(name: str) -> str:
 def memory(report: SmiReport) -> list[tuple[int | None, int | None]]:
     """(used, total) MiB of each device."""
     return [
-        (None if d.used_bytes is None else d.used_bytes // MIB, None if d.total_bytes is None else d.total_bytes // MIB)
+        (
+            None if d.used_bytes is None else d.used_bytes // MIB,
+            None if d.total_bytes is None else d.total_bytes // MIB,
+        )
         for d in report.devices
     ]
 
 
 def holders(report: SmiReport) -> dict[str, list[tuple[int, str, int | None]]]:
     return {
-        device.label: [(p.pid, p.name, p.memory_bytes and p.memory_bytes // MIB) for p in device.processes]
+        device.label: [
+            (p.pid, p.name, p.memory_bytes and p.memory_bytes // MIB) for p in device.processes
+        ]
         for device in report.devices
         if device.processes
     }
@@ -49,15 +55,32 @@ def holders(report: SmiReport) -> dict[str, list[tuple[int, str, int | None]]]:
     ("file", "driver", "names", "used_and_total"),
     [
         ("npu_23.0_910B3.txt", "23.0.1", ["910B3"], [(3161, 65536)]),
-        ("npu_24.1_910B1_busy.txt", "24.1.0", ["910B1"] * 4, [(m, 65536) for m in (3437, 59356, 65102, 3378)]),
-        ("npu_25.2_910_93.txt", "25.2.1", ["Ascend910"] * 4, [(m, 65536) for m in (3143, 62498, 3141, 2887)]),
+        (
+            "npu_24.1_910B1_busy.txt",
+            "24.1.0",
+            ["910B1"] * 4,
+            [(m, 65536) for m in (3437, 59356, 65102, 3378)],
+        ),
+        (
+            "npu_25.2_910_93.txt",
+            "25.2.1",
+            ["Ascend910"] * 4,
+            [(m, 65536) for m in (3143, 62498, 3141, 2887)],
+        ),
         ("npu_25.5_910B4.txt", "25.5.2", ["910B4"], [(2922, 32768)]),
-        ("npu_26.0_910B3_container.txt", "26.0.rc1", ["910B3"] * 2, [(53984, 65536), (3402, 65536)]),
+        (
+            "npu_26.0_910B3_container.txt",
+            "26.0.rc1",
+            ["910B3"] * 2,
+            [(53984, 65536), (3402, 65536)],
+        ),
         ("npu_22.0_310P3.txt", "22.0.4", ["310P3"] * 2, [(1805, 21527), (934, 23054)]),
         ("npu_950.txt", "26.1.0", ["Ascend950DT"] * 2, [(11024, 131072), (2048, 131072)]),
     ],
 )
-def test_devices_of_every_chip_and_driver(file: str, driver: str, names: list[str], used_and_total: list):
+def test_devices_of_every_chip_and_driver(
+    file: str, driver: str, names: list[str], used_and_total: list
+):
     report = parse_info(text(file))
     assert (report.device_type, report.driver_version, report.problem) == ("npu", driver, "")
     assert [device.name for device in report.devices] == names
@@ -83,14 +106,21 @@ def test_processes_stand_at_their_chip():
     }
     assert report.devices[0].processes == ()  # known to be none
     two_chips = parse_info(text("npu_25.2_910_93.txt"))
-    assert [d.label for d in two_chips.devices] == ["NPU 2 chip 0", "NPU 2 chip 1", "NPU 5 chip 0", "NPU 5 chip 1"]
+    assert [d.label for d in two_chips.devices] == [
+        "NPU 2 chip 0",
+        "NPU 2 chip 1",
+        "NPU 5 chip 0",
+        "NPU 5 chip 1",
+    ]
     assert holders(two_chips) == {"NPU 2 chip 1": [(845053, "python", 59656)]}
 
 
 def test_a_container_sees_its_own_process_ids_where_the_tool_knows_them():
     report = parse_info(text("npu_26.0_910B3_container.txt"))
     assert holders(report) == {"NPU 0": [(212, "python", 48954), (1712734, "", 150)]}
-    assert holders(parse_info(text("npu_950.txt"))) == {"NPU 0": [(1001, "python", 8256), (101, "python", 512)]}
+    assert holders(parse_info(text("npu_950.txt"))) == {
+        "NPU 0": [(1001, "python", 8256), (101, "python", 512)]
+    }
 
 
 def test_without_a_process_table_the_holders_are_unknown_not_none():
@@ -124,7 +154,9 @@ def test_no_device_is_said_in_the_tools_own_words(printed: tuple[str, str, int],
 
 @pytest.mark.parametrize("file", sorted(path.name for path in OUTPUTS.glob("npu_[0-9]*.txt")))
 def test_a_table_cut_anywhere_is_read_as_far_as_it_goes(file: str):
-    """A tool that is killed while it prints: never an error, and what is read is what stands in the whole."""
+    """A tool that is killed while it prints: never an error, and what is read is what stands in the
+    whole.
+    """
     whole = text(file)
     complete = parse_info(whole).devices
     for length in range(0, len(whole), 37):
@@ -178,18 +210,29 @@ def test_a_gpu_in_full(monkeypatch: pytest.MonkeyPatch):
         computing=[(os.getpid(), 36730)], drawing=[(os.getpid(), 36730), (1, 7)],
     )  # fmt: skip
     report = nvidia(monkeypatch, busy, FakeGpu(), driver="535.104.05", cuda=12020)
-    assert (report.device_type, report.driver_version, report.runtime_version) == ("cuda", "535.104.05", "12.2")
+    assert (report.device_type, report.driver_version, report.runtime_version) == (
+        "cuda",
+        "535.104.05",
+        "12.2",
+    )
     first, second = report.devices
     assert (first.name, first.label) == ("NVIDIA A100-SXM4-80GB", "GPU 0")
     assert (first.used_bytes, first.total_bytes, first.health) == (36737 * MIB, 81920 * MIB, "OK")
     assert (first.utilization_percent, first.temperature_celsius) == (97, 61)
     own = psutil.Process().name()
-    assert holders(report) == {"GPU 0": [(os.getpid(), own, 36730)]}  # not the desktop, which only draws
-    assert (second.index, second.label, second.processes) == (1, "GPU 1", ()) and report.problem == ""
+    # not the desktop, which only draws
+    assert holders(report) == {"GPU 0": [(os.getpid(), own, 36730)]}
+    assert (second.index, second.label, second.processes) == (
+        1,
+        "GPU 1",
+        (),
+    ) and report.problem == ""
 
 
 def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch):
-    """GB10 has no memory of its own; a process of another container has no name; old drivers lack some questions."""
+    """GB10 has no memory of its own; a process of another container has no name; old drivers lack
+    some questions.
+    """
     silent = FakeGpu(
         "NVIDIA GB10",
         total=None,
@@ -199,7 +242,9 @@ def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch):
         computing=None,
         fails={"memory": pynvml.NVML_ERROR_UNKNOWN},
     )
-    hidden = FakeGpu(computing=[(2**22 + 1, None)], fails={"mig": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+    hidden = FakeGpu(
+        computing=[(2**22 + 1, None)], fails={"mig": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    )
     first, second = nvidia(monkeypatch, silent, hidden).devices
     assert first == SmiDevice(0, "NVIDIA GB10", "GPU 0")
     assert [(p.pid, p.name, p.memory_bytes) for p in second.processes] == [(2**22 + 1, "", None)]
@@ -217,8 +262,13 @@ def test_memory_errors_are_its_health(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_slices_stand_for_their_gpu(monkeypatch: pytest.MonkeyPatch):
-    slices = {0: FakeGpu(total=20096, used=37, use=None), 2: FakeGpu(total=9856, used=9000, computing=None)}
-    report = nvidia(monkeypatch, FakeGpu("NVIDIA A100", slices=slices), FakeGpu("NVIDIA A100", slices={}))
+    slices = {
+        0: FakeGpu(total=20096, used=37, use=None),
+        2: FakeGpu(total=9856, used=9000, computing=None),
+    }
+    report = nvidia(
+        monkeypatch, FakeGpu("NVIDIA A100", slices=slices), FakeGpu("NVIDIA A100", slices={})
+    )
     assert [device.label for device in report.devices] == ["GPU 0 MIG 0", "GPU 0 MIG 2"]
     assert [(device.index, device.name) for device in report.devices] == [
         (0, "NVIDIA A100 MIG"),
@@ -244,8 +294,14 @@ def test_no_gpu_is_said_in_words(code: int, problem: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("question", ["handle", "name", "memory", "ecc"])
 def test_a_lost_gpu(question: str, monkeypatch: pytest.MonkeyPatch):
-    report = nvidia(monkeypatch, FakeGpu(), FakeGpu(fails={question: pynvml.NVML_ERROR_GPU_IS_LOST}))
-    assert report.devices == () and "GPU is lost" in report.problem and report.driver_version == "580.65.06"
+    report = nvidia(
+        monkeypatch, FakeGpu(), FakeGpu(fails={question: pynvml.NVML_ERROR_GPU_IS_LOST})
+    )
+    assert (
+        report.devices == ()
+        and "GPU is lost" in report.problem
+        and report.driver_version == "580.65.06"
+    )
 
 
 def test_a_driver_without_devices_and_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

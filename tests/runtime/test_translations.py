@@ -17,7 +17,9 @@ def test_a_translation_has_the_placeholders_of_its_text():
     wrong = [
         message.id
         for message in translations.read()
-        if message.id and message.string and placeholders(message.id) != placeholders(message.string)
+        if message.id
+        and message.string
+        and placeholders(message.id) != placeholders(message.string)
     ]
     assert wrong == []
 
@@ -36,7 +38,9 @@ def test_a_text_without_translation_is_english():
 
 
 def test_nearly_everything_is_translated():
-    """A new text may wait for its Chinese; that a whole command lost it would be a fault of the extraction."""
+    """A new text may wait for its Chinese; that a whole command lost it would be a fault of the
+    extraction.
+    """
     found, catalogue = translations.texts(), translations.read()
     translated = sum(bool((message := catalogue.get(text)) and message.string) for text in found)
     assert len(found) > 300 and translated > 0.8 * len(found)

@@ -1,7 +1,8 @@
-"""Checkpoints of a few GB by real processes on a real disk: how fast they are written, hashed, verified and loaded.
+"""Checkpoints of a few GB by real processes on a real disk: how fast they are written, hashed,
+verified and loaded.
 
-Beside the package's writer stands what it had before: safetensors' `save_file`, fsync, then each file read back for its
-hash.
+Beside the package's writer stands what it had before: safetensors' `save_file`, fsync, then each
+file read back for its hash.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ def old_write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:
     """Different numbers for every rank, 67 MB each."""
     generator = torch.Generator().manual_seed(rank)
-    return {f"layers.{number}.weight": torch.randn(MATRIX, generator=generator) for number in range(8)}
+    return {
+        f"layers.{number}.weight": torch.randn(MATRIX, generator=generator) for number in range(8)
+    }
 
 
 def rates(rank: int, folder: Path, meet: Callable[[], object]) -> dict[str, float]:
-    """MB/s of one rank's file of 0.54 GB, old and new, while the others write theirs; and MB in a second of a core."""
+    """MB/s of one rank's file of 0.54 GB, old and new, while the others write theirs; and MB in a
+    second of a core.
+    """
     tensors = tensors_of(rank)
     size = sum(tensor.nbytes for tensor in tensors.values())
     found = {}
@@ -58,7 +63,9 @@ def rates(rank: int, folder: Path, meet: Callable[[], object]) -> dict[str, floa
         found[f"{name}_core"] = size / MB / (time.process_time() - worked)
         meet()
         found[name] = size / MB / (time.monotonic() - began)
-    same = (folder / f"old-{rank}.safetensors").read_bytes() == (folder / f"new-{rank}.safetensors").read_bytes()
+    same = (folder / f"old-{rank}.safetensors").read_bytes() == (
+        folder / f"new-{rank}.safetensors"
+    ).read_bytes()
     assert same, "the file is not what safetensors writes"
     for name in ("old", "new"):
         (folder / f"{name}-{rank}.safetensors").unlink()
@@ -66,14 +73,21 @@ def rates(rank: int, folder: Path, meet: Callable[[], object]) -> dict[str, floa
 
 
 class State:
-    """torch's optimizer state: the parameters stand in for their moments, so that four processes fit the machine."""
+    """torch's optimizer state: the parameters stand in for their moments, so that four processes
+    fit the machine.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.state = {p: {"step": torch.tensor(1.0), "exp_avg": p.data, "exp_avg_sq": p.data} for p in parameters}
+        self.state = {
+            p: {"step": torch.tensor(1.0), "exp_avg": p.data, "exp_avg_sq": p.data}
+            for p in parameters
+        }
 
 
 def run(rank: int, folder: Path) -> dict[str, float]:
-    """A save and a resume of the whole; seconds, and the longest that this rank was in a collective."""
+    """A save and a resume of the whole; seconds, and the longest that this rank was in a
+    collective.
+    """
     control = Control(PROCESSES)
     longest = [0.0]
     plain = dist.all_reduce
@@ -86,7 +100,9 @@ def run(rank: int, folder: Path) -> dict[str, float]:
 
     dist.all_reduce = timed
     few = list(tensors_of(0).values())
-    model = torch.nn.ParameterList([torch.nn.Parameter(few[number % len(few)]) for number in range(MATRICES)])
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(few[number % len(few)]) for number in range(MATRICES)]
+    )
     found = rates(rank, folder, lambda: control.any(False))
     state = TrainingState(model, optimizer=State(list(model)), form="parts")
     saver = Checkpointer(
@@ -115,7 +131,9 @@ def run(rank: int, folder: Path) -> dict[str, float]:
 
 
 def one_process(rank: int, folder: str, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, PROCESSES), rank=rank, world_size=PROCESSES)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, PROCESSES), rank=rank, world_size=PROCESSES
+    )
     torch.set_num_threads(1)
     results.put((rank, run(rank, Path(folder))))
     dist.destroy_process_group()
@@ -127,7 +145,8 @@ def measure(folder: Path) -> dict[str, float]:
     results = context.Queue()
     store = str(folder / "store")
     children = [
-        context.Process(target=one_process, args=(rank, str(folder), store, results)) for rank in range(PROCESSES)
+        context.Process(target=one_process, args=(rank, str(folder), store, results))
+        for rank in range(PROCESSES)
     ]
     for child in children:
         child.start()

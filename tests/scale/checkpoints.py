@@ -1,9 +1,11 @@
 """Checkpoints of models of 32 and 235 billion parameters: what each rank writes, hashes and reads.
 
-    python tests/scale/checkpoints.py       # all layouts, and real files by real processes: writes docs/scale.md
+    python tests/scale/checkpoints.py       # all layouts, and real files by real processes: writes
+    docs/scale.md
 
-The package's own code saves, publishes, rotates, verifies and loads; ranks are threads, files are holes of the right
-size (counting_disk.py). Seconds are computed of the bytes of the rank that moves most.
+The package's own code saves, publishes, rotates, verifies and loads; ranks are threads, files are
+holes of the right size (counting_disk.py). Seconds are computed of the bytes of the rank that moves
+most.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ NUMBERS = torch.empty(1 << 30)
 
 @dataclass(frozen=True)
 class Model:
-    """The shapes of a published model's parameters (its config.json; mixtures as transformers holds them, fused)."""
+    """The shapes of a published model's parameters (its config.json; mixtures as transformers holds
+    them, fused).
+    """
 
     name: str
     layers: int
@@ -54,7 +58,9 @@ class Model:
     vocabulary: int = 151_936
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {f"model.{name}": (self.vocabulary, self.hidden) for name in ("embed_tokens", "lm_head")}
+        found = {
+            f"model.{name}": (self.vocabulary, self.hidden) for name in ("embed_tokens", "lm_head")
+        }
         for layer in range(self.layers):
             of_layer: dict[str, tuple[int, ...]] = {
                 "q_proj": (self.queries, self.hidden),
@@ -67,11 +73,20 @@ class Model:
                 "post_attention_layernorm": (self.hidden,),
                 **self.block,
             }
-            found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+            found |= {
+                f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()
+            }
         return found | {"model.norm.weight": (self.hidden,)}
 
 
-DENSE = Model("Qwen3-32B", 64, 5120, 8192, 1024, {"gate": (25600, 5120), "up": (25600, 5120), "down": (5120, 25600)})
+DENSE = Model(
+    "Qwen3-32B",
+    64,
+    5120,
+    8192,
+    1024,
+    {"gate": (25600, 5120), "up": (25600, 5120), "down": (5120, 25600)},
+)
 MIXTURE = Model(
     "Qwen3-235B-A22B",
     94,
@@ -83,7 +98,9 @@ MIXTURE = Model(
 
 
 class Network:
-    """As much of a model as its training state looks at: names, shapes, and what a rank holds of each."""
+    """As much of a model as its training state looks at: names, shapes, and what a rank holds of
+    each.
+    """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], ranks: int, form: Form) -> None:
         self.parameters = {name: _parameter(shape, ranks, form) for name, shape in shapes.items()}
@@ -136,7 +153,9 @@ def training_state(shapes: dict[str, tuple[int, ...]], ranks: int, form: Form) -
         return TrainingState(model, optimizer=optimizer, form=form)
     flat = SimpleNamespace(state={None: {"step": 1}}, param_groups=[])
     zero = SimpleNamespace(optimizer=flat, fp32_partitioned_groups_flat=[])
-    return TrainingState(model, engine=SimpleNamespace(optimizer=zero, fp16_enabled=lambda: False), form=form)
+    return TrainingState(
+        model, engine=SimpleNamespace(optimizer=zero, fp16_enabled=lambda: False), form=form
+    )
 
 
 @dataclass
@@ -163,7 +182,9 @@ class Layout:
                 rank=number,
                 world_size=self.ranks,
                 metadata={"seed": 1},
-                model_files=lambda weights: lambda folder: (folder / "tokenizer.json").write_text("{}"),
+                model_files=lambda weights: (
+                    lambda folder: (folder / "tokenizer.json").write_text("{}")
+                ),
                 keep=keep,
                 runlog=RunLog(None),
                 sample_log=None,
@@ -245,10 +266,14 @@ def rows_of(case: Case, folder: Path) -> tuple[list[str], list[str]]:
     for ranks in case.resuming:
         found = Layout(case.model, ranks, case.form, folder).resume(case.keep + 1)
         content, loaded = most(found, "read"), most(found, "loaded")
-        disk = max(counter["read"] + counter["loaded"] - counter["again"] for counter in found.values())
+        disk = max(
+            counter["read"] + counter["loaded"] - counter["again"] for counter in found.values()
+        )
         all_read = in_all(found, "read") / GB
         files = most(found, "loaded_files")
-        numbers = f"{all_read:,.0f} | {content / GB:.1f} | {loaded / GB:.1f} | {disk / GB:.1f} | {files}"
+        numbers = (
+            f"{all_read:,.0f} | {content / GB:.1f} | {loaded / GB:.1f} | {disk / GB:.1f} | {files}"
+        )
         resumes.append(f"| {name} | {ranks} | {numbers} | {seconds(disk)} |")
     return saves, resumes
 

@@ -1,8 +1,10 @@
-"""A disk that holds terabytes: files have their sizes and headers, their data is a hole, and what is moved is counted.
+"""A disk that holds terabytes: files have their sizes and headers, their data is a hole, and what
+is moved is counted.
 
-The code that decides what is written, hashed and read is the package's own. Replaced are the calls below it: a write
-or a read of many bytes moves the place in the file, a digest counts what it is given, tensors that are loaded are meta
-tensors. Everything is counted for the rank, a thread (tests/thread_ranks.py), or a thread that it has started.
+The code that decides what is written, hashed and read is the package's own. Replaced are the calls
+below it: a write or a read of many bytes moves the place in the file, a digest counts what it is
+given, tensors that are loaded are meta tensors. Everything is counted for the rank, a thread
+(tests/thread_ranks.py), or a thread that it has started.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ class CountingDisk:
     """Counts, by rank.
 
     Attributes:
-        moved: bytes `written`, `hashed`, `read` and `loaded`, of these `again`: what the rank has read or loaded before
-            and its node may hold in memory; files `loaded_files` (opened for their tensors), `syncs`; `main`: of the
-            bytes, those that the thread moved that meets the other ranks.
+        moved: bytes `written`, `hashed`, `read` and `loaded`, of these `again`: what the rank has
+            read or loaded before and its node may hold in memory; files `loaded_files` (opened for
+            their tensors), `syncs`; `main`: of the bytes, those that the thread moved that meets
+            the other ranks.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,7 @@ class CountingDisk:
         taken, self.moved = self.moved, defaultdict(Counter)
         return taken
 
-    # ------------------------------------------------------------------ in the place of `os` and `hashlib`
+    # ----------------------------------------------------------- in the place of `os` and `hashlib`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

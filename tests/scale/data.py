@@ -1,9 +1,11 @@
-"""The preparation of 10 million conversations, for real, and the start after it: writes "Data" of docs/scale.md.
+"""The preparation of 10 million conversations, for real, and the start after it: writes "Data" of
+docs/scale.md.
 
     python tests/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
 
-Memory is the sum over all processes of their share of each page (Pss), looked at every half second; "private" leaves
-out the pages of files, which the system takes back when it needs them. What is made lies in FOLDER and is removed.
+Memory is the sum over all processes of their share of each page (Pss), looked at every half second;
+"private" leaves out the pages of files, which the system takes back when it needs them. What is
+made lies in FOLDER and is removed.
 """
 
 from __future__ import annotations
@@ -28,8 +30,30 @@ import psutil  # noqa: E402
 from data_document import section  # noqa: E402
 from document import write_section  # noqa: E402
 
-SUBJECTS = ("router", "switch", "bridge", "gateway", "firewall", "packet", "frame", "segment", "route", "port")
-WORDS = ("forwards", "drops", "marks", "counts", "queues", "reads", "tags", "sends", "keeps", "checks")
+SUBJECTS = (
+    "router",
+    "switch",
+    "bridge",
+    "gateway",
+    "firewall",
+    "packet",
+    "frame",
+    "segment",
+    "route",
+    "port",
+)
+WORDS = (
+    "forwards",
+    "drops",
+    "marks",
+    "counts",
+    "queues",
+    "reads",
+    "tags",
+    "sends",
+    "keeps",
+    "checks",
+)
 CUTOFF_LEN, PROCESSES, LOCAL_RANKS = 128, 2, 8
 ROWS_AT_ONCE = 10_000
 LOOK_SECONDS = 0.5
@@ -54,10 +78,18 @@ def _row(row: int) -> str:
 
 
 def write_model(folder: Path) -> None:
-    """A model of a few numbers, with the tokenizer and the template that all contenders read alike."""
+    """A model of a few numbers, with the tokenizer and the template that all contenders read
+    alike.
+    """
     from sft_inputs import _write_model
 
-    settings = {"shape": "tiny", "vocabulary": 4096, "cutoff_len": CUTOFF_LEN, "seed": 1, "weights": "float32"}
+    settings = {
+        "shape": "tiny",
+        "vocabulary": 4096,
+        "cutoff_len": CUTOFF_LEN,
+        "seed": 1,
+        "weights": "float32",
+    }
     _write_model(folder, settings, "cpu")
 
 
@@ -80,7 +112,9 @@ class Watch:
                 processes = [self._process, *self._process.children(recursive=True)]
                 shares = [_shares(process.pid) for process in processes]
                 self.peak_bytes = max(self.peak_bytes, sum(whole for whole, _ in shares))
-                self.peak_private_bytes = max(self.peak_private_bytes, sum(own for _, own in shares))
+                self.peak_private_bytes = max(
+                    self.peak_private_bytes, sum(own for _, own in shares)
+                )
             self.peak_disk_bytes = max(self.peak_disk_bytes, disk_bytes(self._folder))
 
 
@@ -111,9 +145,21 @@ class Work:
         if not self.data.exists():
             write_rows(self.data, rows)
         columns = {"messages": "messages"}
-        tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-        described = {"file_name": self.data.name, "formatting": "sharegpt", "columns": columns, "tags": tags}
-        (folder / "dataset_info.json").write_text(json.dumps({self.data.stem: described}), encoding="utf-8")
+        tags = {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        }
+        described = {
+            "file_name": self.data.name,
+            "formatting": "sharegpt",
+            "columns": columns,
+            "tags": tags,
+        }
+        (folder / "dataset_info.json").write_text(
+            json.dumps({self.data.stem: described}), encoding="utf-8"
+        )
 
     def start(self, contender: str, name: str, **environment: str) -> subprocess.Popen[bytes]:
         cache = self.cache(contender)
@@ -124,7 +170,10 @@ class Work:
             "data": str(self.data),
             "cache": str(cache),
         }
-        work |= {"result": str(self.folder / f"{name}.json"), "log": str(self.folder / f"{name}.log")}
+        work |= {
+            "result": str(self.folder / f"{name}.json"),
+            "log": str(self.folder / f"{name}.log"),
+        }
         work |= {"cutoff_len": CUTOFF_LEN, "processes": PROCESSES, "rows": self.rows}
         settings = self.folder / f"{name}.settings.json"
         settings.write_text(json.dumps(work), encoding="utf-8")
@@ -133,7 +182,10 @@ class Work:
         given = {**os.environ, "PYTHONPATH": str(ROOT) if is_ours else "", "OMP_NUM_THREADS": "1"}
         output = (self.folder / f"{name}.out").open("wb")
         return subprocess.Popen(
-            [python, str(PROCESS), str(settings)], env=given | environment, stdout=output, stderr=output
+            [python, str(PROCESS), str(settings)],
+            env=given | environment,
+            stdout=output,
+            stderr=output,
         )
 
     def cache(self, contender: str) -> Path:
@@ -154,7 +206,11 @@ class Work:
         code = process.wait()
         watch.stop()
         found: dict[str, Any] = {"wall_seconds": time.perf_counter() - begin, "code": code}
-        found |= {"peak": watch.peak_bytes, "private": watch.peak_private_bytes, "disk": watch.peak_disk_bytes}
+        found |= {
+            "peak": watch.peak_bytes,
+            "private": watch.peak_private_bytes,
+            "disk": watch.peak_disk_bytes,
+        }
         return found | (self.result(name) if code == 0 else {})
 
     def killed_and_resumed(self, part: float) -> dict[str, Any]:
@@ -164,7 +220,9 @@ class Work:
         watch = Watch(process.pid, self.cache("ours"))
         while (finished := self._finished_records()) < part * self.rows:
             if process.poll() is not None:
-                raise SystemExit(f"ended too early: {(self.folder / 'killed.out').read_text()[-2000:]}")
+                raise SystemExit(
+                    f"ended too early: {(self.folder / 'killed.out').read_text()[-2000:]}"
+                )
             time.sleep(1)
         time.sleep(LOST_SECONDS)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -176,10 +234,22 @@ class Work:
         if psutil.wait_procs(children, timeout=20)[1]:
             raise SystemExit("a process outlived the killed one")
         after = self.whole("ours", "resumed")
-        peaks = {"peak": watch.peak_bytes, "private": watch.peak_private_bytes, "disk": watch.peak_disk_bytes}
+        peaks = {
+            "peak": watch.peak_bytes,
+            "private": watch.peak_private_bytes,
+            "disk": watch.peak_disk_bytes,
+        }
         joined = {name: max(value, after[name]) for name, value in peaks.items()}
         joined["cpu_seconds"] = cpu + after["cpu_seconds"]
-        return after | joined | {"before_kill": before, "kept_records": finished, "after_kill": after["wall_seconds"]}
+        return (
+            after
+            | joined
+            | {
+                "before_kill": before,
+                "kept_records": finished,
+                "after_kill": after["wall_seconds"],
+            }
+        )
 
     def _finished_records(self) -> int:
         states = sorted(self.cache("ours").glob(".making-*/scratch/state-*.json"))
@@ -189,8 +259,12 @@ class Work:
 
     def ranks(self, count: int) -> list[dict[str, Any]]:
         """So many processes of one node at once, with the samples made before."""
-        who = [{"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(count)} for n in range(count)]
-        started = [self.start("ours", f"rank{n}", **environment) for n, environment in enumerate(who)]
+        who = [
+            {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(count)} for n in range(count)
+        ]
+        started = [
+            self.start("ours", f"rank{n}", **environment) for n, environment in enumerate(who)
+        ]
         if any(process.wait() for process in started):
             raise SystemExit((self.folder / "rank0.out").read_text()[-2000:])
         return [self.result(f"rank{n}") for n in range(count)]
@@ -210,14 +284,24 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         work.remove("ours")
     if options.rows:
         work = Work(folder, options.rows, options.peers)
-        yield "large", work.killed_and_resumed(0.3) | {"rows": options.rows, "bytes": work.data.stat().st_size}
+        yield (
+            "large",
+            work.killed_and_resumed(0.3)
+            | {
+                "rows": options.rows,
+                "bytes": work.data.stat().st_size,
+            },
+        )
 
 
 def start(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """The start with samples that are there."""
     work = Work(options.folder, options.start_rows, options.peers)
     made = work.whole("invented", "invented")
-    yield "entry", {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]}
+    yield (
+        "entry",
+        {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]},
+    )
     os.sync()  # what is mapped and not yet written out would count as private
     for ranks in (1, LOCAL_RANKS):
         yield f"start {ranks}", work.ranks(ranks)
@@ -225,7 +309,9 @@ def start(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument(
         "--peer-rows",
@@ -235,7 +321,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scale-data")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "bench-venv")
     parser.add_argument("--start-rows", type=int, default=10_000_000)
-    parser.add_argument("--found", type=Path, help="JSON of what was found before, for a part at a time (0 rows: none)")
+    parser.add_argument(
+        "--found",
+        type=Path,
+        help="JSON of what was found before, for a part at a time (0 rows: none)",
+    )
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

@@ -47,21 +47,37 @@ def section(found: dict[str, Any]) -> str:
     text += _line("ours, killed and resumed", **found["large"])
     text += _extrapolated(found)
     text += KILLED.format(
-        before=large["before_kill"], kept=large["kept_records"], rows=large["rows"], after=large["after_kill"]
+        before=large["before_kill"],
+        kept=large["kept_records"],
+        rows=large["rows"],
+        after=large["after_kill"],
     )
     entry = found["entry"]["found"]
     text += STARTED.format(rows=entry["rows"], gib=entry["bytes"] / 2**30)
     for name in found:
         if name.startswith("start "):
             text += _start(name.removeprefix("start "), **found[name])
-    largest = f"{large['rows']:,} rows tokenized, {entry['rows']:,} samples started with by 1 and 8 processes"
-    text += "\nOne process has more: it has hashed the entry in threads, whose memory the C library keeps.\n"
-    return f"{text}\nLargest case that was really run: {largest}.\n\nCommand: `make scale PART=data`.\n"
+    largest = (
+        f"{large['rows']:,} rows tokenized, {entry['rows']:,} samples started with by 1 and 8"
+        " processes"
+    )
+    text += (
+        "\nOne process has more: it has hashed the entry in threads, whose memory the C library"
+        " keeps.\n"
+    )
+    return (
+        f"{text}\nLargest case that was really run: {largest}.\n\nCommand: `make scale"
+        " PART=data`.\n"
+    )
 
 
 def _extrapolated(found: dict[str, Any]) -> str:
     """From the most rows that all contenders prepared."""
-    runs = [one["found"] | {"name": name.split()[0]} for name, one in found.items() if name.split()[0] in NAMES]
+    runs = [
+        one["found"] | {"name": name.split()[0]}
+        for name, one in found.items()
+        if name.split()[0] in NAMES
+    ]
     rows = max(run["rows"] for run in runs)
     times = 10_000_000 / rows
     each = []
@@ -77,16 +93,26 @@ def _line(name: str, found: dict[str, Any], load: float) -> str:
     title = NAMES[contender.split()[0]] + (f",{more}" if more else "")
     rows = found["rows"]
     if found["code"]:
-        return f"| {title} | {rows:,} | ended with exit code {found['code']} | | | | | | {load:.0f} |\n"
-    seconds = found["before_kill"] + found["after_kill"] if "before_kill" in found else found["seconds"]
+        return (
+            f"| {title} | {rows:,} | ended with exit code {found['code']} | | | | | |"
+            f" {load:.0f} |\n"
+        )
+    seconds = (
+        found["before_kill"] + found["after_kill"] if "before_kill" in found else found["seconds"]
+    )
     memory = f"{found['peak'] / 2**30:.2f} | {found['private'] / 2**30:.2f}"
     rates = f"{rows / seconds:,.0f} | {rows / found['cpu_seconds']:,.0f}"
-    return f"| {title} | {rows:,} | {seconds:,.0f} | {rates} | {memory} | {found['disk'] / rows:,.0f} | {load:.0f} |\n"
+    return (
+        f"| {title} | {rows:,} | {seconds:,.0f} | {rates} | {memory} | {found['disk'] / rows:,.0f}"
+        f" | {load:.0f} |\n"
+    )
 
 
 def _start(ranks: str, found: list[dict[str, Any]], load: float) -> str:
     def added(when: str) -> str:
-        sizes = [(one[when]["Private_Dirty"] - one["before"]["Private_Dirty"]) / 2**20 for one in found]
+        sizes = [
+            (one[when]["Private_Dirty"] - one["before"]["Private_Dirty"]) / 2**20 for one in found
+        ]
         return " to ".join(dict.fromkeys(f"{size:.0f}" for size in (min(sizes), max(sizes))))
 
     seconds = max(one["seconds"] for one in found)

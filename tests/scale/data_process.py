@@ -1,8 +1,10 @@
-"""One contender of tests/scale/data.py in a process of its own, under the Python that has its library.
+"""One contender of tests/scale/data.py in a process of its own, under the Python that has its
+library.
 
     python tests/scale/data_process.py SETTINGS.json
 
-Each prepares the same rows as its users would before a training: from the file on disk to samples that can be drawn.
+Each prepares the same rows as its users would before a training: from the file on disk to samples
+that can be drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     """`prepare_data` of a run, as each of its processes calls it."""
     from finetune.data import sample_shards
 
-    sample_shards.SHARD_TOKENS = min(sample_shards.SHARD_TOKENS, work["rows"] * 4)  # some, of few rows too
+    # some, of few rows too
+    sample_shards.SHARD_TOKENS = min(sample_shards.SHARD_TOKENS, work["rows"] * 4)
     # Whatever it imports is there before, so that it is no memory of the data's.
     import finetune.batching.sampler
     import finetune.data.dataset
@@ -75,7 +78,9 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def invented(work: dict[str, Any]) -> dict[str, Any]:
-    """As ours, but the tokens are random numbers: what is large on the disk, without the hours that make it."""
+    """As ours, but the tokens are random numbers: what is large on the disk, without the hours that
+    make it.
+    """
     import numpy as np
 
     from finetune.data.passes import SAMPLE_FACTS
@@ -99,9 +104,16 @@ def invented(work: dict[str, Any]) -> dict[str, Any]:
         fingerprint = write_arrays(folder, writer.states)
         shutil.rmtree(folder / SCRATCH)
         shards = [[state["samples"], state["tokens"]] for state in writer.states]
-        report = vars(DataReport(work["rows"], work["rows"], work["rows"], difficulty_field_found=True))
+        report = vars(
+            DataReport(work["rows"], work["rows"], work["rows"], difficulty_field_found=True)
+        )
         names = ["explain", "reasoning", "topology"]
-        facts = {"fingerprint": fingerprint, "level_names": names, "report": report, "highest_id": 4095}
+        facts = {
+            "fingerprint": fingerprint,
+            "level_names": names,
+            "report": report,
+            "highest_id": 4095,
+        }
         return facts | {"shards": shards}
 
     Preparation.write_samples = write_samples  # type: ignore[method-assign]
@@ -164,7 +176,9 @@ def llamafactory(work: dict[str, Any]) -> dict[str, Any]:
     model_args, data_args, training_args, _, _ = get_train_args(settings)
     tokenizer_module = load_tokenizer(model_args)
     template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+    module = get_dataset(
+        template, model_args, data_args, training_args, stage="sft", **tokenizer_module
+    )
     facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": cpu_seconds() - spent}
     return facts | {"samples": len(module["train_dataset"])}
 

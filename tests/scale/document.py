@@ -1,4 +1,6 @@
-"""docs/scale.md: each script of this folder writes the tables of its own section, and nothing else."""
+"""docs/scale.md: each script of this folder writes the tables of its own section, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,9 @@ def write_section(title: str, body: str, document: Path = DOCUMENT) -> None:
     if any(line.startswith(("# ", "## ")) for line in body.splitlines()):
         raise ValueError("a section has headings below its own only")
     begin = lines.index(f"## {title}") + 1
-    end = next((number for number in range(begin, len(lines)) if lines[number].startswith("## ")), len(lines))
+    end = next(
+        (number for number in range(begin, len(lines)) if lines[number].startswith("## ")),
+        len(lines),
+    )
     text = "\n".join([*lines[:begin], "", body.strip(), "", *lines[end:]]).rstrip()
     document.write_text(text + "\n", encoding="utf-8")

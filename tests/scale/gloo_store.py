@@ -1,4 +1,6 @@
-"""What a group of gloo asks of the store and how many connections it opens, counted of real ones: a thread a rank."""
+"""What a group of gloo asks of the store and how many connections it opens, counted of real ones: a
+thread a rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class CountingStore(dist.Store):
-    """A store in this process, with the messages that TCPStore would send: a `get` is a wait and a get."""
+    """A store in this process, with the messages that TCPStore would send: a `get` is a wait and a
+    get.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +51,9 @@ class CountingStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
         with self.changed:
             self.requests["wait"] += 1
-            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), timeout.total_seconds()):
+            if not self.changed.wait_for(
+                lambda: all(key in self.values for key in keys), timeout.total_seconds()
+            ):
                 raise dist.DistStoreError(f"wait timeout, keys: {keys}")
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -72,8 +78,12 @@ class GlooTraffic:
 
 
 @contextlib.contextmanager
-def real_groups(ranks: int, store: dist.Store, *, lazy: bool) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
-    """Groups of gloo in this process; yields what lets each rank do something, in a thread of its own."""
+def real_groups(
+    ranks: int, store: dist.Store, *, lazy: bool
+) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
+    """Groups of gloo in this process; yields what lets each rank do something, in a thread of its
+    own.
+    """
     from finetune.runtime.host import allow_open_files
 
     allow_open_files()
@@ -92,7 +102,9 @@ def real_groups(ranks: int, store: dist.Store, *, lazy: bool) -> Iterator[Callab
         "send": lambda tensor, dst, group=None: groups[own.rank].send([tensor], dst, 0).wait(),
         "recv": lambda tensor, src, group=None: groups[own.rank].recv([tensor], src, 0).wait(),
         "broadcast": lambda tensor, src, group=None: groups[own.rank].broadcast(tensor, src).wait(),
-        "all_gather": lambda outputs, tensor, group=None: groups[own.rank].allgather([outputs], [tensor]).wait(),
+        "all_gather": lambda outputs, tensor, group=None: (
+            groups[own.rank].allgather([outputs], [tensor]).wait()
+        ),
     }
     with ThreadPoolExecutor(ranks) as pool, contextlib.ExitStack() as stack:
         for name, call in front.items():
@@ -118,7 +130,9 @@ def gloo_traffic(ranks: int, *, lazy: bool) -> GlooTraffic:
     with real_groups(ranks, store, lazy=lazy) as everywhere:
         found = everywhere(lambda rank: largest_of_all([rank, -rank]))
         assert found == [[ranks - 1, 0]] * ranks, found
-        return GlooTraffic(ranks, store.requests.total(), store.bytes, (_sockets() - before - ranks) // 2)
+        return GlooTraffic(
+            ranks, store.requests.total(), store.bytes, (_sockets() - before - ranks) // 2
+        )
 
 
 def _sockets() -> int:

@@ -1,8 +1,10 @@
-"""A week in half an hour: 200,000 optimizer steps of a model that computes nothing, and then what reads the run.
+"""A week in half an hour: 200,000 optimizer steps of a model that computes nothing, and then what
+reads the run.
 
-Trainer's loop, sampler, curriculum, logs, TensorBoard, evaluation and checkpoints are a run's own; the losses are made
-up, with a gradient for every parameter. On the way the clock jumps, and the rank's log is rotated from outside.
-`python tests/scale/long.py` (30 minutes on one core) writes its section of docs/scale.md.
+Trainer's loop, sampler, curriculum, logs, TensorBoard, evaluation and checkpoints are a run's own;
+the losses are made up, with a gradient for every parameter. On the way the clock jumps, and the
+rank's log is rotated from outside. `python tests/scale/long.py` (30 minutes on one core) writes its
+section of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -59,12 +61,16 @@ class Plan:
 
     @property
     def spike_steps(self) -> list[int]:
-        """Those that the guard can tell: its window of 128 steps is full, and the step was not skipped."""
+        """Those that the guard can tell: its window of 128 steps is full, and the step was not
+        skipped.
+        """
         steps = range(self.spike_every, self.steps + 1, self.spike_every)
         return [step for step in steps if step > 130 and step % self.nan_every]
 
     def clock_offset(self, step: int) -> float:
-        """The clock is an hour fast from a third of the run on, and an hour slow from two thirds on."""
+        """The clock is an hour fast from a third of the run on, and an hour slow from two thirds
+        on.
+        """
         return (0.0, HOUR, -HOUR)[min(2, 3 * (step - 1) // self.steps)]
 
 
@@ -89,7 +95,9 @@ def settings(materials: run_helpers.Materials, output_dir: Path, plan: Plan) -> 
 
 
 def prepare(rank: int, output_dir: str, watch: str, numbers: dict[str, int]) -> None:
-    """Before the run: put the losses in the place of the model's, and look at the process on the way."""
+    """Before the run: put the losses in the place of the model's, and look at the process on the
+    way.
+    """
     from finetune.storage import append_file
 
     plan, real_time = Plan(**numbers), time.time
@@ -111,7 +119,9 @@ def prepare(rank: int, output_dir: str, watch: str, numbers: dict[str, int]) -> 
 
 
 def made_up(plan: Plan, step: int, model: Any, microbatch: Any, device: Any, head: Any) -> Any:
-    """Losses `(targets,)` that fall as a run's do; their gradient is the same for every parameter's first number."""
+    """Losses `(targets,)` that fall as a run's do; their gradient is the same for every parameter's
+    first number.
+    """
     import torch
 
     noise = math.sin(step * 12.9898) * 43_758.5453 % 1.0
@@ -196,11 +206,19 @@ def check(output_dir: Path, plan: Plan) -> dict[str, Any]:
     assert of("spike") == plan.spike_steps, "spikes"
     assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
     times = [event["time"] for event in events]
-    assert min(after - before for before, after in zip(times, times[1:], strict=False)) < -HOUR, "the clock went back"
+    assert min(after - before for before, after in zip(times, times[1:], strict=False)) < -HOUR, (
+        "the clock went back"
+    )
     said = "".join(path.read_text() for path in sorted((output_dir / "logs").iterdir()))
-    assert said.count("was skipped: loss or gradients") == len(plan.nan_steps), "no line of the log was lost"
+    assert said.count("was skipped: loss or gradients") == len(plan.nan_steps), (
+        "no line of the log was lost"
+    )
     assert len(list((output_dir / "logs").iterdir())) == 3
-    return {"nonfinite": len(plan.nan_steps), "spikes": len(plan.spike_steps), "events": len(events)}
+    return {
+        "nonfinite": len(plan.nan_steps),
+        "spikes": len(plan.spike_steps),
+        "events": len(events),
+    }
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -222,7 +240,8 @@ def sizes(output_dir: Path) -> dict[str, int]:
 # ---------------------------------------------------------------- readers
 
 
-# Runs a command of the package; says the processor time and the most memory that its process has taken.
+# Runs a command of the package; says the processor time and the most memory that its process has
+# taken.
 MEASURED = """
 import sys, time
 from finetune.__main__ import main
@@ -233,18 +252,24 @@ print(time.process_time(), int(peak.split()[1]) * 1024, file=sys.stderr)
 
 
 def measured(arguments: Sequence[str]) -> list[str]:
-    """Seconds by the clock and of the processor, and the most memory in MiB, of a command of the package."""
+    """Seconds by the clock and of the processor, and the most memory in MiB, of a command of the
+    package.
+    """
     began = time.perf_counter()
     words = [sys.executable, "-c", MEASURED, *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True
+    )
     seconds = time.perf_counter() - began
     processor, peak_bytes = map(float, done.stderr.splitlines()[-1].split())
     return [f"{seconds:.1f}", f"{processor:.1f}", f"{peak_bytes / MIB:,.0f}"]
 
 
 def refresh_seconds(folder: Path) -> tuple[float, float]:
-    """Of the monitor's picture after a line more, by the clock and of the processor: medians of several."""
+    """Of the monitor's picture after a line more, by the clock and of the processor: medians of
+    several.
+    """
     from rich.console import Console
 
     from finetune.commands.monitor.dashboard import Dashboard, Machine
@@ -265,12 +290,16 @@ def refresh_seconds(folder: Path) -> tuple[float, float]:
 
 def longer(source: Path, folder: Path, times: int) -> Path:
     """A copy of a run (without checkpoints) with so many times its steps."""
-    ignored = shutil.ignore_patterns("checkpoint-*", "tensorboard", "samples.jsonl", "*.safetensors")
+    ignored = shutil.ignore_patterns(
+        "checkpoint-*", "tensorboard", "samples.jsonl", "*.safetensors"
+    )
     shutil.copytree(source, folder, ignore=ignored)
     with (source / "trainer_log.jsonl").open() as file:
         rests = [line.partition(", ")[2] for line in file]
     with (folder / "trainer_log.jsonl").open("w") as file:
-        file.writelines(f'{{"step": {number}, {rest}' for number, rest in enumerate(rests * times, 1))
+        file.writelines(
+            f'{{"step": {number}, {rest}' for number, rest in enumerate(rests * times, 1)
+        )
     return folder
 
 
@@ -279,25 +308,40 @@ def failed(source: Path, folder: Path) -> Path:
     longer(source, folder, 1)
     shutil.rmtree(folder / "logs")
     (folder / "logs").mkdir()
-    status = {"state": "failed", "exit_code": 1, "error": "loss or gradients were NaN or inf in 10 steps in a row"}
+    status = {
+        "state": "failed",
+        "exit_code": 1,
+        "error": "loss or gradients were NaN or inf in 10 steps in a row",
+    }
     (folder / "status.json").write_text(json.dumps(status))
-    said = "2026-01-01 00:00:00,000 [INFO] step {0}/200000  stage 2/3  loss 1.2345  12,345 tok/s  ETA 100:00:00\n"
+    said = (
+        "2026-01-01 00:00:00,000 [INFO] step {0}/200000  stage 2/3  loss 1.2345  12,345 tok/s  ETA"
+        " 100:00:00\n"
+    )
     with (folder / "logs" / "20260101-000000-1-rank0.log").open("w") as file:
         file.writelines(said.format(number) for number in range(WEEK_SECONDS // PROGRESS_SECONDS))
-        file.write("2026-01-07 23:59:59,000 [ERROR] loss or gradients were NaN or inf in 10 steps in a row\n")
+        file.write(
+            "2026-01-07 23:59:59,000 [ERROR] loss or gradients were NaN or inf in 10 steps in a"
+            " row\n"
+        )
     return folder
 
 
 # ---------------------------------------------------------------- the whole
 
 
-def document(plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], readers: list[list[str]]) -> str:
+def document(
+    plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], readers: list[list[str]]
+) -> str:
     begin, end = seen[len(seen) // 20 : len(seen) // 10], seen[-len(seen) // 20 :]
     settled = seen[len(seen) // 20 :]
     growth = slope([(look["step"] / 10_000, look["rss_bytes"] / 1024) for look in settled])
 
     def span(name: str, scale: float = 1.0, form: str = "{:,.0f}") -> tuple[str, str]:
-        return tuple(form.format(statistics.mean(look[name] for look in part) / scale) for part in (begin, end))
+        return tuple(
+            form.format(statistics.mean(look[name] for look in part) / scale)
+            for part in (begin, end)
+        )
 
     rows = [
         ("resident memory, MiB", *span("rss_bytes", MIB)),
@@ -311,7 +355,8 @@ def document(plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], read
     a_step = {name: size / plan.steps for name, size in found["sizes"].items()}
     week = a_step["trainer_log.jsonl"] * WEEK_SECONDS / 1e9
     files = "\n".join(
-        f"| `{name}` | {found['sizes'][name] / MIB:,.1f} | {a_step[name]:,.0f} |" for name in found["sizes"]
+        f"| `{name}` | {found['sizes'][name] / MIB:,.1f} | {a_step[name]:,.0f} |"
+        for name in found["sizes"]
     )
     read = "\n".join("| " + " | ".join(row) + " |" for row in readers)
     return f"""
@@ -357,14 +402,34 @@ def measure_readers(folder: Path, run: Path, steps: int) -> list[list[str]]:
         numbers = measured(["report", str(one), "--lang", "en"])
         page = (one / "report.html").stat().st_size / 1e6
         rows.append(["`report`", f"{count:,}", *numbers, f"a page of {page:.2f} MB"])
-        rows.append(["`monitor`, the first look", f"{count:,}", *measured(["monitor", str(one), "--once"]), ""])
-        scratch = shutil.copytree(one, folder / f"refreshed-{count}", ignore=shutil.ignore_patterns("checkpoint-*"))
+        rows.append(
+            [
+                "`monitor`, the first look",
+                f"{count:,}",
+                *measured(["monitor", str(one), "--once"]),
+                "",
+            ]
+        )
+        scratch = shutil.copytree(
+            one, folder / f"refreshed-{count}", ignore=shutil.ignore_patterns("checkpoint-*")
+        )
         seconds, processor = refresh_seconds(scratch)
-        rows.append(["`monitor`, each later look", f"{count:,}", f"{seconds:.3f}", f"{processor:.3f}", "", ""])
+        rows.append(
+            [
+                "`monitor`, each later look",
+                f"{count:,}",
+                f"{seconds:.3f}",
+                f"{processor:.3f}",
+                "",
+                "",
+            ]
+        )
         shutil.rmtree(scratch)
     numbers = measured(["diagnose", str(failed(run, folder / "failed"))])
     rows.append(["`diagnose`", f"{steps:,}", *numbers, "a week's log of a rank"])
-    rows.append(["`checkpoints`", f"{steps:,}", *measured(["checkpoints", str(run)]), "2 small ones"])
+    rows.append(
+        ["`checkpoints`", f"{steps:,}", *measured(["checkpoints", str(run)]), "2 small ones"]
+    )
     return rows
 
 
@@ -375,7 +440,14 @@ def train(folder: Path, plan: Plan) -> float:
     began = time.perf_counter()
     words = [sys.executable, __file__, "--folder", str(folder), "--train", json.dumps(asdict(plan))]
     with (folder / "console.log").open("w") as log:
-        subprocess.run(words, stdout=log, stderr=log, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            words,
+            stdout=log,
+            stderr=log,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     return time.perf_counter() - began
 
 
@@ -394,11 +466,18 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=200_000)
     options.add_argument("--folder", type=Path, default=ROOT / "build" / "scale-long")
     options.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
-    options.add_argument("--read", action="store_true", help="only measure the readers of the run that is there")
+    options.add_argument(
+        "--read", action="store_true", help="only measure the readers of the run that is there"
+    )
     given = options.parse_args()
     if given.train is not None:
         return train_here(given.folder, given.train)
-    plan = Plan(given.steps, max(1, given.steps // 200), max(7, given.steps // 97), max(150, given.steps // 41))
+    plan = Plan(
+        given.steps,
+        max(1, given.steps // 200),
+        max(7, given.steps // 97),
+        max(150, given.steps // 41),
+    )
     if not given.read:
         shutil.rmtree(given.folder, ignore_errors=True)
         given.folder.mkdir(parents=True)
@@ -407,7 +486,10 @@ def main() -> int:
     run = given.folder / "run"
     for name in ("longer", "failed"):
         shutil.rmtree(given.folder / name, ignore_errors=True)
-    found = check(run, plan) | {"sizes": sizes(run), "seconds": json.loads((given.folder / "seconds.json").read_text())}
+    found = check(run, plan) | {
+        "sizes": sizes(run),
+        "seconds": json.loads((given.folder / "seconds.json").read_text()),
+    }
     names = [event["event"] for event in lines_of(run / "events.jsonl")]
     found |= {"evaluations": names.count("eval"), "saves": names.count("checkpoint")}
     seen = list(lines_of(given.folder / "watch.jsonl"))

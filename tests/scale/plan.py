@@ -1,10 +1,13 @@
-"""The plan of a global batch at 1 to 10,000 devices: its time, how well it fills and balances, and what waiting costs.
+"""The plan of a global batch at 1 to 10,000 devices: its time, how well it fills and balances, and
+what waiting costs.
 
-    python tests/scale/plan.py             # writes the section "Plan" of docs/scale.md, a few minutes of one core
+    python tests/scale/plan.py             # writes the section "Plan" of docs/scale.md, a few
+    minutes of one core
 
-Each device computes 32 conversations a step, so that the global batch grows with the machine. Times of the plan are of
-this machine's processor; times of a step are computed (planning/traffic.py) for Qwen3-8B trained whole under ZeRO-3 and
-with LoRA, on the H100 of docs/roofline.md. Speeds of devices vary as `Spread` says.
+Each device computes 32 conversations a step, so that the global batch grows with the machine. Times
+of the plan are of this machine's processor; times of a step are computed (planning/traffic.py) for
+Qwen3-8B trained whole under ZeRO-3 and with LoRA, on the H100 of docs/roofline.md. Speeds of
+devices vary as `Spread` says.
 """
 
 from __future__ import annotations
@@ -27,21 +30,28 @@ SAMPLES_PER_DEVICE = 32
 CUTOFF = 4_096  # tokens
 BUDGET = 4 * CUTOFF  # tokens of a packed microbatch: --micro-batch-size 4
 PADDED = 4  # samples of a padded one
-NETWORK_WITHIN, NETWORK_BETWEEN = 340e9, 45e9  # bytes per second of a device: docs/roofline.md, H100
-# Median and log-sigma of tokens by difficulty. Conversations as of public sets of instructions: a median of some
-# hundred tokens, and a mean half as high again by the long tail; a curriculum's difficulties differ in length.
+# bytes per second of a device: docs/roofline.md, H100
+NETWORK_WITHIN, NETWORK_BETWEEN = 340e9, 45e9
+# Median and log-sigma of tokens by difficulty. Conversations as of public sets of instructions: a
+# median of some hundred tokens, and a mean half as high again by the long tail; a curriculum's
+# difficulties differ in length.
 CONVERSATIONS = ((350, 0.9),)
 CURRICULUM = ((150, 0.6), (500, 0.8), (1_500, 0.7))
 
 
-# The plan's milliseconds at commit 6f38681, which placed one sample at a time: this machine, the same global batches.
+# The plan's milliseconds at commit 6f38681, which placed one sample at a time: this machine, the
+# same global batches.
 _BEFORE = {
     "conversations, packed": (0.1, 0.1, 0.8, 1.6, 49.4, 557.9),
     "conversations, padded": (0.0, 0.1, 0.4, 0.8, 19.6, 321.0),
     "curriculum, packed": (0.1, 0.1, 0.7, 1.5, 45.6, 509.3),
     "curriculum, padded": (0.1, 0.1, 0.5, 0.8, 12.5, 161.8),
 }
-BEFORE_MS = {(name, count): ms for name, row in _BEFORE.items() for count, ms in zip(DEVICES, row, strict=True)}
+BEFORE_MS = {
+    (name, count): ms
+    for name, row in _BEFORE.items()
+    for count, ms in zip(DEVICES, row, strict=True)
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class Spread:
 
     Attributes:
         noise: standard deviation of a microbatch's time, as a share of it.
-        slow_machines: share of the machines of eight that are slower all the time; slower: by this share.
+        slow_machines: share of the machines of eight that are slower all the time; slower: by this
+            share.
     """
 
     noise: float = 0.01
@@ -58,7 +69,9 @@ class Spread:
     slower: float = 0.10
 
 
-def draw_lengths(count: int, parts: Sequence[tuple[int, float]], seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def draw_lengths(
+    count: int, parts: Sequence[tuple[int, float]], seed: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of so many samples, cut off, and the difficulty of each."""
     random = np.random.default_rng(seed)
     difficulty = random.integers(0, len(parts), count)
@@ -74,7 +87,9 @@ def _schedule(curriculum: bool) -> Schedule:
     return Schedule(tuple(f"difficulty {number}" for number in range(len(CURRICULUM))), stages)
 
 
-def make_batches(devices: int, parts: Sequence[tuple[int, float]], steps: int) -> tuple[GlobalBatches, np.ndarray]:
+def make_batches(
+    devices: int, parts: Sequence[tuple[int, float]], steps: int
+) -> tuple[GlobalBatches, np.ndarray]:
     """The global batches of a run on so many devices, and the tokens of its samples."""
     size = SAMPLES_PER_DEVICE * devices
     lengths, difficulty = draw_lengths(max(4 * size, 10_000), parts)
@@ -86,7 +101,9 @@ def make_batches(devices: int, parts: Sequence[tuple[int, float]], steps: int) -
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of a step, as shares of it: time that devices wait because the plan is uneven, and because some are slower."""
+    """Of a step, as shares of it: time that devices wait because the plan is uneven, and because
+    some are slower.
+    """
 
     step_seconds: float
     by_imbalance: float
@@ -94,9 +111,16 @@ class Waiting:
 
 
 def simulate_step(
-    plan: MicrobatchSchedule, seconds_per_token: float, network_seconds: float, *, lockstep: bool, spread: Spread
+    plan: MicrobatchSchedule,
+    seconds_per_token: float,
+    network_seconds: float,
+    *,
+    lockstep: bool,
+    spread: Spread,
 ) -> Waiting:
-    """A step on devices that wait for one another: after every microbatch (`lockstep`, ZeRO-3), or once (DDP)."""
+    """A step on devices that wait for one another: after every microbatch (`lockstep`, ZeRO-3), or
+    once (DDP).
+    """
     even = plan.computed_tokens * seconds_per_token
 
     def spent(seconds: np.ndarray) -> float:
@@ -118,7 +142,8 @@ def slowness(shape: tuple[int, ...], spread: Spread, seed: int) -> np.ndarray:
 
 
 def step_costs(devices: int, *, whole: bool) -> tuple[float, float]:
-    """Seconds of a device for a token, and seconds of a step's network, of Qwen3-8B: ZeRO-3 (`whole`) or LoRA and DDP.
+    """Seconds of a device for a token, and seconds of a step's network, of Qwen3-8B: ZeRO-3
+    (`whole`) or LoRA and DDP.
 
     The planner's formulas, with the H100 of docs/roofline.md; the network overlaps nothing.
     """
@@ -130,13 +155,29 @@ def step_costs(devices: int, *, whole: bool) -> tuple[float, float]:
     from finetune.runtime.peak_flops import peak_flops
 
     model = "Qwen/Qwen3-8B"
-    values = {"model": model, "data": ["unused"], "output_dir": "unused", "cutoff_len": CUTOFF, "max_steps": 10}
-    values |= {"finetuning": "full" if whole else "lora", "micro_batch_size": BUDGET // CUTOFF, "use_curriculum": False}
-    values |= {"global_batch_size": SAMPLES_PER_DEVICE * devices, "gradient_checkpointing": True, "dtype": "bfloat16"}
+    values = {
+        "model": model,
+        "data": ["unused"],
+        "output_dir": "unused",
+        "cutoff_len": CUTOFF,
+        "max_steps": 10,
+    }
+    values |= {
+        "finetuning": "full" if whole else "lora",
+        "micro_batch_size": BUDGET // CUTOFF,
+        "use_curriculum": False,
+    }
+    values |= {
+        "global_batch_size": SAMPLES_PER_DEVICE * devices,
+        "gradient_checkpointing": True,
+        "dtype": "bfloat16",
+    }
     if whole:
         values["deepspeed"] = {"zero_optimization": {"stage": 3}}
     cluster = Cluster(max(1, devices // 8), min(8, devices), "cuda")
-    work = workload_of(resolve_object(values, devices).config, shape_of_config(known_config(model), model), cluster)
+    work = workload_of(
+        resolve_object(values, devices).config, shape_of_config(known_config(model), model), cluster
+    )
     work = replace(work, longest=1024)  # of a document: what attention pays for
     rate = NETWORK_WITHIN if devices <= 8 else NETWORK_BETWEEN
     peak = peak_flops("NVIDIA H100 80GB HBM3")
@@ -164,7 +205,9 @@ class Row:
     lora: Waiting
 
 
-def measure(devices: int, name: str, parts: Sequence[tuple[int, float]], *, packed: bool, steps: int) -> Row:
+def measure(
+    devices: int, name: str, parts: Sequence[tuple[int, float]], *, packed: bool, steps: int
+) -> Row:
     """Plan some steps as a rank does (data/steps.py)."""
     batches, lengths = make_batches(devices, parts, max(steps, 10))
     limit = {"token_budget": BUDGET} if packed else {"samples_per_microbatch": PADDED}
@@ -180,7 +223,9 @@ def measure(devices: int, name: str, parts: Sequence[tuple[int, float]], *, pack
         spent.append(time.perf_counter() - begin)
         plans.append(plan)
     waiting = {
-        whole: simulate_step(plans[0], *step_costs(devices, whole=whole), lockstep=whole, spread=Spread())
+        whole: simulate_step(
+            plans[0], *step_costs(devices, whole=whole), lockstep=whole, spread=Spread()
+        )
         for whole in (True, False)
     }
 
@@ -193,7 +238,11 @@ def measure(devices: int, name: str, parts: Sequence[tuple[int, float]], *, pack
         len(of_step),
         mean(lambda plan: plan.tokens),
         mean(lambda plan: plan.micro_steps),
-        mean(lambda plan: plan.packing_efficiency if packed else plan.tokens / int(plan.computed_tokens.sum())),
+        mean(
+            lambda plan: (
+                plan.packing_efficiency if packed else plan.tokens / int(plan.computed_tokens.sum())
+            )
+        ),
         mean(lambda plan: plan.imbalance),
         mean(lambda plan: plan.lockstep_imbalance),
         min(chosen),
@@ -220,7 +269,11 @@ def line(row: Row) -> str:
         f"{share:.2f}%",
     ]
     for waiting in (row.whole, row.lora):
-        cells += [f"{waiting.step_seconds:.2f}", f"{waiting.by_imbalance:.1%}", f"{waiting.by_stragglers:.1%}"]
+        cells += [
+            f"{waiting.step_seconds:.2f}",
+            f"{waiting.by_imbalance:.1%}",
+            f"{waiting.by_stragglers:.1%}",
+        ]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -260,7 +313,9 @@ Largest case that was really run: the plan of 10,000 devices, {largest:,} sample
 
 def write_document(rows: Sequence[Row], steps: int) -> None:
     largest = max(rows, key=lambda row: row.samples)
-    ways = [row for row in rows if row.devices == max(DEVICES) and row.name == "conversations, packed"]
+    ways = [
+        row for row in rows if row.devices == max(DEVICES) and row.name == "conversations, packed"
+    ]
     looked = max(4, 2_000_000 // largest.samples) + max(4, min(50, 2_000_000 // largest.samples))
     write_section(
         "Plan",
@@ -283,10 +338,18 @@ def write_document(rows: Sequence[Row], steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5, help="global batches that are planned of each row")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="global batches that are planned of each row"
+    )
     options = parser.parse_args()
     rows = [
-        measure(devices, f"{name}, {'packed' if packed else 'padded'}", parts, packed=packed, steps=options.steps)
+        measure(
+            devices,
+            f"{name}, {'packed' if packed else 'padded'}",
+            parts,
+            packed=packed,
+            steps=options.steps,
+        )
         for name, parts in (("conversations", CONVERSATIONS), ("curriculum", CURRICULUM))
         for packed in (True, False)
         for devices in DEVICES

@@ -1,4 +1,5 @@
-"""The plan of a global batch one sample at a time: what `schedule_microbatches` was before it placed many at once.
+"""The plan of a global batch one sample at a time: what `schedule_microbatches` was before it
+placed many at once.
 
 A reference for tests: the same plan by the plainest means.
 """
@@ -36,7 +37,10 @@ def schedule_by_heap(
         members[microbatch].append(position)
     sizes = [sum(int(lengths[position]) for position in member) for member in members]
     if samples_per_microbatch is not None:
-        sizes = [len(member) * max((int(lengths[position]) for position in member), default=0) for member in members]
+        sizes = [
+            len(member) * max((int(lengths[position]) for position in member), default=0)
+            for member in members
+        ]
     falling = sorted(range(count), key=lambda microbatch: -sizes[microbatch])
     ranks: Ranks = [[] for _ in range(world_size)]
     totals = [0] * world_size
@@ -69,7 +73,9 @@ def _pack(items: list[int], world_size: int, budget: int) -> tuple[list[int], in
 
 
 def longest_first(items: list[int], count: int, budget: int) -> list[int]:
-    """Microbatch of each item, the emptiest each time, of equals the first; ends before one that does not fit."""
+    """Microbatch of each item, the emptiest each time, of equals the first; ends before one that
+    does not fit.
+    """
     heap = [(0, microbatch) for microbatch in range(count)]
     placed: list[int] = []
     for tokens in items:

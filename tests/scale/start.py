@@ -1,9 +1,10 @@
-"""The start of 128 and 1,024 ranks: what node 0's store is asked, what ranks tell each other, who is named when.
+"""The start of 128 and 1,024 ranks: what node 0's store is asked, what ranks tell each other, who
+is named when.
 
     python tests/scale/start.py            # writes the section "Start" of docs/scale.md
 
-The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py, virtual_group.py);
-the connections of gloo are counted of real groups (gloo_store.py).
+The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py,
+virtual_group.py); the connections of gloo are counted of real groups (gloo_store.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from finetune.training.control import Control
 
 
 def measured_request(requests: int = 4_000) -> float:
-    """Seconds that a request of torch's own store takes here, there and back, where nothing disturbs it."""
+    """Seconds that a request of torch's own store takes here, there and back, where nothing
+    disturbs it.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -39,14 +42,23 @@ def measured_request(requests: int = 4_000) -> float:
 
 def measure() -> dict[str, dict[str, list[float]]]:
     """Every figure, by number of nodes or ranks."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in ("join", "late", "beat", "check", "any", "token")}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {} for name in ("join", "late", "beat", "check", "any", "token")
+    }
     for nodes in (16, 128):
         made = come(nodes)
-        found["join"][str(nodes)] = [made.server.requests.total(), made.server.bytes.total(), made.seconds]
+        found["join"][str(nodes)] = [
+            made.server.requests.total(),
+            made.server.bytes.total(),
+            made.seconds,
+        ]
         # Node 1 is ten minutes late: what the others ask meanwhile, a second.
         waited = come(nodes, after={1: 600.0})
         rest = waited.server.requests.total() - made.server.requests.total()
-        found["late"][str(nodes)] = [rest / 600, (waited.server.bytes.total() - made.server.bytes.total()) / 600]
+        found["late"][str(nodes)] = [
+            rest / 600,
+            (waited.server.bytes.total() - made.server.bytes.total()) / 600,
+        ]
         found["beat"][str(nodes)] = list(heartbeat_load(nodes))
     calls: dict[str, Callable[[Control, int], Any]] = {
         "check": check({}),
@@ -77,8 +89,14 @@ def losses() -> list[str]:
             who,
             f"first named after {absent:.0f} s; ranks {late.seconds:.1f} s after the last came",
             f"named on all others after {missing.seconds:,.0f} s",
-            f"named on all others after {max(named.seconds for r, named in silent.items() if r not in dead):.0f} s",
-            f"after {max(named.seconds for rank, named in failing.items() if rank not in dead):.0f} s",
+            (
+                "named on all others after"
+                f" {max(named.seconds for r, named in silent.items() if r not in dead):.0f} s"
+            ),
+            (
+                "after"
+                f" {max(named.seconds for rank, named in failing.items() if rank not in dead):.0f} s"
+            ),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -86,13 +104,19 @@ def losses() -> list[str]:
 
 def gloo_lines() -> tuple[list[str], dict[bool, Callable[[int], tuple[float, float, float]]]]:
     """Groups that were made, and what their figures are for any number of ranks."""
-    counted = {lazy: [gloo_traffic(ranks, lazy=lazy) for ranks in (2, 4, 8, 16, 32, 64)] for lazy in (False, True)}
+    counted = {
+        lazy: [gloo_traffic(ranks, lazy=lazy) for ranks in (2, 4, 8, 16, 32, 64)]
+        for lazy in (False, True)
+    }
     formulas = {lazy: fitted(counted[lazy], lazy) for lazy in counted}
     lines = []
     for at, every in enumerate(counted[False]):
         lazy = counted[True][at]
         cells = [f"{every.ranks}", "run"]
-        cells += [f"{made.requests:,} | {made.bytes / 1e6:,.3f} | {made.connections:,}" for made in (every, lazy)]
+        cells += [
+            f"{made.requests:,} | {made.bytes / 1e6:,.3f} | {made.connections:,}"
+            for made in (every, lazy)
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     for ranks in (128, 1024):
         cells = [f"{ranks:,}", "computed"]
@@ -103,14 +127,22 @@ def gloo_lines() -> tuple[list[str], dict[bool, Callable[[int], tuple[float, flo
     return lines, formulas
 
 
-def fitted(counted: Sequence[GlooTraffic], lazy: bool) -> Callable[[int], tuple[float, float, float]]:
-    """Requests, bytes and connections for any number of ranks: polynomials through what was counted.
+def fitted(
+    counted: Sequence[GlooTraffic], lazy: bool
+) -> Callable[[int], tuple[float, float, float]]:
+    """Requests, bytes and connections for any number of ranks: polynomials through what was
+    counted.
 
-    Where all connect to all, requests and connections are quadratic and bytes cubic: each of N ranks reads N records of
-    8 N bytes. On demand everything is linear: a tree has N - 1 connections, and each end of one looks up the other.
+    Where all connect to all, requests and connections are quadratic and bytes cubic: each of N
+    ranks reads N records of 8 N bytes. On demand everything is linear: a tree has N - 1
+    connections, and each end of one looks up the other.
     """
     ranks = np.array([made.ranks for made in counted], dtype=float)
-    degrees = {"requests": 1, "bytes": 1, "connections": 1} if lazy else {"requests": 2, "bytes": 3, "connections": 2}
+    degrees = (
+        {"requests": 1, "bytes": 1, "connections": 1}
+        if lazy
+        else {"requests": 2, "bytes": 3, "connections": 2}
+    )
     fits = {}
     for name, degree in degrees.items():
         values = np.array([getattr(made, name) for made in counted], dtype=float)
@@ -127,16 +159,14 @@ def fitted(counted: Sequence[GlooTraffic], lazy: bool) -> Callable[[int], tuple[
 
 
 # By the version that polled, at commit 6f38681: the same script with --figures.
-BEFORE: dict[str, dict[str, list[float]]] = json.loads(
-    """
+BEFORE: dict[str, dict[str, list[float]]] = json.loads("""
     {"join": {"16": [340, 36569, 0.604], "128": [2804, 1086145, 0.632]},
      "late": {"16": [291.82, 16201], "128": [2454.4, 135022]},
      "beat": {"16": [554.75, 44401], "128": [28584, 2453077]},
      "check": {"128": [508, 160274, 0.01283], "1024": [4092, 1291026, 0.10333]},
      "any": {"128": [2, 16, 0.0127], "1024": [2, 16, 0.1023]},
      "token": {"128": [508, 2794, 0.0127], "1024": [4092, 22506, 0.10232]}}
-    """
-)
+    """)
 TEXT = """\
 What happens from the launch to the first step on 16 nodes (128 ranks) and on 128 (1,024 ranks), counted. The launch's
 rendezvous, heartbeat and agent and the ranks' agreement run as they are, on a clock of their own
@@ -211,13 +241,16 @@ def write_document(found: dict[str, dict[str, list[float]]]) -> None:
         cells = [nodes]
         for name in ("join", "late", "beat"):
             cells += [
-                f"{figures[name][nodes][0]:,.0f}, {_size(figures[name][nodes][1])}" for figures in (BEFORE, found)
+                f"{figures[name][nodes][0]:,.0f}, {_size(figures[name][nodes][1])}"
+                for figures in (BEFORE, found)
             ]
         store.append("| " + " | ".join(cells) + " |")
     for name, called in (("check", "check_equal"), ("any", "any"), ("token", "token")):
         for ranks in ("128", "1024"):
             pairs = [(BEFORE[name][ranks][place], found[name][ranks][place]) for place in range(3)]
-            shown = [f"{a:,} | {b:,}" for a, b in pairs[:2]] + [f"{1000 * pairs[2][0]:.1f} | {1000 * pairs[2][1]:.1f}"]
+            shown = [f"{a:,} | {b:,}" for a, b in pairs[:2]] + [
+                f"{1000 * pairs[2][0]:.1f} | {1000 * pairs[2][1]:.1f}"
+            ]
             calls.append("| " + " | ".join([called, f"{int(ranks):,}", *shown]) + " |")
     gloo, formulas = gloo_lines()
     spent = {lazy: _store_seconds(*formulas[lazy](1024)[:2]) for lazy in (False, True)}
@@ -259,7 +292,9 @@ def _size(count: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figures", action="store_true", help="print the figures as JSON, and write nothing")
+    parser.add_argument(
+        "--figures", action="store_true", help="print the figures as JSON, and write nothing"
+    )
     options = parser.parse_args()
     found = measure()
     if options.figures:

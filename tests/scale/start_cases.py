@@ -18,14 +18,20 @@ from virtual_group import Group, Hop, ranks_in
 from virtual_time import Server, Wire, World, launch_in
 
 from finetune.commands.launch.heartbeat import Heartbeat
-from finetune.commands.launch.rendezvous import LaunchNode, Rendezvous, RendezvousError, RendezvousResult
+from finetune.commands.launch.rendezvous import (
+    LaunchNode,
+    Rendezvous,
+    RendezvousError,
+    RendezvousResult,
+)
 from finetune.errors import FinetuneError
 from finetune.training.control import Control
 
 DEVICES = 8  # of a node
 TIMEOUT_SECONDS = 1800  # --timeout-seconds
-# Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's time for a request
-# is about what one takes there and back on this machine (`measured_request` in start.py).
+# Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's
+# time for a request is about what one takes there and back on this machine (`measured_request` in
+# start.py).
 WIRE = Wire(between=50e-6, within=15e-6, service=20e-6, rate=1.25e9)
 HOP = Hop(seconds=50e-6, rate=1.25e9)
 # Of a run that is fine-tuned, as it names itself (training/prepare_sft.py): digests mostly.
@@ -40,7 +46,8 @@ class Joined:
     server: Server
     world: World
     results: dict[int, RendezvousResult | RendezvousError]
-    seconds: float  # until the last node had its ranks (or knew that there are none), from when the last one came
+    # until the last node had its ranks (or knew that there are none), from when the last one came
+    seconds: float
     late: list[tuple[float, list[int]]]  # when node 0 said that it waits, and for whom
 
 
@@ -68,7 +75,9 @@ def come(
     until: float = math.inf,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Joined:
-    """Let nodes come, some of them late, and find each other; what follows is done on each of them."""
+    """Let nodes come, some of them late, and find each other; what follows is done on each of
+    them.
+    """
     world = World()
     server = Server(world, WIRE, up=False)
     made = Joined(nodes, server, world, {}, 0.0, [])
@@ -93,7 +102,7 @@ def come(
     return made
 
 
-# ---------------------------------------------------------------- heartbeats, and the end of workers
+# --------------------------------------------------------------- heartbeats, and the end of workers
 
 
 def heartbeat_load(nodes: int, seconds: float = 10.0) -> tuple[float, float]:
@@ -109,7 +118,9 @@ def heartbeat_load(nodes: int, seconds: float = 10.0) -> tuple[float, float]:
         world.sleep(1000.0)
 
     # Not all in one moment: a cluster's nodes are not started by one clock.
-    made = come(nodes, after={rank: rank / nodes for rank in range(nodes)}, then=keep, until=6.5 + seconds)
+    made = come(
+        nodes, after={rank: rank / nodes for rank in range(nodes)}, then=keep, until=6.5 + seconds
+    )
     passed = made.world.now - begin["at"]
     requests, sent = made.server.requests.total(), made.server.bytes.total()
     return (requests - begin["requests"]) / passed, (sent - begin["bytes"]) / passed
@@ -127,10 +138,12 @@ class Named:
 def after_loss(
     nodes: int, *, silent: Sequence[int] = (), failing: Sequence[int] = (), timeout: float = 60.0
 ) -> dict[int, Named]:
-    """What each node reports where nodes fall silent (a cable), or their workers fail, some seconds into the run.
+    """What each node reports where nodes fall silent (a cable), or their workers fail, some seconds
+    into the run.
 
     Args:
-        timeout: --timeout-seconds; workers of the others wait for lost ones in a collective, and give up then.
+        timeout: --timeout-seconds; workers of the others wait for lost ones in a collective, and
+            give up then.
     """
     from finetune.commands.launch import elastic_agent
     from finetune.commands.launch.elastic_agent import Agent
@@ -224,7 +237,11 @@ def agree(
     with ranks_in(world, group):
         for number in range(ranks):
             if number not in absent:
-                world.start(lambda number=number: rank(number), node=number, at=(after or {}).get(number, 0.0))
+                world.start(
+                    lambda number=number: rank(number),
+                    node=number,
+                    at=(after or {}).get(number, 0.0),
+                )
         world.run()
     seconds = max(ends) - max((after or {}).values(), default=0.0)
     counted = [(group.messages[0], max(group.messages)), (group.bytes[0], max(group.bytes))]

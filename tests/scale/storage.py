@@ -1,10 +1,13 @@
-"""Storage that is slow or shared: each misbehaviour with each thing that the product does with files.
+"""Storage that is slow or shared: each misbehaviour with each thing that the product does with
+files.
 
-    python tests/scale/storage.py            # all of it, into docs/scale.md (`make scale PART=storage`)
-    python tests/scale/storage.py flock save # those with these words in their names, printed only
+    python tests/scale/storage.py            # all of it, into docs/scale.md (`make scale
+    PART=storage`) python tests/scale/storage.py flock save # those with these words in their names,
+    printed only
 
-The folder is a real network-like mount for every node (tests/shared_folder.py), which needs root and /dev/fuse. Every
-cell is demanded: no checkpoint lost, none called gone or invalid that is not, no lock held twice.
+The folder is a real network-like mount for every node (tests/shared_folder.py), which needs root
+and /dev/fuse. Every cell is demanded: no checkpoint lost, none called gone or invalid that is not,
+no lock held twice.
 """
 
 from __future__ import annotations
@@ -41,9 +44,7 @@ checkpoint lost, none called gone or invalid that is not, no lock held twice, a 
 `make scale PART=storage` makes this section."""
 
 # What the package renames by itself; a library's own rename (safetensors) fails with its error.
-OUR_RENAMES = (
-    r"(staging-[^/]*|checkpoint-\d+|(making|merging)-[^/]*|\.(json|bin|index|yaml)(\.tmp)?|/model\.safetensors)$"
-)
+OUR_RENAMES = r"(staging-[^/]*|checkpoint-\d+|(making|merging)-[^/]*|\.(json|bin|index|yaml)(\.tmp)?|/model\.safetensors)$"
 
 
 def _nothing() -> None:
@@ -167,7 +168,9 @@ def run_cells(words: list[str]) -> Iterator[Cell]:
             ):
                 try:
                     # A claim of a killed process is for its own machine to take over.
-                    text = killed_and_resumed(shared, Path(folder), elsewhere="flock" not in misbehaviour.name)
+                    text = killed_and_resumed(
+                        shared, Path(folder), elsewhere="flock" not in misbehaviour.name
+                    )
                     yield Cell(misbehaviour.name, "run", True, text)
                 except (AssertionError, TimeoutError) as error:
                     yield Cell(misbehaviour.name, "run", False, str(error))
@@ -180,7 +183,11 @@ def main() -> int:
         return 2
     found = []
     for cell in chain(cells(sys.argv[1:]), run_cells(sys.argv[1:])):
-        print(f"{'holds' if cell.holds else 'FAILS'}  {cell.misbehaviour} / {cell.operation}: {cell.text}", flush=True)
+        print(
+            f"{'holds' if cell.holds else 'FAILS'}  {cell.misbehaviour} / {cell.operation}:"
+            f" {cell.text}",
+            flush=True,
+        )
         found.append(cell)
     if not sys.argv[1:]:
         write_section("Storage", section(found))
@@ -196,12 +203,22 @@ def section(found: list[Cell]) -> str:
         "| storage | operation | what happened | |",
         "|---|---|---|---|",
     ]
-    for cell in sorted(found, key=lambda cell: [each.name for each in MISBEHAVIOURS].index(cell.misbehaviour)):
-        text = re.sub(r"/[^ \"']*/shared\b", "FOLDER", cell.text.replace("|", "\\|").replace("\n", " "))
-        lines.append(f"| {cell.misbehaviour} | {cell.operation} | {text} | {'holds' if cell.holds else 'FAILS'} |")
+    for cell in sorted(
+        found, key=lambda cell: [each.name for each in MISBEHAVIOURS].index(cell.misbehaviour)
+    ):
+        text = re.sub(
+            r"/[^ \"']*/shared\b", "FOLDER", cell.text.replace("|", "\\|").replace("\n", " ")
+        )
+        lines.append(
+            f"| {cell.misbehaviour} | {cell.operation} | {text} |"
+            f" {'holds' if cell.holds else 'FAILS'} |"
+        )
     lines += [
         "",
-        "Largest case that was really run: two nodes on one machine, files of 200 kB; caches of 3 s for those of 60 s.",
+        (
+            "Largest case that was really run: two nodes on one machine, files of 200 kB; caches of"
+            " 3 s for those of 60 s."
+        ),
     ]
     return "\n".join(lines)
 

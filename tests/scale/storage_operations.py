@@ -1,7 +1,8 @@
-"""What the product does with files, each as nodes do it that share a folder (tests/shared_folder.py).
+"""What the product does with files, each as nodes do it that share a folder
+(tests/shared_folder.py).
 
-An operation is a function of a `Cluster`; it returns what happened, in words, and raises AssertionError where something
-is lost or a message is false.
+An operation is a function of a `Cluster`; it returns what happened, in words, and raises
+AssertionError where something is lost or a message is false.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ def preload() -> None:
 
 
 class Task:
-    """A function at work on a node; `result` is what it returned, `{"error": text}` for an error of the package."""
+    """A function at work on a node; `result` is what it returned, `{"error": text}` for an error of
+    the package.
+    """
 
-    def __init__(self, cluster: Cluster, node: int, work: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, cluster: Cluster, node: int, work: Callable[..., Any], *arguments: Any
+    ) -> None:
         self._receive, send = _fork.Pipe(duplex=False)
         paths = (tuple(map(str, cluster.shared.nodes)), str(cluster.onto))
-        self.process = _fork.Process(target=_on_node, args=(send, node, *paths, cluster.patch, work, arguments))
+        self.process = _fork.Process(
+            target=_on_node, args=(send, node, *paths, cluster.patch, work, arguments)
+        )
         self.process.start()
         send.close()
         cluster.tasks.append(self)
@@ -71,7 +78,13 @@ class Task:
 
 
 def _on_node(
-    send: Any, node: int, nodes: tuple[str, ...], onto: str, patch: Callable[[], None], work: Any, arguments: Any
+    send: Any,
+    node: int,
+    nodes: tuple[str, ...],
+    onto: str,
+    patch: Callable[[], None],
+    work: Any,
+    arguments: Any,
 ) -> None:
     from finetune.errors import FinetuneError
 
@@ -115,7 +128,11 @@ class Cluster:
 
 def _error(found: Any) -> str:
     """The error's text in a line; "" for none."""
-    return re.sub(r"\s*\n\s*", "; ", found["error"]) if isinstance(found, dict) and "error" in found else ""
+    return (
+        re.sub(r"\s*\n\s*", "; ", found["error"])
+        if isinstance(found, dict) and "error" in found
+        else ""
+    )
 
 
 def _until_good(cluster: Cluster, do: Callable[[], Any]) -> tuple[list[str], Any]:
@@ -190,7 +207,9 @@ def _publish(folder: Path, step: int, records: dict[str, Any]) -> Any:
 
     with CheckpointWriter(folder / "run", step, f"t{step}") as writer:
         published = writer.publish(records, {})
-    removed = rotate(folder / "run", 2, known_valid={each.name for each in list_checkpoints(folder / "run")})
+    removed = rotate(
+        folder / "run", 2, known_valid={each.name for each in list_checkpoints(folder / "run")}
+    )
     return [published.name, removed]
 
 
@@ -213,7 +232,9 @@ def _resumed(folder: Path) -> Any:
 
 
 def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
-    """Four saves by two nodes, two kept; after each, the other node looks for the newest checkpoint at once."""
+    """Four saves by two nodes, two kept; after each, the other node looks for the newest checkpoint
+    at once.
+    """
     (cluster.shared.disk / "run").mkdir(exist_ok=True)
     errors = []
     for step in range(1, 5):
@@ -221,26 +242,42 @@ def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
             parts = [cluster.start(rank, _write_slice, rank, step, size_bytes) for rank in (0, 1)]
             records = [part.result() for part in parts]
             failed = next((_error(found) for found in records if _error(found)), "")
-            found = {"error": failed} if failed else cluster.do(0, _publish, step, records[0] | records[1])
+            found = (
+                {"error": failed}
+                if failed
+                else cluster.do(0, _publish, step, records[0] | records[1])
+            )
             if not _error(found):
                 break
             assert attempt < 3, f"failed again and again: {_error(found)}"
             errors.append(_error(found))
             cluster.relieve()
-            assert step < 2 or cluster.do(1, _newest)[0] == f"checkpoint-{step - 1}", "the previous one is not valid"
+            assert step < 2 or cluster.do(1, _newest)[0] == f"checkpoint-{step - 1}", (
+                "the previous one is not valid"
+            )
             cluster.do(0, _clean)
         name, skipped = cluster.do(1, _newest)
         # A moment ago's, perhaps, but nothing that is there is called broken.
-        assert not skipped and name in (f"checkpoint-{step - 1}", f"checkpoint-{step}"), [step, name, skipped]
+        assert not skipped and name in (f"checkpoint-{step - 1}", f"checkpoint-{step}"), [
+            step,
+            name,
+            skipped,
+        ]
     late = cluster.shared.lag_seconds
     time.sleep(late)
     resumed = cluster.do(1, _resumed)
     assert resumed == ["checkpoint-4", []], f"the other node would resume from {resumed}"
-    kept = sorted(path.name for path in (cluster.shared.disk / "run").iterdir() if not path.name.startswith("."))
+    kept = sorted(
+        path.name
+        for path in (cluster.shared.disk / "run").iterdir()
+        if not path.name.startswith(".")
+    )
     assert kept == ["checkpoint-3", "checkpoint-4"], kept
     if errors:
         return f'a save fails, the one before stays; the next goes well: "{errors[0][:150]}"'
-    return "saved, rotated, resumed from on the other node" + (f" {late:.0f} s later" if late else "")
+    return "saved, rotated, resumed from on the other node" + (
+        f" {late:.0f} s later" if late else ""
+    )
 
 
 def _clean(folder: Path) -> Any:
@@ -282,11 +319,15 @@ def cache(cluster: Cluster) -> str:
     errors, found = _until_good(cluster, both)
     after = cluster.do(1, _cached, str(notes))
     assert set(map(str, [*found, after])) == {str(sum(range(100_000)))}, [found, after]
-    left = [name for name in os.listdir(cluster.shared.disk / "cache") if name.startswith(".making")]
+    left = [
+        name for name in os.listdir(cluster.shared.disk / "cache") if name.startswith(".making")
+    ]
     assert not left, left
     made = notes.read_text().count("made")
     said = f'one start fails, the next goes well: "{errors[0][:120]}"; ' if errors else ""
-    return said + ("made once, used by both" if made == 1 else f"made {made} times, one is used by both")
+    return said + (
+        "made once, used by both" if made == 1 else f"made {made} times, one is used by both"
+    )
 
 
 # ---------------------------------------------------------------- prepare's shards
@@ -303,7 +344,11 @@ def _prepare(folder: Path, data: str) -> Any:
 def prepare(cluster: Cluster) -> str:
     """Made on one node, checked at once on the other, where nothing may be missing."""
     data, numbers = cluster.onto.parent / "corpus.jsonl", random.Random(0)
-    data.write_text("".join(json.dumps({"text": f"link {numbers.random()} router " * 3}) + "\n" for _ in range(400)))
+    data.write_text(
+        "".join(
+            json.dumps({"text": f"link {numbers.random()} router " * 3}) + "\n" for _ in range(400)
+        )
+    )
     errors, made = _until_good(cluster, lambda: cluster.do(0, _prepare, str(data)))
     time.sleep(cluster.shared.lag_seconds)
     more, checked = _until_good(cluster, lambda: cluster.do(1, _prepare, str(data)))
@@ -415,7 +460,11 @@ def export(cluster: Cluster) -> str:
     assert seen == [seen[0]] * 2, seen
     left = [name for name in os.listdir(cluster.shared.disk) if name.startswith(".merging")]
     assert not left, left
-    return "written, whole on the other node" if not errors else f'fails, then goes well: "{errors[0][:130]}"'
+    return (
+        "written, whole on the other node"
+        if not errors
+        else f'fails, then goes well: "{errors[0][:130]}"'
+    )
 
 
 OPERATIONS: dict[str, Callable[[Cluster], str]] = {

@@ -1,4 +1,6 @@
-"""What a rank writes, hashes and reads of a 32B model's checkpoint is its share; rotation reads nothing."""
+"""What a rank writes, hashes and reads of a 32B model's checkpoint is its share; rotation reads
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ def numbers() -> int:
 
 
 @pytest.mark.parametrize("form", ["slices", "parts"])
-def test_a_save_is_shared_hashed_as_it_is_written_and_rotation_reads_nothing(tmp_path, numbers, form):
+def test_a_save_is_shared_hashed_as_it_is_written_and_rotation_reads_nothing(
+    tmp_path, numbers, form
+):
     layout = scale.Layout(scale.DENSE, RANKS, form, tmp_path)
     saves = layout.save([1, 2, 3], keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     for counted in saves:
         assert scale.in_all(counted, "hashed") == pytest.approx(12 * numbers, rel=1e-4)
-        assert scale.most(counted, "written") < 1.07 * 12 * numbers / RANKS  # the largest tensor is 2.4% of all
+        # the largest tensor is 2.4% of all
+        assert scale.most(counted, "written") < 1.07 * 12 * numbers / RANKS
         assert scale.in_all(counted, "read") < SMALL
         # While ranks could wait for one another, threads work: the rest is what rank 0 adds.
         assert scale.most(counted, "main") < SMALL
@@ -49,7 +54,9 @@ def test_a_resume_reads_each_file_once_and_a_rank_what_it_loads(tmp_path, number
     assert scale.most(counted, "main") < SMALL
     if ranks in (RANKS, RANKS // 2):
         assert scale.most(counted, "read") < 1.001 * share
-        assert all(counter["again"] == counter["loaded"] for counter in counted.values()), "what it has verified"
+        assert all(counter["again"] == counter["loaded"] for counter in counted.values()), (
+            "what it has verified"
+        )
     if ranks == RANKS:
         assert {counter["loaded_files"] for counter in counted.values()} == {3}, "its own alone"
     else:

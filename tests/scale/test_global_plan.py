@@ -1,4 +1,6 @@
-"""The plan of a global batch on thousands of devices: the same as one sample at a time, and what it costs to wait."""
+"""The plan of a global batch on thousands of devices: the same as one sample at a time, and what it
+costs to wait.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,27 @@ from schedule_by_heap import longest_first, schedule_by_heap
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 100), max_size=300),
-    st.lists(st.sampled_from([1, 1, 1, 1000]), max_size=300),  # short turns: a heap does what is left
+    # short turns: a heap does what is left
+    st.lists(st.sampled_from([1, 1, 1, 1000]), max_size=300),
     st.integers(0, 400).map(lambda count: [7] * count),
 )
 
 
 def same(lengths: np.ndarray, devices: int, **limit: int) -> bool:
     made = schedule_microbatches(lengths, devices, **limit)
-    return [[one.tolist() for one in rank] for rank in made.microbatches] == schedule_by_heap(lengths, devices, **limit)
+    return [[one.tolist() for one in rank] for rank in made.microbatches] == schedule_by_heap(
+        lengths, devices, **limit
+    )
 
 
 @settings(deadline=None, max_examples=150)
-@given(LENGTHS, st.sampled_from([1, 2, 3, 8, 60]), st.integers(0, 2000), st.integers(1, 9), st.sampled_from([1, 8, 64]))
+@given(
+    LENGTHS,
+    st.sampled_from([1, 2, 3, 8, 60]),
+    st.integers(0, 2000),
+    st.integers(1, 9),
+    st.sampled_from([1, 8, 64]),
+)
 def test_the_plan_is_that_of_one_sample_at_a_time(
     lengths: list[int], devices: int, room: int, samples: int, short_turn: int
 ):
@@ -42,16 +53,22 @@ def test_the_plan_is_that_of_one_sample_at_a_time(
 
 
 @pytest.mark.parametrize("parts", [plan.CONVERSATIONS, plan.CURRICULUM])
-def test_the_plan_of_real_lengths_on_300_devices_is_that_of_one_sample_at_a_time(parts: tuple[tuple[int, float], ...]):
+def test_the_plan_of_real_lengths_on_300_devices_is_that_of_one_sample_at_a_time(
+    parts: tuple[tuple[int, float], ...],
+):
     batches, lengths = plan.make_batches(300, parts, 10)
     of_step = lengths[batches.indices(5)]
-    assert same(of_step, 300, token_budget=plan.BUDGET) and same(of_step, 300, samples_per_microbatch=plan.PADDED)
+    assert same(of_step, 300, token_budget=plan.BUDGET) and same(
+        of_step, 300, samples_per_microbatch=plan.PADDED
+    )
 
 
 def test_more_than_65_536_microbatches_keep_their_order():
     """Sorted 16 bits after 16 bits."""
     numbers = np.random.default_rng(0).integers(0, 200_000, 100_000)
-    assert np.array_equal(microbatch_schedule._stable_order(numbers), np.argsort(numbers, kind="stable"))
+    assert np.array_equal(
+        microbatch_schedule._stable_order(numbers), np.argsort(numbers, kind="stable")
+    )
 
 
 def test_many_samples_are_placed_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +76,9 @@ def test_many_samples_are_placed_at_once(monkeypatch: pytest.MonkeyPatch):
     turns = []
     original = np.minimum.accumulate
     counted = type(
-        "Counted", (), {"accumulate": staticmethod(lambda grown: turns.append(len(grown)) or original(grown))}
+        "Counted",
+        (),
+        {"accumulate": staticmethod(lambda grown: turns.append(len(grown)) or original(grown))},
     )
     monkeypatch.setattr(microbatch_schedule.np, "minimum", counted)
     lengths, _ = plan.draw_lengths(32_000, plan.CONVERSATIONS)
@@ -75,9 +94,13 @@ def test_packed_microbatches_leave_nobody_waiting(devices: int):
     batches, lengths = plan.make_batches(devices, plan.CONVERSATIONS, 10)
     made = schedule_microbatches(lengths[batches.indices(3)], devices, token_budget=plan.BUDGET)
     assert made.imbalance < 1.01 and made.lockstep_imbalance < 1.01
-    none = plan.simulate_step(made, 1e-4, 0.5, lockstep=True, spread=plan.Spread(noise=0, slow_machines=0))
+    none = plan.simulate_step(
+        made, 1e-4, 0.5, lockstep=True, spread=plan.Spread(noise=0, slow_machines=0)
+    )
     assert none.by_stragglers == 0 and none.by_imbalance < 0.01
-    slow = plan.simulate_step(made, 1e-4, 0.5, lockstep=False, spread=plan.Spread(noise=0, slow_machines=1, slower=0.1))
+    slow = plan.simulate_step(
+        made, 1e-4, 0.5, lockstep=False, spread=plan.Spread(noise=0, slow_machines=1, slower=0.1)
+    )
     computing = slow.step_seconds - 0.5
     assert slow.by_stragglers * slow.step_seconds == pytest.approx(0.1 / 1.1 * computing)
 
@@ -88,7 +111,9 @@ def test_a_start_plans_a_bounded_number_of_samples():
     class Batches(list):
         """Steps, each of so many samples."""
 
-        batches = property(lambda self: type("Source", (), {"indices": lambda _, step: range(self[step])})())
+        batches = property(
+            lambda self: type("Source", (), {"indices": lambda _, step: range(self[step])})()
+        )
 
     assert looked_at_steps(Batches([64] * 100), LOOKED_AT_SAMPLES) == range(100)
     assert len(looked_at_steps(Batches([64] * 100_000), LOOKED_AT_SAMPLES)) == 400

@@ -1,4 +1,6 @@
-"""What a week does to a run, in some hundred steps: nothing is kept or done a step more, and nothing is lost."""
+"""What a week does to a run, in some hundred steps: nothing is kept or done a step more, and
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,15 @@ SAVE_EVERY = 360
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which losses are NaN, the clock jumps both ways, and the log is rotated from outside."""
+    """A run in which losses are NaN, the clock jumps both ways, and the log is rotated from
+    outside.
+    """
     folder = tmp_path_factory.mktemp("long")
     materials = run_helpers.make_materials(folder / "materials")
-    settings = long.settings(materials, folder / "run", PLAN) | {"save_steps": SAVE_EVERY, "eval_steps": SAVE_EVERY}
+    settings = long.settings(materials, folder / "run", PLAN) | {
+        "save_steps": SAVE_EVERY,
+        "eval_steps": SAVE_EVERY,
+    }
     numbers = (str(folder / "run"), str(folder / "watch.jsonl"), asdict(PLAN))
     run_helpers.train(settings, patch=long.prepare, patch_arguments=numbers)
     return folder / "run"
@@ -40,11 +47,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def looks(run: Path) -> list[dict[str, Any]]:
-    """At the process, without the first (loading) and those whose steps were saved, evaluated, or told of."""
+    """At the process, without the first (loading) and those whose steps were saved, evaluated, or
+    told of.
+    """
     everything = list(long.lines_of(run.parent / "watch.jsonl"))
-    told = [*PLAN.nan_steps, *range(PLAN.spike_every, PLAN.steps, PLAN.spike_every), SAVE_EVERY, SAVE_EVERY + 1]
+    told = [
+        *PLAN.nan_steps,
+        *range(PLAN.spike_every, PLAN.steps, PLAN.spike_every),
+        SAVE_EVERY,
+        SAVE_EVERY + 1,
+    ]
     told += [PLAN.steps * 2 // 5, PLAN.steps * 7 // 10]
-    quiet = [look for look in everything[4:] if not any(0 <= look["step"] - step <= 41 for step in told)]
+    quiet = [
+        look for look in everything[4:] if not any(0 <= look["step"] - step <= 41 for step in told)
+    ]
     assert len(quiet) >= 4
     return quiet
 
@@ -54,10 +70,14 @@ def test_counters_are_exact(run: Path):
 
 
 def test_a_step_makes_as_many_system_calls_as_any_other(looks: list[dict[str, Any]]):
-    """None of the logs is read, no folder is listed, no file opened: 3 lines are written, one call each."""
+    """None of the logs is read, no folder is listed, no file opened: 3 lines are written, one call
+    each.
+    """
     for look in looks:
         calls = dict(look["calls"])
-        assert 3 * PLAN.look_every <= calls.pop("write") <= 3 * PLAN.look_every + 2, "and a line of progress"
+        assert 3 * PLAN.look_every <= calls.pop("write") <= 3 * PLAN.look_every + 2, (
+            "and a line of progress"
+        )
         assert calls.keys() <= {"lstat", "fstat"}, "whether the logs still have their names"
 
 
@@ -68,7 +88,9 @@ def test_a_step_leaves_nothing_behind(looks: list[dict[str, Any]]):
         *zip(*((look["step"], look["blocks"]) for look in settled), strict=True)
     ).slope
     assert growth < 5
-    assert len(settled) >= 3 and len({(look["open_files"], look["threads"]) for look in settled}) == 1
+    assert (
+        len(settled) >= 3 and len({(look["open_files"], look["threads"]) for look in settled}) == 1
+    )
 
 
 def test_the_picture_and_the_report_stand_the_clock(run: Path):
@@ -103,7 +125,10 @@ def test_tensorboard_reads_the_curves(run: Path):
         known = {step: value for step, value in drawn.items() if lines[step][name] is not None}
         assert known == pytest.approx({step: lines[step][name] for step in known}, rel=1e-6)
     assert [point.step for point in found.Scalars("eval/loss")] == [0, 360, 720]
-    assert "train/epoch" in found.Tags()["scalars"] and "train/train_runtime" in found.Tags()["scalars"]
+    assert (
+        "train/epoch" in found.Tags()["scalars"]
+        and "train/train_runtime" in found.Tags()["scalars"]
+    )
 
 
 def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -113,7 +138,9 @@ def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runs_reader, "_object", lambda raw: parsed.append(raw) or original(raw))
     described: list[Path] = []
     describe = runs_reader.describe_folder
-    monkeypatch.setattr(runs_reader, "describe_folder", lambda folder: described.append(folder) or describe(folder))
+    monkeypatch.setattr(
+        runs_reader, "describe_folder", lambda folder: described.append(folder) or describe(folder)
+    )
     reader = open_run(copy)
     first = reader.poll()
     assert (first.step, len(described)) == (3 * PLAN.steps, 1) and len(parsed) > 3 * PLAN.steps

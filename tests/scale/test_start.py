@@ -1,4 +1,6 @@
-"""The start of up to 128 nodes and 1,024 ranks, counted in simulated time: who is asked what, and who is named when."""
+"""The start of up to 128 nodes and 1,024 ranks, counted in simulated time: who is asked what, and
+who is named when.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from gloo_store import CountingStore, gloo_traffic, real_groups
 def test_a_node_that_comes_costs_node_0_some_requests():
     for nodes in (16, 128):
         made = start.come(nodes)
-        assert [made.results[rank].first_rank for rank in range(nodes)] == [8 * rank for rank in range(nodes)]
+        assert [made.results[rank].first_rank for rank in range(nodes)] == [
+            8 * rank for rank in range(nodes)
+        ]
         assert made.server.requests.total() <= 14 * nodes + 30, made.server.requests
         assert made.seconds < 1.0
 
@@ -54,7 +58,9 @@ def test_ten_dead_nodes_are_named_on_all_others_when_the_time_is_over():
 
 def test_without_node_0_the_others_knock_seldom():
     made = start.come(32, absent=[0], timeout=120.0)
-    assert {result.kind for result in made.results.values() if isinstance(result, RendezvousError)} == {"nothing_found"}
+    assert {
+        result.kind for result in made.results.values() if isinstance(result, RendezvousError)
+    } == {"nothing_found"}
     assert made.server.requests["connect"] <= 31 * 10 * (120 / 3 + 5)
 
 
@@ -65,14 +71,19 @@ def test_a_heartbeat_is_one_record_and_one_look_at_all_others():
 
 
 @pytest.mark.parametrize("silent", [(5,), (5, 6), tuple(range(3, 13))])
-def test_nodes_that_fall_silent_are_named_by_all_others_within_the_time_promised(silent: tuple[int, ...]):
+def test_nodes_that_fall_silent_are_named_by_all_others_within_the_time_promised(
+    silent: tuple[int, ...],
+):
     told = start.after_loss(16, silent=silent, timeout=20.0)
     others = set(range(16)) - set(silent)
     assert others <= told.keys()
     for rank in others:
         assert told[rank].lost == list(silent)
-        assert told[rank].seconds <= 20.0 + 15.0 + 16.0  # the workers' own timeout, the grace, and a look at the others
-    lines = AttemptResult({0: 1}, lost_nodes=dict.fromkeys(silent, 75)).lines(Nodes(16, 0, "a", 29500), (29500,), 60)
+        # the workers' own timeout, the grace, and a look at the others
+        assert told[rank].seconds <= 20.0 + 15.0 + 16.0
+    lines = AttemptResult({0: 1}, lost_nodes=dict.fromkeys(silent, 75)).lines(
+        Nodes(16, 0, "a", 29500), (29500,), 60
+    )
     assert len(lines) == 2 and f"node {name_ranks(silent)}: no heartbeat for 75 s" in lines[1]
 
 
@@ -89,7 +100,10 @@ def test_ranks_that_agree_send_a_few_messages_of_64_bytes():
     for ranks in (128, 1024):
         made = start.agree(ranks, start.check({}))
         assert set(made.answers.values()) == {None} and len(made.answers) == ranks
-        assert made.messages[1] <= (ranks - 1).bit_length() + 1 and made.bytes[1] <= 64 * made.messages[1]
+        assert (
+            made.messages[1] <= (ranks - 1).bit_length() + 1
+            and made.bytes[1] <= 64 * made.messages[1]
+        )
         assert made.seconds < 2 * (ranks - 1).bit_length() * 60e-6 + 1e-3
 
 
@@ -117,7 +131,9 @@ def test_a_token_is_a_broadcast():
         ),
     ],
 )
-def test_ranks_that_differ_are_told_apart_by_majority_and_all_named(differing: dict[int, str], named: str):
+def test_ranks_that_differ_are_told_apart_by_majority_and_all_named(
+    differing: dict[int, str], named: str
+):
     facts = {rank: {"data": differing.get(rank, "a")} for rank in range(128)}
     made = start.agree(128, start.check(facts))
     said = {str(error).splitlines()[0] for error in made.answers.values()}
@@ -133,7 +149,9 @@ def test_every_fact_that_differs_is_named():
 
 
 def test_late_ranks_are_waited_for_and_dead_ones_end_it_at_the_timeout():
-    made = start.agree(64, lambda control, rank: control.any(rank == 9), after={9: 600.0, 10: 500.0})
+    made = start.agree(
+        64, lambda control, rank: control.any(rank == 9), after={9: 600.0, 10: 500.0}
+    )
     assert set(made.answers.values()) == {True} and made.seconds < 0.01
     made = start.agree(64, lambda control, rank: control.any(False), absent=(9, 40), timeout=60)
     assert len(made.answers) == 62 and made.seconds <= 2 * 60 + 1
@@ -153,7 +171,10 @@ def test_gloo_connects_on_demand_and_asks_the_store_less():
 def test_real_groups_find_the_largest_and_give_out_rank_0s_value():
     for ranks in (2, 3, 7):
         with real_groups(ranks, CountingStore(), lazy=True) as everywhere:
-            assert everywhere(lambda rank: largest_of_all([rank, -rank, 2**62])) == [[ranks - 1, 0, 2**62]] * ranks
+            assert (
+                everywhere(lambda rank: largest_of_all([rank, -rank, 2**62]))
+                == [[ranks - 1, 0, 2**62]] * ranks
+            )
             given = everywhere(lambda rank: broadcast_plain({"mine": [rank, None]}))
             assert given == [{"mine": [0, None]}] * ranks
 
@@ -172,17 +193,24 @@ def test_hundreds_of_nodes_may_knock_before_node_0_listens():
 
 def test_a_process_may_ask_for_more_open_files():
     code = (
-        "import resource; from finetune.runtime.host import allow_open_files, MOST_OPEN_FILES as most\n"
-        "limit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (256, resource.getrlimit(limit)[1]))\n"
-        "allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most)"
+        "import resource; from finetune.runtime.host import allow_open_files, MOST_OPEN_FILES as"
+        " most\nlimit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (256,"
+        " resource.getrlimit(limit)[1]))\nallow_open_files();"
+        " print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most)"
     )
-    soft, most = map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split())
+    soft, most = map(
+        int,
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True
+        ).stdout.split(),
+    )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert soft == (most if hard == resource.RLIM_INFINITY else min(hard, most)) > 256
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([*range(8, 16), 77, 900], "8-15, 77, 900")]
+    ("ranks", "name"),
+    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([*range(8, 16), 77, 900], "8-15, 77, 900")],
 )
 def test_names_of_ranks(ranks: list[int], name: str):
     assert name_ranks(ranks) == name

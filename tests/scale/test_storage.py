@@ -1,4 +1,6 @@
-"""A sample of the table of storage.py, and what went wrong on such storage before. Needs root and /dev/fuse."""
+"""A sample of the table of storage.py, and what went wrong on such storage before. Needs root and
+/dev/fuse.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFolder]:
 
 @pytest.fixture
 def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFolder]:
-    """Two nodes of an empty folder; what is not seen is looked for as long as seconds, not as a minute."""
+    """Two nodes of an empty folder; what is not seen is looked for as long as seconds, not as a
+    minute.
+    """
     monkeypatch.setattr(checkpoint_manifest, "UNREAD_SECONDS", 1.0)
     monkeypatch.setattr(checkpoint_manifest, "SEEN_WITHIN_SECONDS", 3.0)
     yield mounted
@@ -78,7 +82,10 @@ def test_without_flock_a_claim_keeps_others_out(
     run = shared.nodes[0] / "run"
     with caplog.at_level(logging.WARNING, "finetune"), RunLock(run, 0):
         assert CLAIM_NAME in caplog.text and is_held(shared.nodes[1] / "run")
-        with pytest.raises(StateError, match=f"process {os.getpid()} on"), RunLock(shared.nodes[1] / "run", 0):
+        with (
+            pytest.raises(StateError, match=f"process {os.getpid()} on"),
+            RunLock(shared.nodes[1] / "run", 0),
+        ):
             pass
     assert is_held(run) is False and not (run / CLAIM_NAME).exists()
     with RunLock(shared.nodes[1] / "run", 0):
@@ -102,21 +109,27 @@ def test_a_machine_without_locks_respects_the_lock_of_one_that_has_some(
         pass
 
 
-def test_locks_that_only_one_machine_sees_are_none(shared: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_that_only_one_machine_sees_are_none(
+    shared: SharedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_storage, "mount_of", lambda path: ("nfs", "rw,vers=3,nolock"))
     with RunLock(shared.nodes[0] / "run", 0):
         assert (shared.disk / "run" / CLAIM_NAME).exists()
 
 
 def test_a_run_at_work_is_seen_by_who_opens_the_lock_for_reading(shared: SharedFolder) -> None:
-    """NFS grants no exclusive lock on what is open for reading: `clean` took that for a file system without locks."""
+    """NFS grants no exclusive lock on what is open for reading: `clean` took that for a file system
+    without locks.
+    """
     with RunLock(shared.nodes[0] / "run", 0):
         assert is_held(shared.nodes[1] / "run") is True
     assert is_held(shared.nodes[1] / "run") is False
 
 
 def test_files_that_are_still_open_are_nobodys(shared: SharedFolder) -> None:
-    """A reader on this machine: the file stays as `.nfs...`, the checkpoint is valid, and the reader is left alone."""
+    """A reader on this machine: the file stays as `.nfs...`, the checkpoint is valid, and the
+    reader is left alone.
+    """
     run = shared.nodes[0] / "run"
     run.mkdir()
     kept = save(run, 1)
@@ -126,7 +139,8 @@ def test_files_that_are_still_open_are_nobodys(shared: SharedFolder) -> None:
         assert any(map(durable_files.is_still_open, os.listdir(kept)))
         assert verify(kept).valid
         save(run, 2), save(run, 3)
-        assert rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"}) == []  # not all of it could go
+        # not all of it could go
+        assert rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"}) == []
         left = os.listdir(run / ".removing-checkpoint-1")
         assert left and all(map(durable_files.is_still_open, left)) and reader.read() == "x"
     time.sleep(0.2)
@@ -135,7 +149,9 @@ def test_files_that_are_still_open_are_nobodys(shared: SharedFolder) -> None:
 
 
 def test_a_listing_that_is_old_makes_no_checkpoint_invalid(shared: SharedFolder) -> None:
-    """The other node believes in a checkpoint that has gone meanwhile: it looks anew instead of skipping it."""
+    """The other node believes in a checkpoint that has gone meanwhile: it looks anew instead of
+    skipping it.
+    """
     run, other = (node / "run" for node in shared.nodes)
     run.mkdir()
     save(run, 1)
@@ -181,7 +197,9 @@ def test_a_pause_is_only_waited_for(shared: SharedFolder) -> None:
 
 
 def test_an_error_of_a_close_is_not_lost(shared: SharedFolder) -> None:
-    """numpy's and safetensors' own writing lose it: cache entries and results were whole by their hashes, and empty."""
+    """numpy's and safetensors' own writing lose it: cache entries and results were whole by their
+    hashes, and empty.
+    """
     run = shared.nodes[0] / "run"
     run.mkdir()
     values = np.arange(50_000, dtype=np.float32)
@@ -201,7 +219,12 @@ def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Pa
     assert [check.verdict for check in check_locks("output", folder)] == ["ok"]
     shared.set(flock=errno.ENOLCK)
     (check,) = check_locks("output", folder)
-    assert check.verdict == "warn" and check.name == "locks_output" and "fuse.nfslike" in check.what and check.fix
+    assert (
+        check.verdict == "warn"
+        and check.name == "locks_output"
+        and "fuse.nfslike" in check.what
+        and check.fix
+    )
     assert os.listdir(shared.disk) == [] and not list(check_locks("cache", tmp_path))
 
 
@@ -213,7 +236,9 @@ def test_an_error_while_the_lock_is_signed(shared: SharedFolder) -> None:
 
 
 def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> None:
-    """A monitor ended with a traceback where its log was replaced, or the folder could not be read for a moment."""
+    """A monitor ended with a traceback where its log was replaced, or the folder could not be read
+    for a moment.
+    """
     run = shared.nodes[0] / "run"
     with RunLock(run, 0):
         write_status(run, "running", None, step=1)
@@ -229,7 +254,9 @@ def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> N
 def test_earlier_signatures_keep_nobody_out(shared: SharedFolder) -> None:
     """Versions without claims left their name in the lock's file at the end."""
     (shared.disk / "run").mkdir()
-    (shared.disk / "run" / ".lock").write_text('{"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00"}')
+    (shared.disk / "run" / ".lock").write_text(
+        '{"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00"}'
+    )
     shared.set(flock=errno.ENOLCK)
     with RunLock(shared.nodes[0] / "run", 0):
         assert run_lock.holder(shared.nodes[0] / "run")["pid"] == os.getpid()

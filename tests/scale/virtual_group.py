@@ -1,8 +1,10 @@
-"""For the start at 1,024 ranks: gloo's collectives among the tasks of a world, with the messages that gloo sends.
+"""For the start at 1,024 ranks: gloo's collectives among the tasks of a world, with the messages
+that gloo sends.
 
-Point to point and broadcast (a binomial tree) send every message of their own; rings, whose messages follow one
-another, are counted: an all-gather of N ranks sends 2 halves N - 1 times from each, an all-reduce of k numbers sends k
-segments round twice (gloo's allgather.cc, allreduce.cc, broadcast.cc).
+Point to point and broadcast (a binomial tree) send every message of their own; rings, whose
+messages follow one another, are counted: an all-gather of N ranks sends 2 halves N - 1 times from
+each, an all-reduce of k numbers sends k segments round twice (gloo's allgather.cc, allreduce.cc,
+broadcast.cc).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Group:
     timeout: float
     messages: list[int] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
-    _mail: dict[tuple[int, int], list[tuple[float, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    _mail: dict[tuple[int, int], list[tuple[float, torch.Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _reading: dict[tuple[int, int], tuple[Task, int]] = field(default_factory=dict)
     _rounds: list[Round] = field(default_factory=list)
     _calls: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -69,7 +73,9 @@ class Group:
             self.world.wake(task, task.sleep + 1, self.world.now + self.timeout)
             self.world.pause(task)
         if not mail:
-            raise RuntimeError(f"Timed out waiting {self.timeout * 1000:.0f}ms for recv operation to complete")
+            raise RuntimeError(
+                f"Timed out waiting {self.timeout * 1000:.0f}ms for recv operation to complete"
+            )
         arrival, sent = mail.pop(0)
         self.world.sleep(max(0.0, arrival - self.world.now))
         tensor.copy_(sent)
@@ -83,9 +89,13 @@ class Group:
             if rank + (1 << step) < self.size:
                 self.send(tensor, rank + (1 << step))
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None
+    ) -> None:
         size = tensor.numel() * tensor.element_size()
-        given = self._meet(tensor.clone(), (self.size - 1) * (self.hop.seconds + size / self.hop.rate))
+        given = self._meet(
+            tensor.clone(), (self.size - 1) * (self.hop.seconds + size / self.hop.rate)
+        )
         self._sent(self.rank, 2 * (self.size - 1), (self.size - 1) * size)
         for output, value in zip(outputs, given, strict=True):
             output.copy_(value)
@@ -110,7 +120,9 @@ class Group:
         self.world.wake(task, task.sleep + 1, self.world.now + self.timeout + seconds)
         self.world.pause(task)
         if len(meeting.given) < self.size:
-            raise RuntimeError(f"Timed out waiting {self.timeout * 1000:.0f}ms for recv operation to complete")
+            raise RuntimeError(
+                f"Timed out waiting {self.timeout * 1000:.0f}ms for recv operation to complete"
+            )
         return [meeting.given[rank] for rank in range(self.size)]
 
     def _sent(self, rank: int, messages: int, size: int) -> None:
@@ -130,8 +142,14 @@ class Round:
 def ranks_in(world: World, group: Group) -> Iterator[None]:
     """torch.distributed among the tasks of this world."""
     stack_size = threading.stack_size(512 << 10)
-    replaced = {name: getattr(group, name) for name in ("send", "recv", "broadcast", "all_gather", "all_reduce")}
-    replaced |= {"get_rank": lambda group_=None: group.rank, "get_world_size": lambda group_=None: group.size}
+    replaced = {
+        name: getattr(group, name)
+        for name in ("send", "recv", "broadcast", "all_gather", "all_reduce")
+    }
+    replaced |= {
+        "get_rank": lambda group_=None: group.rank,
+        "get_world_size": lambda group_=None: group.size,
+    }
     replaced |= {"new_group": lambda **options: group}
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():

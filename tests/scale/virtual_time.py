@@ -1,7 +1,9 @@
-"""For the start at 1,024 ranks: threads that take turns on a clock of their own, and a store over a wire.
+"""For the start at 1,024 ranks: threads that take turns on a clock of their own, and a store over a
+wire.
 
-One thread runs at a time, and time passes only when all wait, so that 30 minutes of waiting take none and every run is
-the same. The code of the launch runs as it is: what it imports (time, threads, sockets, torch's store) is replaced.
+One thread runs at a time, and time passes only when all wait, so that 30 minutes of waiting take
+none and every run is the same. The code of the launch runs as it is: what it imports (time,
+threads, sockets, torch's store) is replaced.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class World:
         self.at(self.now if at is None else at, lambda: self._go_on(task))
 
     def sleep(self, seconds: float) -> None:
-        if threading.get_ident() not in self._tasks:  # a thread that an earlier test has left behind
+        # a thread that an earlier test has left behind
+        if threading.get_ident() not in self._tasks:
             return time.sleep(seconds)
         task = self.current
         self.wake(task, task.sleep + 1, self.now + seconds)
@@ -165,13 +168,17 @@ class Server:
         return self.wire.within if node == self.node else self.wire.between
 
     def take(self, kind: str, sent: int, node: int, answer: Callable[[], None]) -> None:
-        """A message of so many bytes is on its way; `answer` is called when it has been dealt with."""
+        """A message of so many bytes is on its way; `answer` is called when it has been dealt
+        with.
+        """
         arrival = self.world.now + self.latency(node)
 
         def arrive() -> None:
             self.requests[kind] += 1
             self.bytes["in"] += sent
-            self._busy_until = max(self._busy_until, self.world.now) + self.wire.service + sent / self.wire.rate
+            self._busy_until = (
+                max(self._busy_until, self.world.now) + self.wire.service + sent / self.wire.rate
+            )
             self.world.at(self._busy_until, answer)
 
         self.world.at(arrival, arrive)
@@ -194,7 +201,9 @@ class Server:
 
 
 class Client:
-    """In the place of TCPStore, with its messages: a `get` is a wait and a get, a `set` is not answered."""
+    """In the place of TCPStore, with its messages: a `get` is a wait and a get, a `set` is not
+    answered.
+    """
 
     def __init__(self, server: Server, timeout: timedelta) -> None:
         self.server, self.world, self.timeout = server, server.world, timeout.total_seconds()
@@ -257,7 +266,9 @@ class Client:
     def set(self, key: str, value: str) -> None:
         self._check()
         raw = value.encode()
-        self.server.take("set", 17 + len(key) + len(raw), self.node, lambda: self.server.put(key, raw))
+        self.server.take(
+            "set", 17 + len(key) + len(raw), self.node, lambda: self.server.put(key, raw)
+        )
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -310,7 +321,9 @@ def launch_in(world: World, server: Server) -> Iterator[None]:
 
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
 
-    def store(host: str, port: int, *, timeout: timedelta, is_master: bool, **options: Any) -> Client:
+    def store(
+        host: str, port: int, *, timeout: timedelta, is_master: bool, **options: Any
+    ) -> Client:
         if is_master:
             server.up = True
         return Client(server, timeout)
@@ -323,8 +336,12 @@ def launch_in(world: World, server: Server) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (rendezvous, heartbeat, elastic_agent):
             stack.enter_context(patch.object(module, "time", clock))
-        stack.enter_context(patch.object(heartbeat, "threading", SimpleNamespace(Thread=world.thread)))
-        stack.enter_context(patch.object(rendezvous, "call_with_timeout", lambda call, seconds: call()))
+        stack.enter_context(
+            patch.object(heartbeat, "threading", SimpleNamespace(Thread=world.thread))
+        )
+        stack.enter_context(
+            patch.object(rendezvous, "call_with_timeout", lambda call, seconds: call())
+        )
         stack.enter_context(patch.object(rendezvous, "listens", listens))
         stack.enter_context(patch.object(rendezvous, "use_libuv", lambda: True))
         name = SimpleNamespace(gethostname=lambda: f"node-{world.current.node:04d}")

@@ -1,4 +1,6 @@
-"""On PYTHONPATH, every optimizer step of a worker takes a second longer, so that something can happen in between."""
+"""On PYTHONPATH, every optimizer step of a worker takes a second longer, so that something can
+happen in between.
+"""
 
 import os
 

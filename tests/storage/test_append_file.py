@@ -1,4 +1,6 @@
-"""Files that are written for weeks: through rotation by others, a full disk, a clock that jumps, and a kill."""
+"""Files that are written for weeks: through rotation by others, a full disk, a clock that jumps,
+and a kill.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from finetune.storage.run_log import JsonLines, RunLog, add_log_file, read_jsonl
 
 @contextmanager
 def room_for(path: Path, more_bytes: int) -> Iterator[None]:
-    """A file may grow by so many bytes only: the write across the limit is done in part, the next one is refused."""
+    """A file may grow by so many bytes only: the write across the limit is done in part, the next
+    one is refused.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more_bytes, hard))
@@ -52,7 +56,9 @@ def test_a_full_disk_tears_no_line_and_afterwards_it_goes_on(more_bytes: int, tm
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
-def test_a_ranks_log_counts_what_a_full_disk_did_not_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_ranks_log_counts_what_a_full_disk_did_not_take(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     logger = logging.getLogger("finetune")
     handler = add_log_file(tmp_path, 0)
     try:
@@ -66,7 +72,11 @@ def test_a_ranks_log_counts_what_a_full_disk_did_not_take(tmp_path: Path, capfd:
         logger.removeHandler(handler)
         handler.close()
     lines = path.read_text().splitlines()
-    assert [line[-5:] for line in lines] == ["first", "tten)", "ourth"] and "(2 messages before" in lines[1]
+    assert [line[-5:] for line in lines] == [
+        "first",
+        "tten)",
+        "ourth",
+    ] and "(2 messages before" in lines[1]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -79,7 +89,11 @@ def test_what_another_program_renames_is_begun_anew(tmp_path: Path, looks_at_onc
             os.rename(tmp_path / "trainer_log.jsonl", tmp_path / f"rotated-{step}")
     log.close()
     parts = [tmp_path / "rotated-2", tmp_path / "rotated-4", tmp_path / "trainer_log.jsonl"]
-    assert [[line["step"] for line in read_jsonl_tolerant(part)] for part in parts] == [[1, 2], [3, 4], [5, 6]]
+    assert [[line["step"] for line in read_jsonl_tolerant(part)] for part in parts] == [
+        [1, 2],
+        [3, 4],
+        [5, 6],
+    ]
 
 
 def test_the_name_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,7 +130,9 @@ def test_a_folder_that_has_gone_is_still_written(tmp_path: Path, looks_at_once: 
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "linked").symlink_to(tmp_path / "elsewhere")
         linked.append_bytes(b"line\n")
-    assert (tmp_path / "b" / "linked").read_bytes() == b"line\n" and not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "b" / "linked").read_bytes() == b"line\n" and not (
+        tmp_path / "elsewhere"
+    ).exists()
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "chec', b"\0" * 200_000])
@@ -126,21 +142,30 @@ def test_the_first_event_of_a_resumed_run_does_not_follow_half_a_line(torn: byte
     log = RunLog(tmp_path)
     log.event("resume", step=1)
     log.close()
-    assert [line["event"] for line in map(json.loads, path.read_text().splitlines())] == ["start", "resume"]
+    assert [line["event"] for line in map(json.loads, path.read_text().splitlines())] == [
+        "start",
+        "resume",
+    ]
 
 
 def test_logs_are_in_the_order_of_their_starts_though_the_clock_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The monitor follows the newest log of a rank, and `diagnose` looks for the last start, by their names."""
+    """The monitor follows the newest log of a rank, and `diagnose` looks for the last start, by
+    their names.
+    """
     real, names = time.strftime, []
     for hour in ("12", "11", "11", "13"):
         now = f"20260101-{hour}0000"
-        monkeypatch.setattr(time, "strftime", lambda form, *at, now=now: real(form, *at) if at else now)
+        monkeypatch.setattr(
+            time, "strftime", lambda form, *at, now=now: real(form, *at) if at else now
+        )
         handler = add_log_file(tmp_path, 3)
         logging.getLogger("finetune").removeHandler(handler)
         handler.close()
         (newest,) = _newest_per_rank(tmp_path / "logs")
         names.append(newest[1])
     assert names == sorted(set(names)) and len(names) == 4
-    assert [name[:15] for name in names] == [f"20260101-{end}" for end in ("120000", "120001", "120002", "130000")]
+    assert [name[:15] for name in names] == [
+        f"20260101-{end}" for end in ("120000", "120001", "120002", "130000")
+    ]

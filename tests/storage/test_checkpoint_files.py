@@ -37,7 +37,12 @@ from finetune.storage.checkpoint_files import (
     verify,
 )
 
-METADATA = {"global_batch_size": 8, "seed": 42, "schedule_hash": "ab" * 32, "packages": {"torch": "2.13.0"}}
+METADATA = {
+    "global_batch_size": 8,
+    "seed": 42,
+    "schedule_hash": "ab" * 32,
+    "packages": {"torch": "2.13.0"},
+}
 NAMES = ("adapter_model.safetensors", "moments/slices-0.safetensors", "trainer_state.json")
 
 
@@ -55,13 +60,18 @@ def write_by_os(path: Path, data: bytes) -> None:
     os.close(descriptor)
 
 
-def save(run_folder: Path, step: int, token: str = "t0", *, expected_bytes: int | None = None) -> Path:
+def save(
+    run_folder: Path, step: int, token: str = "t0", *, expected_bytes: int | None = None
+) -> Path:
     with CheckpointWriter(run_folder, step, token, expected_bytes=expected_bytes) as writer:
         os.mkdir(writer.folder / "moments")
         files = contents(step)
         # Tensors are hashed as they are written, what others write is read back.
         hashed = {name: [files[name][:50], memoryview(files[name])[50:]] for name in NAMES[:2]}
-        records = {name: durable_files.write_hashed(writer.folder / name, parts) for name, parts in hashed.items()}
+        records = {
+            name: durable_files.write_hashed(writer.folder / name, parts)
+            for name, parts in hashed.items()
+        }
         write_by_os(writer.folder / NAMES[2], files[NAMES[2]])
         return writer.publish(records | writer.seal(NAMES[2:]), METADATA)
 
@@ -99,7 +109,7 @@ def make_before(folder: Path, third: str) -> None:
         (folder / "checkpoint-3" / NAMES[0]).write_bytes(b"")
 
 
-# -------------------------------------------------------------------------------------------------------- a normal save
+# ------------------------------------------------------------------------------------ a normal save
 def test_a_save_is_a_valid_checkpoint_with_a_readable_manifest(run_folder: Path) -> None:
     folder = save(run_folder, 7)
     assert names_in(run_folder) == ["checkpoint-7"]
@@ -108,9 +118,16 @@ def test_a_save_is_a_valid_checkpoint_with_a_readable_manifest(run_folder: Path)
     assert (validity.valid, validity.why) == (True, "")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest == validity.manifest
-    assert manifest["step"] == 7 and manifest["schema_version"] == 1 and manifest["metadata"] == METADATA
+    assert (
+        manifest["step"] == 7
+        and manifest["schema_version"] == 1
+        and manifest["metadata"] == METADATA
+    )
     for name, data in contents(7).items():
-        assert manifest["files"][name] == {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert manifest["files"][name] == {
+            "size_bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     assert str(run_folder) not in (folder / "manifest.json").read_text()
 
 
@@ -166,9 +183,14 @@ def test_an_invalid_one_of_the_same_step_is_moved_aside(
     assert ".invalid-checkpoint-3-2" in names_in(run_folder)
 
 
-@pytest.mark.parametrize("name", ["training_args.bin", "rng_state.pth", "optimizer.pt", "manifest.json", "x.PY"])
+@pytest.mark.parametrize(
+    "name", ["training_args.bin", "rng_state.pth", "optimizer.pt", "manifest.json", "x.PY"]
+)
 def test_publish_refuses_what_no_checkpoint_holds(run_folder: Path, name: str) -> None:
-    with pytest.raises(FinetuneError, match="must not hold"), CheckpointWriter(run_folder, 1, "t") as writer:
+    with (
+        pytest.raises(FinetuneError, match="must not hold"),
+        CheckpointWriter(run_folder, 1, "t") as writer,
+    ):
         write_by_os(writer.folder / name, b"x" * 60)
         writer.publish(writer.seal([name]), {})
     assert names_in(run_folder) == []
@@ -178,13 +200,19 @@ def test_publish_refuses_files_that_are_unsealed_absent_or_facts_that_are_not_js
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_files, "VISIBLE_WITHIN_SECONDS", 0.3)
-    with pytest.raises(FinetuneError, match="no rank sealed.*stray"), CheckpointWriter(run_folder, 1, "t") as writer:
+    with (
+        pytest.raises(FinetuneError, match="no rank sealed.*stray"),
+        CheckpointWriter(run_folder, 1, "t") as writer,
+    ):
         write_by_os(writer.folder / "stray.json", b"x" * 60)
         writer.publish({}, {})
     with pytest.raises(FinetuneError, match="(?s)not seen.*far.json.*all nodes share"):  # noqa: SIM117
         with CheckpointWriter(run_folder, 1, "t") as writer:
             writer.publish({"far.json": {"size_bytes": 3, "sha256": "0" * 64}}, {})
-    with pytest.raises(FinetuneError, match="plain JSON"), CheckpointWriter(run_folder, 1, "t") as writer:
+    with (
+        pytest.raises(FinetuneError, match="plain JSON"),
+        CheckpointWriter(run_folder, 1, "t") as writer,
+    ):
         writer.publish({}, {"loss": float("nan")})
     assert names_in(run_folder) == []
 
@@ -196,7 +224,9 @@ def test_a_token_or_step_that_would_leave_the_folder_is_refused(run_folder: Path
 
 
 def test_ranks_that_fail_together_remove_their_staging_folder_together(run_folder: Path) -> None:
-    """Every rank discards when the save is given up; none may stop at what another has removed already."""
+    """Every rank discards when the save is given up; none may stop at what another has removed
+    already.
+    """
     writer = CheckpointWriter(run_folder, 1, "t")
     with writer:
         for number in range(300):
@@ -212,19 +242,27 @@ def test_ranks_that_fail_together_remove_their_staging_folder_together(run_folde
     assert names_in(run_folder) == []
 
 
-def test_a_file_is_hashed_as_it_is_written(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, of which the system takes parts; synced on the way; nothing is read; a file that is there stays."""
+def test_a_file_is_hashed_as_it_is_written(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, of which the system takes parts; synced on the way; nothing is read; a file that
+    is there stays.
+    """
     data, calls, plain = random.Random(1).randbytes(100_000), [], os.write
     monkeypatch.setattr(durable_files, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(durable_files, "SYNC_EVERY_BYTES", 30_000)
 
-    def hook(name: str, original: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def hook(
+        name: str, original: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
         calls.append(name)
         return plain(args[0], args[1][:700]) if name == "write" else original(*args, **kwargs)
 
     path = run_folder / "tensors"
     with watched(hook):
-        record = durable_files.write_hashed(path, [data[:1], b"", memoryview(data)[1:-5], data[-5:]])
+        record = durable_files.write_hashed(
+            path, [data[:1], b"", memoryview(data)[1:-5], data[-5:]]
+        )
     assert path.read_bytes() == data
     assert record == {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert "read" not in calls and calls.count("fsync") == 4 and calls[-2:] == ["fsync", "close"]
@@ -234,17 +272,25 @@ def test_a_file_is_hashed_as_it_is_written(run_folder: Path, monkeypatch: pytest
     assert path.read_bytes() == data
 
 
-# ------------------------------------------------------------------------------------------------- kills and power loss
+# ----------------------------------------------------------------------------- kills and power loss
 def check_after_a_stop(folder: Path, third: str) -> int:
-    """What must hold after any stop of `save_and_rotate(folder, 3)`; the step that a resume would go on from."""
+    """What must hold after any stop of `save_and_rotate(folder, 3)`; the step that a resume would
+    go on from.
+    """
     found, _ = newest_valid(folder)
     assert found is not None
     step = checkpoint_files.step_of(found.name)
     assert step in (2, 3)
     assert_holds(found, step)
     if third == "broken":  # never thrown away
-        broken = [path for path in (folder / "checkpoint-3", folder / ".invalid-checkpoint-3-1") if path.exists()]
-        assert any((path / NAMES[0]).read_bytes() == b"" for path in broken if (path / NAMES[0]).exists())
+        broken = [
+            path
+            for path in (folder / "checkpoint-3", folder / ".invalid-checkpoint-3-1")
+            if path.exists()
+        ]
+        assert any(
+            (path / NAMES[0]).read_bytes() == b"" for path in broken if (path / NAMES[0]).exists()
+        )
     clean_staging(folder)
     assert not [name for name in os.listdir(folder) if name.startswith((".staging", ".removing"))]
     save_and_rotate(folder, step + 1, "t9")
@@ -255,8 +301,12 @@ def check_after_a_stop(folder: Path, third: str) -> int:
 
 
 @pytest.mark.parametrize("third", ["none", "valid", "broken"])
-@pytest.mark.parametrize(("torn", "stride"), [(False, 3), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)])
-def test_killed_at_every_call_of_a_save(tmp_path: Path, third: str, torn: bool, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("torn", "stride"), [(False, 3), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
+)
+def test_killed_at_every_call_of_a_save(
+    tmp_path: Path, third: str, torn: bool, stride: int
+) -> None:
     before = tmp_path / "before"
     make_before(before, third)
     steps = []
@@ -301,7 +351,9 @@ def test_power_lost_after_every_call_of_a_save(tmp_path: Path, third: str) -> No
     assert len(steps["none"]) > made and all(set(found[made:]) == {3} for found in steps.values())
 
 
-def test_the_power_loss_model_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_power_loss_model_sees_a_missing_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above can fail: without fsync the same save does not outlive a power loss."""
     run = tmp_path / "run"
     make_before(run, "none")
@@ -317,7 +369,9 @@ def test_the_power_loss_model_sees_a_missing_sync(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("third", ["none", "broken"])
-def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path: Path, third: str, error_number: int) -> None:
+def test_an_error_of_the_disk_at_every_call_of_a_save(
+    tmp_path: Path, third: str, error_number: int
+) -> None:
     before = tmp_path / "before"
     make_before(before, third)
     outcomes = set()
@@ -331,7 +385,10 @@ def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path: Path, third: str
             except FinetuneError as error:
                 outcome = "refused"
                 assert str(folder) in str(error)
-                assert "written but does not verify" in error.what or os.strerror(error_number) in error.what
+                assert (
+                    "written but does not verify" in error.what
+                    or os.strerror(error_number) in error.what
+                )
                 assert error.exit_code == 1
         outcomes.add(outcome)
         step = check_after_a_stop(folder, third)
@@ -342,27 +399,36 @@ def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path: Path, third: str
     assert outcome == "saved" and outcomes == {"saved", "refused"}
 
 
-# ---------------------------------------------------------------------------------------------------------- a full disk
+# -------------------------------------------------------------------------------------- a full disk
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True
+    )
     if mounted.returncode != 0:
         pytest.skip(
-            "a small disk is needed and this user may not mount one (the limit on file sizes is tested instead)"
+            "a small disk is needed and this user may not mount one (the limit on file sizes is"
+            " tested instead)"
         )
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_stops_with_the_numbers_and_keeps_the_previous_checkpoint(small_disk: Path) -> None:
+def test_a_full_disk_stops_with_the_numbers_and_keeps_the_previous_checkpoint(
+    small_disk: Path,
+) -> None:
     save(small_disk, 1)
     with pytest.raises(FinetuneError) as caught, CheckpointWriter(small_disk, 2, "t") as writer:
         durable_files.write_hashed(writer.folder / "model.safetensors", [b"head", bytes(4 << 20)])
     text = str(caught.value)
     assert "checkpoint-2 could not be written: No space left on device" in text
-    assert "free some space" in text and "The previous checkpoint is checkpoint-1" in text and str(small_disk) in text
+    assert (
+        "free some space" in text
+        and "The previous checkpoint is checkpoint-1" in text
+        and str(small_disk) in text
+    )
     assert names_in(small_disk) == ["checkpoint-1"]
     assert newest_valid(small_disk) == (small_disk / "checkpoint-1", [])
     with pytest.raises(FinetuneError, match="needed 4.0 MiB, free .* KiB"):
@@ -378,7 +444,9 @@ def test_a_limit_on_file_sizes_stops_with_the_numbers(run_folder: Path, tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
             with CheckpointWriter(run_folder, 2, "t") as writer:
-                save_file({"weights": np.zeros(1000, np.float32)}, writer.folder / "model.safetensors")
+                save_file(
+                    {"weights": np.zeros(1000, np.float32)}, writer.folder / "model.safetensors"
+                )
         except FinetuneError as error:
             os.write(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), str(error).encode())
         os._exit(0)
@@ -395,7 +463,7 @@ def test_another_error_is_passed_on_and_the_staging_folder_removed(run_folder: P
     assert names_in(run_folder) == []
 
 
-# ------------------------------------------------------------------------------------------------------ damaged folders
+# ---------------------------------------------------------------------------------- damaged folders
 def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
@@ -418,7 +486,10 @@ def replace_by_folder(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), r"bytes, not|not JSON|digest"),
+    "truncated": (
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        r"bytes, not|not JSON|digest",
+    ),
     "emptied": (lambda path: path.write_bytes(b""), r"0 bytes"),
     "grown": (lambda path: path.write_bytes(path.read_bytes() + b"\n"), r"bytes, not|digest"),
     "bit flipped": (flip_bit, r"content changed|digest|not JSON|lacks its parts"),
@@ -432,7 +503,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [*NAMES, "manifest.json"])
-def test_every_damage_of_every_file_is_found_and_skipped(run_folder: Path, name: str, damage: str) -> None:
+def test_every_damage_of_every_file_is_found_and_skipped(
+    run_folder: Path, name: str, damage: str
+) -> None:
     save(run_folder, 1)
     path = save(run_folder, 2) / name
     act, why = DAMAGES[damage]
@@ -440,7 +513,10 @@ def test_every_damage_of_every_file_is_found_and_skipped(run_folder: Path, name:
     validity = verify(run_folder / "checkpoint-2")
     assert not validity.valid and validity.manifest is None
     assert re.search(why, validity.why), validity.why
-    assert newest_valid(run_folder) == (run_folder / "checkpoint-1", [(run_folder / "checkpoint-2", validity.why)])
+    assert newest_valid(run_folder) == (
+        run_folder / "checkpoint-1",
+        [(run_folder / "checkpoint-2", validity.why)],
+    )
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(run_folder: Path) -> None:
@@ -488,7 +564,11 @@ def test_a_forged_manifest_cannot_point_elsewhere_or_take_another_step(run_folde
     files = json.loads((folder / "manifest.json").read_text())["files"]
     (run_folder / "secret.json").write_text("{}")
     record = {"size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
-    for name in ("../secret.json", str(run_folder / "secret.json"), "moments/../trainer_state.json"):
+    for name in (
+        "../secret.json",
+        str(run_folder / "secret.json"),
+        "moments/../trainer_state.json",
+    ):
         forge(folder, files={**files, name: record})
         assert "missing file" in verify(folder).why
     forge(folder, files=files, step=2)
@@ -504,20 +584,33 @@ def test_things_that_are_no_checkpoint_folder(run_folder: Path, tmp_path: Path) 
     (run_folder / "checkpoint-2").symlink_to(real)
     (run_folder / "checkpoint-3").write_text("")
     (run_folder / "checkpoint-4").mkdir()
-    for name in ("checkpoint-05", "checkpoint-", "checkpoint-6-old", "checkpoint--1", "Checkpoint-7", ".staging-8-t"):
+    for name in (
+        "checkpoint-05",
+        "checkpoint-",
+        "checkpoint-6-old",
+        "checkpoint--1",
+        "Checkpoint-7",
+        ".staging-8-t",
+    ):
         (run_folder / name).mkdir()
-    assert [path.name for path in list_checkpoints(run_folder)] == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert [path.name for path in list_checkpoints(run_folder)] == [
+        f"checkpoint-{step}" for step in (1, 2, 3, 4)
+    ]
     found, skipped = newest_valid(run_folder)
     assert found == real
     assert [why.split(":")[0] for _, why in skipped] == [
         "manifest.json is missing", "not a folder (links are not followed)", "not a folder (links are not followed)"
     ]  # fmt: skip
     assert not verify(run_folder / "absent").valid and not verify(run_folder / "checkpoint-9").valid
-    assert not verify(run_folder / "checkpoint-05").valid and not verify(Path("checkpoint-1\0")).valid
+    assert (
+        not verify(run_folder / "checkpoint-05").valid and not verify(Path("checkpoint-1\0")).valid
+    )
     assert newest_valid(tmp_path / "nowhere") == (None, [])
 
 
-def test_a_checkpoint_may_be_copied_to_another_run_but_not_renamed(run_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_copied_to_another_run_but_not_renamed(
+    run_folder: Path, tmp_path: Path
+) -> None:
     folder = save(run_folder, 5)
     shutil.copytree(folder, tmp_path / "checkpoint-5")
     assert verify(tmp_path / "checkpoint-5").valid
@@ -553,14 +646,26 @@ def test_a_salted_pickle_makes_the_folder_invalid_and_is_never_opened(
     (folder / name).write_bytes(bomb)
     if forged:
         files = json.loads((folder / "manifest.json").read_text())["files"]
-        forge(folder, files={**files, name: {"size_bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}})
+        forge(
+            folder,
+            files={
+                **files,
+                name: {"size_bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()},
+            },
+        )
     opened: list[str] = []
     builtin_open = io.open
     monkeypatch.setattr(
-        "builtins.open", lambda file, *rest, **more: opened.append(str(file)) or builtin_open(file, *rest, **more)
+        "builtins.open",
+        lambda file, *rest, **more: opened.append(str(file)) or builtin_open(file, *rest, **more),
     )
 
-    def hook(call: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def hook(
+        call: str,
+        original: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         if call == "open":
             opened.append(os.fspath(args[0]))  # type: ignore[arg-type]
         return original(*args, **kwargs)
@@ -570,15 +675,20 @@ def test_a_salted_pickle_makes_the_folder_invalid_and_is_never_opened(
         assert checkpoints_command.main([str(run_folder)]) == 0
         assert rotate(run_folder, 2, known_valid={"checkpoint-1", "checkpoint-2"}) == []
     assert found == run_folder / "checkpoint-1"
-    assert name in skipped[0][1] and ("kind that no checkpoint holds" if forged else "extra file") in skipped[0][1]
+    assert (
+        name in skipped[0][1]
+        and ("kind that no checkpoint holds" if forged else "extra file") in skipped[0][1]
+    )
     assert opened and not [path for path in opened if path.endswith(name)]
     assert not marker.exists()
     pickle.loads(bomb)
     assert marker.exists()  # it would have
 
 
-# ------------------------------------------------------------------------------------------------------------- rotation
-def test_rotation_keeps_the_newest_valid_ones_and_leaves_what_it_does_not_know(run_folder: Path) -> None:
+# ----------------------------------------------------------------------------------------- rotation
+def test_rotation_keeps_the_newest_valid_ones_and_leaves_what_it_does_not_know(
+    run_folder: Path,
+) -> None:
     for step in (1, 2, 10, 20):
         save(run_folder, step)
     (run_folder / "checkpoint-3").mkdir()
@@ -586,7 +696,12 @@ def test_rotation_keeps_the_newest_valid_ones_and_leaves_what_it_does_not_know(r
     (run_folder / "checkpoint-20" / NAMES[0]).unlink()
     known = {"checkpoint-10", "checkpoint-2"}
     assert rotate(run_folder, 2, known_valid=known) == ["checkpoint-1"]
-    assert names_in(run_folder) == ["checkpoint-10", "checkpoint-2", "checkpoint-20", "checkpoint-3"]
+    assert names_in(run_folder) == [
+        "checkpoint-10",
+        "checkpoint-2",
+        "checkpoint-20",
+        "checkpoint-3",
+    ]
     save(run_folder, 30)
     assert rotate(run_folder, 3, known_valid=known | {"checkpoint-30"}) == []
     assert rotate(run_folder, 2, known_valid=known | {"checkpoint-30"}) == ["checkpoint-2"]
@@ -600,7 +715,11 @@ def test_rotation_reads_no_content_and_waits_for_two_that_are_known(
     for step in range(1, 7):
         save(run_folder, step)
     monkeypatch.setattr(durable_files, "hash_file", None)
-    assert rotate(run_folder, keep, known_valid=()) == rotate(run_folder, keep, known_valid={"checkpoint-6"}) == []
+    assert (
+        rotate(run_folder, keep, known_valid=())
+        == rotate(run_folder, keep, known_valid={"checkpoint-6"})
+        == []
+    )
     removed = [f"checkpoint-{step}" for step in range(6 - keep, 0, -1)]
     assert rotate(run_folder, keep, known_valid={"checkpoint-5", "checkpoint-6"}) == removed
 
@@ -619,11 +738,23 @@ def test_rotation_deletes_nothing_through_a_link(run_folder: Path, tmp_path: Pat
     (run_folder / ".staging-1-t").symlink_to(outside)
     assert rotate(run_folder, 2, known_valid={"checkpoint-2", "checkpoint-3"}) == []
     assert clean_staging(run_folder) == [".staging-1-t"]
-    assert names_in(outside) == ["adapter_model.safetensors", "manifest.json", "moments", "trainer_state.json"]
+    assert names_in(outside) == [
+        "adapter_model.safetensors",
+        "manifest.json",
+        "moments",
+        "trainer_state.json",
+    ]
 
 
 def test_cleaning_takes_only_what_saves_and_removals_leave(run_folder: Path) -> None:
-    keep = ["checkpoint-1", ".invalid-checkpoint-2-1", ".staging", ".staging-x-t", ".removing-me", "samples.jsonl"]
+    keep = [
+        "checkpoint-1",
+        ".invalid-checkpoint-2-1",
+        ".staging",
+        ".staging-x-t",
+        ".removing-me",
+        "samples.jsonl",
+    ]
     for name in [*keep, ".staging-12-abc", ".removing-checkpoint-3"]:
         (run_folder / name).mkdir()
         (run_folder / name / "file").write_text("")
@@ -631,23 +762,37 @@ def test_cleaning_takes_only_what_saves_and_removals_leave(run_folder: Path) -> 
     assert names_in(run_folder) == sorted(keep)
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-def test_the_command_lists_a_line_each(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# -------------------------------------------------------------------------------------- the command
+def test_the_command_lists_a_line_each(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (9, 10):
         save(run_folder, step)
     (run_folder / "checkpoint-10" / "optimizer.pt").write_bytes(b"x" * 2000)
     assert checkpoints_command.main([str(run_folder)]) == 0
-    size = sum(path.stat().st_size for path in (run_folder / "checkpoint-9").rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size for path in (run_folder / "checkpoint-9").rglob("*") if path.is_file()
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["checkpoint-9", "step", "9", *durable_files.format_bytes(size).split(), "valid"]
-    assert lines[1].endswith("invalid: extra file, not in the manifest: 'optimizer.pt'") and len(lines) == 2
+    assert lines[0].split() == [
+        "checkpoint-9",
+        "step",
+        "9",
+        *durable_files.format_bytes(size).split(),
+        "valid",
+    ]
+    assert (
+        lines[1].endswith("invalid: extra file, not in the manifest: 'optimizer.pt'")
+        and len(lines) == 2
+    )
     assert checkpoints_command.main([str(run_folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(entry["name"], entry["step"], entry["valid"]) for entry in told] == [
         ("checkpoint-9", 9, True),
         ("checkpoint-10", 10, False),
     ]
-    assert told[0]["size_bytes"] == size and told[1]["size_bytes"] == size + 1 + 2000  # the step has a digit more
+    # the step has a digit more
+    assert told[0]["size_bytes"] == size and told[1]["size_bytes"] == size + 1 + 2000
     shutil.rmtree(run_folder / "checkpoint-9")
     assert checkpoints_command.main([str(run_folder)]) == 1
 
@@ -674,7 +819,14 @@ def test_the_file_layer_imports_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 50, "3072.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 50, "3072.0 TiB"),
+    ],
 )
 def test_sizes_for_people(size_bytes: int, text: str) -> None:
     assert durable_files.format_bytes(size_bytes) == text

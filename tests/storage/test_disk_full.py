@@ -1,4 +1,6 @@
-"""A full disk: the run stops with a clear error, and the previous checkpoint is as good as before."""
+"""A full disk: the run stops with a clear error, and the previous checkpoint is as good as
+before.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode != 0:
         pytest.skip(f"mounting a small tmpfs is not allowed here: {made.stderr.strip()}")
@@ -38,13 +43,19 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 @pytest.mark.parametrize(
     ("processes", "leave_bytes", "changes"),
-    [(1, 40_960, {}), (1, 0, {}), (2, 40_960, {"finetuning": "full", **run_helpers.LAYOUTS["zero3"]})],
+    [
+        (1, 40_960, {}),
+        (1, 0, {}),
+        (2, 40_960, {"finetuning": "full", **run_helpers.LAYOUTS["zero3"]}),
+    ],
     ids=["no room for a checkpoint", "no room for a line", "ZeRO-3 slices"],
 )
 def test_enospc(materials, small_disk, processes, leave_bytes, changes):
     output_dir = small_disk / "run"
     settings = materials.settings(output_dir, save_steps=2, max_steps=6, **changes)
-    reference = materials.settings(materials.folder / f"reference-{processes}", save_steps=2, max_steps=6, **changes)
+    reference = materials.settings(
+        materials.folder / f"reference-{processes}", save_steps=2, max_steps=6, **changes
+    )
     filled = {"patch": run_patches.fill_disk, "patch_arguments": (str(small_disk), 4, leave_bytes)}
     ranks = run_helpers.train(settings, processes, expect=1, launched=True, **filled)
     assert "No space left on device" in ranks.output()
@@ -57,14 +68,18 @@ def test_enospc(materials, small_disk, processes, leave_bytes, changes):
     run_helpers.train(settings, processes, launched=True)
     run_helpers.train(reference, processes, launched=True)
     assert run_helpers.events(output_dir, "resume")[-1]["checkpoint"] == "checkpoint-2"
-    assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(Path(reference["output_dir"]))
+    assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(
+        Path(reference["output_dir"])
+    )
     assert run_helpers.losses(output_dir) == run_helpers.losses(Path(reference["output_dir"]))
 
 
 def test_enospc_while_a_line_is_logged(materials, small_disk):
     """Between checkpoints only logs are written."""
     output_dir = small_disk / "run"
-    settings = materials.settings(output_dir, max_steps=60, learning_rate=1e-4, report_to="tensorboard")
+    settings = materials.settings(
+        output_dir, max_steps=60, learning_rate=1e-4, report_to="tensorboard"
+    )
     filled = {"patch": run_patches.fill_disk, "patch_arguments": (str(small_disk), 4, 0)}
     ranks = run_helpers.train(settings, expect=1, **filled)
     assert "the run folder's disk is full: No space left on device" in ranks.output()

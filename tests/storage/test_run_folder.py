@@ -1,4 +1,6 @@
-"""The run folder: one process at a time, the same run or none, a status that is never torn, an exact sample log."""
+"""The run folder: one process at a time, the same run or none, a status that is never torn, an
+exact sample log.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from finetune.storage.run_folder import (
 )
 from finetune.storage.run_log import read_jsonl_tolerant
 
-IDENTITY = {"model": "tiny", "data": "ab12", "global_batch_size": 32, "levels": ("explain", "topology"), "seed": 42}
+IDENTITY = {
+    "model": "tiny",
+    "data": "ab12",
+    "global_batch_size": 32,
+    "levels": ("explain", "topology"),
+    "seed": 42,
+}
 
 HOLDER = """
 import os, sys, time
@@ -49,12 +57,14 @@ with RunLock(sys.argv[1], 0):
 
 def hold_in_another_process(folder: Path, inside: str = "pass") -> subprocess.Popen[str]:
     code = HOLDER.replace("{inside}", inside)
-    holder = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None and "held" in holder.stdout.readline()
     return holder
 
 
-# ----------------------------------------------------------------------------------------------------------------- lock
+# --------------------------------------------------------------------------------------------- lock
 def test_a_second_process_waits_and_is_then_refused_with_the_holders_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +92,11 @@ def test_a_second_process_waits_and_is_then_refused_with_the_holders_name(
 def test_the_wait_ends_when_the_holder_does(tmp_path: Path) -> None:
     holder = hold_in_another_process(tmp_path)
     subprocess.Popen(
-        [sys.executable, "-c", f"import time, os; time.sleep(0.5); os.kill({holder.pid}, {signal.SIGKILL})"]
+        [
+            sys.executable,
+            "-c",
+            f"import time, os; time.sleep(0.5); os.kill({holder.pid}, {signal.SIGKILL})",
+        ]
     )
     start = time.monotonic()
     with RunLock(tmp_path, 20):
@@ -92,9 +106,14 @@ def test_the_wait_ends_when_the_holder_does(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Path) -> None:
     """As a loader's worker does; multiprocessing forks the same way."""
-    inside = "child = os.fork()\n    if child == 0: time.sleep(60); os._exit(0)\n    print(child, end=' ')"
+    inside = (
+        "child = os.fork()\n    if child == 0: time.sleep(60); os._exit(0)\n    print(child,"
+        " end=' ')"
+    )
     code = HOLDER.replace("{inside}", inside)
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     child = int(holder.stdout.readline().split()[0])
     try:
@@ -108,7 +127,10 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Pa
 
 def test_two_locks_in_one_process_exclude_each_other_and_follow_each_other(tmp_path: Path) -> None:
     with RunLock(tmp_path / "a" / "b"):
-        with pytest.raises(StateError, match=f"process {os.getpid()}"), RunLock(tmp_path / "a" / "b", 0):
+        with (
+            pytest.raises(StateError, match=f"process {os.getpid()}"),
+            RunLock(tmp_path / "a" / "b", 0),
+        ):
             pass
         with RunLock(tmp_path / "c", 0):
             pass
@@ -132,13 +154,18 @@ def test_an_accepted_run_that_fails_keeps_its_folder(tmp_path: Path) -> None:
         write_status(tmp_path / "run", "failed", 1)
         raise FinetuneError("while running")
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", "status.json"]
-    with pytest.raises(StateError), RunLock(tmp_path / "run"):  # a later refusal takes nothing of it
+    # a later refusal takes nothing of it
+    with pytest.raises(StateError), RunLock(tmp_path / "run"):
         raise StateError("another data set")
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", "status.json"]
 
 
-def test_a_lock_file_removed_while_waiting_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run was refused between our open and our flock: what we locked has no name any more."""
+def test_a_lock_file_removed_while_waiting_is_not_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run was refused between our open and our flock: what we locked has no name any
+    more.
+    """
     original, calls = run_lock.try_flock, []
 
     def removed_first(descriptor: int, how: int, path: Path) -> bool | None:
@@ -155,7 +182,9 @@ def test_a_lock_file_removed_while_waiting_is_not_a_lock(tmp_path: Path, monkeyp
             pass
 
 
-def test_folders_that_cannot_be_made_or_locked_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_made_or_locked_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / ".lock").symlink_to(tmp_path / "file")
@@ -163,7 +192,11 @@ def test_folders_that_cannot_be_made_or_locked_are_refused(tmp_path: Path, monke
         with pytest.raises(StateError, match="cannot be made or locked") as caught, RunLock(folder):
             pass
         assert str(folder) in str(caught.value) and caught.value.fix
-    with breaking(0, errno.EROFS), pytest.raises(StateError, match="Read-only"), RunLock(tmp_path / "new"):
+    with (
+        breaking(0, errno.EROFS),
+        pytest.raises(StateError, match="Read-only"),
+        RunLock(tmp_path / "new"),
+    ):
         pass
     assert not (tmp_path / "new").exists()
 
@@ -187,7 +220,7 @@ def test_a_file_system_without_locks_is_said(
     assert "has no locks" in caplog.text
 
 
-# --------------------------------------------------------------------------------------------------------------- status
+# ------------------------------------------------------------------------------------------- status
 def test_status_says_state_and_exit_code(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     write_status(tmp_path, "running", None, step=3)
@@ -211,7 +244,9 @@ def test_status_is_whole_wherever_its_writer_is_killed(tmp_path: Path, torn: boo
         assert status is not None
         states.append(status["state"])
         write_status(tmp_path, "running", None)
-    assert states == sorted(states, reverse=True) and set(states) == ({"running"} if torn else {"running", "done"})
+    assert states == sorted(states, reverse=True) and set(states) == (
+        {"running"} if torn else {"running", "done"}
+    )
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -224,7 +259,7 @@ def test_a_full_disk_leaves_the_old_status(tmp_path: Path, number: int) -> None:
     assert status is not None and status["state"] == "running"
 
 
-# --------------------------------------------------------------------------------------------------- whose folder it is
+# ------------------------------------------------------------------------------- whose folder it is
 def test_a_free_folder(tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     for name in (".lock", ".run_identity.json.tmp"):
@@ -242,7 +277,14 @@ def test_the_same_run_has_no_differences_and_another_shows_them(tmp_path: Path) 
     assert check_output_folder(tmp_path, IDENTITY) == []
     described = describe_folder(tmp_path)
     assert described.kind == "run" and described.config == {"model": "tiny"}
-    assert described.identity == read_identity(tmp_path) == {**IDENTITY, "levels": ["explain", "topology"]}
+    assert (
+        described.identity
+        == read_identity(tmp_path)
+        == {
+            **IDENTITY,
+            "levels": ["explain", "topology"],
+        }
+    )
     assert described.status is not None and described.status["state"] == "running"
     other = {**IDENTITY, "seed": 43, "tokenizer": "cd34"}
     del other["data"]
@@ -270,8 +312,12 @@ def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:
             check_output_folder(path, IDENTITY)
 
 
-def test_a_folder_that_another_rank_makes_at_this_moment_is_empty(tmp_path: Path, monkeypatch) -> None:
-    """Rank 0 makes the output folder while others look for it: a rank was refused, for a link to nothing."""
+def test_a_folder_that_another_rank_makes_at_this_moment_is_empty(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Rank 0 makes the output folder while others look for it: a rank was refused, for a link to
+    nothing.
+    """
     folder, plain = tmp_path / "run", os.listdir
     lock = RunLock(folder)
 
@@ -289,12 +335,14 @@ def test_a_folder_that_another_rank_makes_at_this_moment_is_empty(tmp_path: Path
 
 def test_a_hostile_run_yaml_runs_nothing(tmp_path: Path) -> None:
     write_identity(tmp_path, IDENTITY)
-    (tmp_path / "run.yaml").write_text(f"x: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")
+    (tmp_path / "run.yaml").write_text(
+        f"x: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n"
+    )
     assert describe_folder(tmp_path).config is None
     assert not (tmp_path / "made").exists()
 
 
-# -------------------------------------------------------------------------------------------------------- samples.jsonl
+# ------------------------------------------------------------------------------------ samples.jsonl
 def whole_log(steps: int) -> list[dict[str, object]]:
     return [{"step": step, "ids": [step * 2, step * 2 + 1]} for step in range(1, steps + 1)]
 
@@ -334,14 +382,20 @@ def test_an_interrupted_log_ends_up_as_an_uninterrupted_one(
         # Killed while it wrote the next line; resumed from a checkpoint at or before what is whole.
         with open(path, "ab") as file:
             line = json.dumps({"step": reached + 1, "ids": [1, 2, 3]}).encode() + b"\n"
-            file.write(data.draw(st.sampled_from([line[: data.draw(st.integers(0, len(line)))], b"\0" * 40])))
+            file.write(
+                data.draw(
+                    st.sampled_from([line[: data.draw(st.integers(0, len(line)))], b"\0" * 40])
+                )
+            )
         done = data.draw(st.integers(0, reached))
     write_steps(path, done + 1, total, done)
     assert [json.loads(line) for line in path.read_text().splitlines()] == whole_log(total)
     assert list(read_jsonl_tolerant(path)) == whole_log(total)
 
 
-def test_lines_that_are_missing_are_said_and_none_is_invented(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_are_missing_are_said_and_none_is_invented(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "samples.jsonl"
     write_steps(path, 1, 3, 0)
     with caplog.at_level(logging.WARNING, "finetune"):

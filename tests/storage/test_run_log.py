@@ -1,4 +1,6 @@
-"""The logs of a run: their schema is frozen, every line is whole, and a torn last line is passed over."""
+"""The logs of a run: their schema is frozen, every line is whole, and a torn last line is passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def frozen() -> dict[str, set[str]]:
 
 def shape(record: dict) -> set[str]:
     """The fields of a line, with LEVEL for a level's name."""
-    return {f"{name.split('/')[0]}/LEVEL" if name.split("/")[-1] in LEVELS else name for name in record}
+    return {
+        f"{name.split('/')[0]}/LEVEL" if name.split("/")[-1] in LEVELS else name for name in record
+    }
 
 
 def assert_of_schema(record: dict, fields: set[str]) -> None:
@@ -53,29 +57,66 @@ def test_the_events_are_the_frozen_ones():
 
 
 def test_every_place_that_writes_an_event_gives_the_frozen_fields():
-    """From the source, so that events that a test can hardly provoke are looked at too; each is written somewhere."""
+    """From the source, so that events that a test can hardly provoke are looked at too; each is
+    written somewhere.
+    """
     written = set()
     for path in (ROOT / "finetune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            is_event = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event"
+            is_event = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "event"
+            )
             if not is_event or not (node.args and isinstance(node.args[0], ast.Constant)):
                 continue
             name, given = node.args[0].value, {keyword.arg for keyword in node.keywords}
             written.add(name)
             fields = {field for field in frozen()[name] if not field.endswith("?")}
-            assert given == fields or (None in given and given - {None} <= fields), f"{path.name}: {name}"
+            assert given == fields or (None in given and given - {None} <= fields), (
+                f"{path.name}: {name}"
+            )
     assert written == set(EVENTS)
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, tiny_model, tiny_data, tiny_valid) -> Path:
-    """A run of 4 steps whose last checkpoint was damaged afterwards, and that then went on from the one before."""
+    """A run of 4 steps whose last checkpoint was damaged afterwards, and that then went on from the
+    one before.
+    """
     from finetune.sft import main
 
     folder = tmp_path_factory.mktemp("runlog")
-    flags = ["--model", tiny_model, "--data", tiny_data, "--valid-data", tiny_valid, "--output-dir", folder / "run"]
-    flags += ["--cache-dir", folder / "cache", "--device-type", "cpu", "--dtype", "float32", "--max-steps", 4]
-    flags += ["--save-steps", 2, "--global-batch-size", 6, "--cutoff-len", 128, "--report-to", "none"]
+    flags = [
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_data,
+        "--valid-data",
+        tiny_valid,
+        "--output-dir",
+        folder / "run",
+    ]
+    flags += [
+        "--cache-dir",
+        folder / "cache",
+        "--device-type",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--max-steps",
+        4,
+    ]
+    flags += [
+        "--save-steps",
+        2,
+        "--global-batch-size",
+        6,
+        "--cutoff-len",
+        128,
+        "--report-to",
+        "none",
+    ]
     before = dict(os.environ)
     try:
         assert main([str(word) for word in flags]) == 0
@@ -108,21 +149,34 @@ def test_the_steps_of_a_run_are_of_the_schema(run_folder: Path):
         assert_of_schema(record, frozen()["trainer_log.jsonl"])
         assert sum(record[f"share/{level}"] for level in LEVELS) == pytest.approx(1, abs=1e-3)
         tokens = sum(record[f"tokens/{level}"] for level in LEVELS)
-        total = sum(record[f"tokens/{level}"] * record.get(f"loss/{level}", 0.0) for level in LEVELS)
-        assert total / tokens == pytest.approx(record["loss"], rel=1e-5), "the loss is not the mean over all targets"
+        total = sum(
+            record[f"tokens/{level}"] * record.get(f"loss/{level}", 0.0) for level in LEVELS
+        )
+        assert total / tokens == pytest.approx(record["loss"], rel=1e-5), (
+            "the loss is not the mean over all targets"
+        )
 
 
 def test_the_resumed_run_logged_the_same_steps(run_folder: Path):
     first, again = (
-        list(read_jsonl_tolerant(folder / "trainer_log.jsonl")) for folder in (run_folder.parent / "first", run_folder)
+        list(read_jsonl_tolerant(folder / "trainer_log.jsonl"))
+        for folder in (run_folder.parent / "first", run_folder)
     )
     for name in ("step", "loss", "grad_norm", "learning_rate"):
-        assert [record[name] for record in again] == pytest.approx([record[name] for record in first], rel=1e-5)
+        assert [record[name] for record in again] == pytest.approx(
+            [record[name] for record in first], rel=1e-5
+        )
 
 
 def test_no_machine_path_and_no_text_of_the_data_is_logged(run_folder: Path, tiny_data: Path):
-    answers = [json.loads(line)["output"] for line in tiny_data.read_text(encoding="utf-8").splitlines()]
-    for path in [run_folder / "events.jsonl", run_folder / "trainer_log.jsonl", *run_folder.glob("logs/*")]:
+    answers = [
+        json.loads(line)["output"] for line in tiny_data.read_text(encoding="utf-8").splitlines()
+    ]
+    for path in [
+        run_folder / "events.jsonl",
+        run_folder / "trainer_log.jsonl",
+        *run_folder.glob("logs/*"),
+    ]:
         text = path.read_text(encoding="utf-8")
         assert not any(answer in text for answer in answers if len(answer) > 20), path.name
 
@@ -167,7 +221,9 @@ def test_closing_twice_does_no_harm(tmp_path: Path):
     log.close()
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 4', b'{"step": 4}', b"\x00\x00\x00", b'{"step": 4}\n{"st'])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"step": 4', b'{"step": 4}', b"\x00\x00\x00", b'{"step": 4}\n{"st']
+)
 def test_going_on_cuts_what_is_torn_or_later(torn: bytes, tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
@@ -196,7 +252,9 @@ def console():
     logger.setLevel(before[2])
 
 
-def test_lines_are_tagged_and_said_once(console: logging.Logger, capsys: pytest.CaptureFixture[str]):
+def test_lines_are_tagged_and_said_once(
+    console: logging.Logger, capsys: pytest.CaptureFixture[str]
+):
     setup_console(0)
     setup_console(0)
     console.info("a")
@@ -205,7 +263,9 @@ def test_lines_are_tagged_and_said_once(console: logging.Logger, capsys: pytest.
     assert capsys.readouterr().err.splitlines() == ["[INFO] a", "[WARNING] b", "[SUCCESS] c"]
 
 
-def test_other_ranks_say_only_errors_with_their_number(console: logging.Logger, capsys: pytest.CaptureFixture[str]):
+def test_other_ranks_say_only_errors_with_their_number(
+    console: logging.Logger, capsys: pytest.CaptureFixture[str]
+):
     setup_console(3)
     console.info("a")
     console.warning("b")

@@ -1,4 +1,6 @@
-"""What a run leaves is what peft and transformers load: the same logits, its tokenizer and template, no pickle."""
+"""What a run leaves is what peft and transformers load: the same logits, its tokenizer and
+template, no pickle.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., Trained]:
-    """Run in this process; the logits are taken from the live model at the moment the output is saved."""
+    """Run in this process; the logits are taken from the live model at the moment the output is
+    saved.
+    """
     from finetune import run
     from finetune.training.sft_trainer import SFTTrainer
 
@@ -104,8 +108,12 @@ assert not [name for name in sys.modules if name.split(".")[0] == "finetune"], "
 """
 
 
-def load_elsewhere(kind: str, trained: Trained, tmp_path: Path, folder: Path | None = None) -> tuple[dict, str]:
-    """Logits and a rendered question from a process that knows nothing of this package, not even where it is."""
+def load_elsewhere(
+    kind: str, trained: Trained, tmp_path: Path, folder: Path | None = None
+) -> tuple[dict, str]:
+    """Logits and a rendered question from a process that knows nothing of this package, not even
+    where it is.
+    """
     save_file({"ids": IDS}, tmp_path / "ids.safetensors")
     out = tmp_path / "logits.safetensors"
     words = [
@@ -128,11 +136,14 @@ def load_elsewhere(kind: str, trained: Trained, tmp_path: Path, folder: Path | N
     return load_file(out), result.stdout
 
 
-def test_transformers_has_no_warning_about_which_nothing_is_to_be_done(train, caplog: pytest.LogCaptureFixture):
+def test_transformers_has_no_warning_about_which_nothing_is_to_be_done(
+    train, caplog: pytest.LogCaptureFixture
+):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        train("quiet", model=str(ROOT / "data_samples" / "tiny-qwen3"), max_steps=1)  # no pad token in its config.json
+        # no pad token in its config.json
+        train("quiet", model=str(ROOT / "data_samples" / "tiny-qwen3"), max_steps=1)
     finally:
         logger.removeHandler(caplog.handler)
     assert "PAD/BOS/EOS" not in caplog.text
@@ -157,8 +168,12 @@ def test_transformers_loads_the_whole_model(train, tmp_path: Path):
     after = load_file(trained.folder / "model.safetensors")
     assert after.keys() == before.keys()
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    # The tokenizer's pad token would be an embedding that does not train in whatever is trained from it.
-    settings = [json.loads((Path(f) / "config.json").read_text()) for f in (trained.settings["model"], trained.folder)]
+    # The tokenizer's pad token would be an embedding that does not train in whatever is trained
+    # from it.
+    settings = [
+        json.loads((Path(f) / "config.json").read_text())
+        for f in (trained.settings["model"], trained.folder)
+    ]
     assert settings[1].get("pad_token_id") == settings[0].get("pad_token_id")
 
 
@@ -170,15 +185,23 @@ def test_a_checkpoint_is_an_adapter_folder_of_its_own(train):
     base = AutoModelForCausalLM.from_pretrained(trained.settings["model"], dtype=torch.float32)
     model = PeftModel.from_pretrained(base, trained.folder / "checkpoint-4").eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=IDS).logits, trained.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, trained.logits, atol=1e-5, rtol=1e-5
+        )
     early = load_file(trained.folder / "checkpoint-2" / "adapter_model.safetensors")
     late = load_file(trained.folder / "checkpoint-4" / "adapter_model.safetensors")
-    assert early.keys() == late.keys() and any(not torch.equal(early[name], late[name]) for name in early)
+    assert early.keys() == late.keys() and any(
+        not torch.equal(early[name], late[name]) for name in early
+    )
 
 
 def test_the_adapter_is_what_was_asked_for(train):
     trained = train(
-        "two targets", lora_r=4, lora_alpha=12, lora_target_modules=["q_proj", "down_proj"], lora_dropout=0.1
+        "two targets",
+        lora_r=4,
+        lora_alpha=12,
+        lora_target_modules=["q_proj", "down_proj"],
+        lora_dropout=0.1,
     )
     config = json.loads((trained.folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 12, 0.1)
@@ -205,7 +228,11 @@ def test_no_pickle_anywhere_and_every_file_can_be_shared(train):
         assert not [path for path in files if path.suffix in pickles]
         known = {".json", ".jsonl", ".safetensors", ".yaml", ".jinja", ".log"}
         assert {path.suffix for path in files if path.name != ".lock"} <= known
-        modes = {oct(path.stat().st_mode & 0o777) for path in files if path.suffix in (".json", ".safetensors")}
+        modes = {
+            oct(path.stat().st_mode & 0o777)
+            for path in files
+            if path.suffix in (".json", ".safetensors")
+        }
         assert len(modes) == 1, "weights that only their owner can read"
 
 
@@ -272,7 +299,9 @@ def test_a_warm_up_step_without_learning_rate_is_no_failure(tmp_path: Path):
 
 
 def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch: pytest.MonkeyPatch):
-    """ZeRO-3 has made such files in more than one package; here the run ends with exit code 1 and says so."""
+    """ZeRO-3 has made such files in more than one package; here the run ends with exit code 1 and
+    says so.
+    """
     from finetune.training import sft_trainer
 
     def hollow(path: Path, tensors: dict) -> None:
@@ -283,6 +312,10 @@ def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch: pytest.Mon
         train("hollow")
     assert caught.value.exit_code == 1
     folder = Path(train("lora").folder).parent / "hollow"
-    assert not (folder / "adapter_model.safetensors").exists() and not list(folder.glob("checkpoint-*"))
+    assert not (folder / "adapter_model.safetensors").exists() and not list(
+        folder.glob("checkpoint-*")
+    )
     status = json.loads((folder / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 1) and "empty tensor" in status["error"]
+    assert (status["state"], status["exit_code"]) == ("failed", 1) and "empty tensor" in status[
+        "error"
+    ]

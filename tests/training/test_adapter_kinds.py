@@ -1,4 +1,6 @@
-"""Adapters beyond plain LoRA: what peft loads is what was trained, merged or not; resumed, sharded, and refused."""
+"""Adapters beyond plain LoRA: what peft loads is what was trained, merged or not; resumed, sharded,
+and refused.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ COUNTED = KINDS | {
     "mlp": {"modules_to_save": ["mlp"], "lora_target_modules": ["q_proj", "down_proj"]},
     "norm": {"modules_to_save": ["norm"]},
     "layer": {"modules_to_save": ["layers.0.mlp"], "use_dora": True},
-    "full names": {"rank_pattern": {"^model.layers.0.*q_proj": 8, "k_proj": 2}, "layers_to_transform": "0"},
+    "full names": {
+        "rank_pattern": {"^model.layers.0.*q_proj": 8, "k_proj": 2},
+        "layers_to_transform": "0",
+    },
     "head": {"modules_to_save": ["lm_head"]},
 }
 # Everything that goes under ZeRO-3, and what does not; and what has to do with head and embedding.
@@ -101,7 +106,8 @@ def config_of(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [(kind, "tied") for kind in LOADED | ENDS] + [(kind, "untied") for kind in ENDS]
+    ("kind", "form"),
+    [(kind, "tied") for kind in LOADED | ENDS] + [(kind, "untied") for kind in ENDS],
 )
 def test_peft_loads_what_was_trained_and_it_merges(materials, untied, tmp_path, kind, form) -> None:
     model = materials.model if form == "tied" else untied
@@ -113,11 +119,18 @@ def test_peft_loads_what_was_trained_and_it_merges(materials, untied, tmp_path, 
     torch.testing.assert_close(logits(adapted), live, rtol=1e-5, atol=1e-5)
     with adapted.disable_adapter():
         torch.testing.assert_close(logits(adapted), logits(base(model)), rtol=1e-5, atol=1e-5)
-    assert finetune(["merge", "--adapter", str(tmp_path / "run"), "--output-dir", str(tmp_path / "merged")]) == 0
+    assert (
+        finetune(
+            ["merge", "--adapter", str(tmp_path / "run"), "--output-dir", str(tmp_path / "merged")]
+        )
+        == 0
+    )
     torch.testing.assert_close(logits(base(tmp_path / "merged")), live, rtol=1e-4, atol=1e-4)
     merged = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert merged["tie_word_embeddings"] == (form == "tied")
-    assert ("lm_head.weight" in load_file(tmp_path / "merged" / "model.safetensors")) == (form == "untied")
+    assert ("lm_head.weight" in load_file(tmp_path / "merged" / "model.safetensors")) == (
+        form == "untied"
+    )
 
 
 def test_it_is_what_it_says(materials, tmp_path) -> None:
@@ -126,7 +139,8 @@ def test_it_is_what_it_says(materials, tmp_path) -> None:
     for kind in ("ranks", "tokens", "layers"):
         trained(materials.settings(tmp_path / kind, **settings, **KINDS[kind]))
     ranks, tokens, layers = (
-        load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("ranks", "tokens", "layers")
+        load_file(tmp_path / kind / "adapter_model.safetensors")
+        for kind in ("ranks", "tokens", "layers")
     )
     of = {
         name: {len(t) for key, t in ranks.items() if f"{name}.lora_A" in key}
@@ -141,9 +155,9 @@ def test_it_is_what_it_says(materials, tmp_path) -> None:
         base(materials.model)
         .get_input_embeddings()
         .weight[
-            json.loads((tmp_path / "tokens" / "adapter_config.json").read_text())["trainable_token_indices"][
-                "model.embed_tokens"
-            ]
+            json.loads((tmp_path / "tokens" / "adapter_config.json").read_text())[
+                "trainable_token_indices"
+            ]["model.embed_tokens"]
         ]
     )
     assert 0 < float((rows - before).abs().max()) < 0.05  # of one step at a rate of 0.01
@@ -154,7 +168,11 @@ def test_b_learns_faster(materials, tmp_path) -> None:
     """AdamW's first step moves each number by the rate, whatever its gradient."""
     for ratio in (1.0, 4.0):
         folder = tmp_path / str(ratio)
-        trained(materials.settings(folder, max_steps=1, warmup_steps=0, learning_rate=1e-3, lora_plus_ratio=ratio))
+        trained(
+            materials.settings(
+                folder, max_steps=1, warmup_steps=0, learning_rate=1e-3, lora_plus_ratio=ratio
+            )
+        )
         file = load_file(folder / "adapter_model.safetensors")
         ups = torch.cat([tensor.flatten() for name, tensor in file.items() if "lora_B" in name])
         assert float(ups.abs().median()) == pytest.approx(ratio * 1e-3, rel=0.02)
@@ -162,9 +180,13 @@ def test_b_learns_faster(materials, tmp_path) -> None:
 
 def test_groups_of_their_own_keep_everything_but_the_rate() -> None:
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    optimizer = torch.optim.AdamW([{"params": [first, second], "weight_decay": 0.3}, {"params": [third]}], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": [first, second], "weight_decay": 0.3}, {"params": [third]}], lr=0.1
+    )
     set_apart(optimizer, {id(second)}, 5.0)
-    groups = [(group["params"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    groups = [
+        (group["params"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups
+    ]
     assert groups == [([first], 0.1, 0.3), ([third], 0.1, 0.01), ([second], 0.5, 0.3)]
 
 
@@ -180,13 +202,17 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, k
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "layout"), [(SHARDED, "plain"), (SHARDED, "zero3_offload"), (WHOLE, "plain"), (WHOLE, "zero2")]
+    ("kind", "layout"),
+    [(SHARDED, "plain"), (SHARDED, "zero3_offload"), (WHOLE, "plain"), (WHOLE, "zero2")],
 )
 def test_two_processes_train_the_same(materials, tmp_path, kind, layout) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     run_helpers.train(materials.settings(one, **kind))
     run_helpers.train(materials.settings(two, packing=False, **kind, **LAYOUTS[layout]), 2)
-    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-5
+    assert (
+        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two))
+        < 1e-5
+    )
     found, expected = run_helpers.result_weights(two), run_helpers.result_weights(one)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -224,7 +250,10 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         ({"alpha_pattern": {"nothing": 8}}, "names nothing"),
         ({"rank_pattern": "norm=8"}, "choose from down_proj"),
         ({"rank_pattern": "k_proj=8", "lora_target_modules": ["q_proj"]}, "choose from q_proj"),
-        ({"rank_pattern": {"model.layers.1.*q_proj": 8}, "layers_to_transform": "0"}, "no module of that name"),
+        (
+            {"rank_pattern": {"model.layers.1.*q_proj": 8}, "layers_to_transform": "0"},
+            "no module of that name",
+        ),
         ({"rank_pattern": {"(": 8}}, "no regular expression"),
         ({"quantization": "nf4", "modules_to_save": ["down_proj"]}, "embeddings, head and norms"),
         ({"quantization": "int8", "modules_to_save": ["mlp"]}, "embeddings, head and norms"),
@@ -232,8 +261,14 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         ({"layers_to_transform": ["last"]}, "is no layer"),
         ({"layers_to_transform": "3-1"}, "3-1 goes backwards"),
         ({"layers_to_transform": []}, "no layer is named"),
-        ({"train_tokens": TOKENS, "lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names lm_head"),
-        ({"train_tokens": TOKENS, "modules_to_save": ["model.embed_tokens"]}, "modules_to_save names embed_tokens"),
+        (
+            {"train_tokens": TOKENS, "lora_target_modules": ["q_proj", "lm_head"]},
+            "lora_target_modules names lm_head",
+        ),
+        (
+            {"train_tokens": TOKENS, "modules_to_save": ["model.embed_tokens"]},
+            "modules_to_save names embed_tokens",
+        ),
         ({"modules_to_save": "head"}, "names head"),
         ({"train_tokens": "<|end|>"}, "no token '<|end|>'"),
         ({"lora_plus_ratio": 0.0}, "above 0"),
@@ -261,8 +296,12 @@ def test_a_plan_knows_whether_logits_are_made_in_chunks(materials, untied, chang
         config = config_of(materials.settings(materials.folder, model=str(model), **changes))
         network = base(model)
         shape = shape_of_model(network)
-        adapted = add_adapter(network, config, one_dtype=False, token_ids=(1, 2) if config.train_tokens else ())
-        planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).computing.whole_logits
+        adapted = add_adapter(
+            network, config, one_dtype=False, token_ids=(1, 2) if config.train_tokens else ()
+        )
+        planned = fine_tuning_workload(
+            config, shape, Cluster(device_type="cpu")
+        ).computing.whole_logits
         assert planned == (make_chunked_head(adapted) is None), model
 
 
@@ -285,15 +324,21 @@ def test_a_copied_embedding_leaves_the_layers_their_dtype(materials, untied) -> 
         model = add_adapter(base(folder).to(torch.bfloat16), config, one_dtype=False)
         seen = []
         layer = model.get_base_model().model.layers[0]
-        layer.register_forward_pre_hook(lambda _module, inputs, seen=seen: seen.append(inputs[0].dtype))
+        layer.register_forward_pre_hook(
+            lambda _module, inputs, seen=seen: seen.append(inputs[0].dtype)
+        )
         with torch.autocast("cpu", torch.bfloat16):
             model(input_ids=IDS).logits.float().sum().backward()
-        (gradient,) = [p.grad for n, p in model.named_parameters() if "embed_tokens.modules_to_save" in n]
+        (gradient,) = [
+            p.grad for n, p in model.named_parameters() if "embed_tokens.modules_to_save" in n
+        ]
         assert seen == [torch.bfloat16] and gradient.dtype == torch.float32 and gradient.any()
 
 
 def test_a_ratio_of_one_is_plain_lora(materials) -> None:
-    assert config_of(materials.settings(materials.folder, lora_plus_ratio=1)).lora_plus_ratio is None
+    assert (
+        config_of(materials.settings(materials.folder, lora_plus_ratio=1)).lora_plus_ratio is None
+    )
 
 
 def test_layers_are_sorted_and_each_is_named_once(materials) -> None:

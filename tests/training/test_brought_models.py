@@ -1,4 +1,6 @@
-"""Models as people bring them: with a vision part, mixtures, code of their own, ids without embeddings."""
+"""Models as people bring them: with a vision part, mixtures, code of their own, ids without
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from finetune.config.run_config import RunConfig
 from finetune.data.collate import collate
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
-from finetune.modeling.model_config import check_adapter, load_model_config, outside_text, weights_identity
+from finetune.modeling.model_config import (
+    check_adapter,
+    load_model_config,
+    outside_text,
+    weights_identity,
+)
 from finetune.modeling.pretrained import add_adapter
 from finetune.storage.run_folder import check_output_folder, write_identity
 from finetune.training.prepare_sft import prepare_data
@@ -59,29 +66,47 @@ def run_config(materials: Materials, **changes: Any) -> RunConfig:
 def sees(materials: Materials) -> Path:
     """A Gemma 3 with its vision tower, which is loaded whole where a text model is asked for."""
     tokenizer = chat_models.family("chatml")
-    text = {**SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "pad_token_id": tokenizer.pad_token_id}
+    text = {
+        **SIZES,
+        "vocab_size": len(tokenizer),
+        "head_dim": 8,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     vision = {**SIZES, "image_size": 28, "patch_size": 14}
     torch.manual_seed(0)
     folder = materials.folder / "sees"
-    Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).save_pretrained(folder)
+    Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("layout", ["plain", "zero3"])
 def test_only_the_text_model_is_trained(materials, sees, tmp_path, layout):
-    """Parameters that take no part would have DDP wait for them in the second step, and decay wear them down."""
+    """Parameters that take no part would have DDP wait for them in the second step, and decay wear
+    them down.
+    """
     changes = {"finetuning": "full", "weight_decay": 0.5, "max_steps": 3, **LAYOUTS[layout]}
-    ranks = run_helpers.train(materials.settings(tmp_path / "run", model=str(sees), **changes), processes=2)
-    assert "only the text model is trained: model.vision_tower, model.multi_modal_projector" in ranks.output()
+    ranks = run_helpers.train(
+        materials.settings(tmp_path / "run", model=str(sees), **changes), processes=2
+    )
+    assert (
+        "only the text model is trained: model.vision_tower, model.multi_modal_projector"
+        in ranks.output()
+    )
     before, after = (load_file(folder / "model.safetensors") for folder in (sees, tmp_path / "run"))
     assert before.keys() == after.keys()
     trained = {name for name in before if not torch.equal(before[name], after[name])}
-    assert trained == {name for name in before if "vision" not in name and "multi_modal" not in name}
+    assert trained == {
+        name for name in before if "vision" not in name and "multi_modal" not in name
+    }
 
 
 def test_a_mixture_under_zero3_is_saved_as_it_was_loaded(materials, tmp_path):
-    """Experts are many tensors in files and one in memory; names and shapes of the output are those of the base."""
+    """Experts are many tensors in files and one in memory; names and shapes of the output are those
+    of the base.
+    """
     model = tmp_path / "mixture"
     shutil.copytree(materials.model, model)
     vocabulary = load_model_config(str(model)).vocab_size
@@ -90,10 +115,15 @@ def test_a_mixture_under_zero3_is_saved_as_it_was_loaded(materials, tmp_path):
         MixtralConfig(**SIZES, vocab_size=vocabulary, num_local_experts=2, num_experts_per_tok=1)
     ).save_pretrained(model)
     changes = {"finetuning": "full", "max_steps": 2, **LAYOUTS["zero3"]}
-    run_helpers.train(materials.settings(tmp_path / "run", model=str(model), **changes), processes=2)
-    run_helpers.train(materials.settings(tmp_path / "plain", model=str(model), finetuning="full", max_steps=2))
+    run_helpers.train(
+        materials.settings(tmp_path / "run", model=str(model), **changes), processes=2
+    )
+    run_helpers.train(
+        materials.settings(tmp_path / "plain", model=str(model), finetuning="full", max_steps=2)
+    )
     base, ours, plain = (
-        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run", tmp_path / "plain")
+        load_file(folder / "model.safetensors")
+        for folder in (model, tmp_path / "run", tmp_path / "plain")
     )
     assert {name: tensor.shape for name, tensor in ours.items()} == {
         name: tensor.shape for name, tensor in base.items()
@@ -113,12 +143,18 @@ def test_all_linear_means_the_text_model(materials, sees):
 
 
 def test_parts_that_cannot_be_told_apart_are_refused():
-    """GIT, as Phi-4-multimodal, has its text settings beside those of its tower; its decoder is the whole model."""
+    """GIT, as Phi-4-multimodal, has its text settings beside those of its tower; its decoder is the
+    whole model.
+    """
     sizes = {**SIZES, "vocab_size": 64}
     sizes.pop("num_key_value_heads")
     with torch.device("meta"):
-        model = GitForCausalLM(GitConfig(**sizes, vision_config={**sizes, "image_size": 28, "patch_size": 14}))
-    with pytest.raises(ConfigError, match="text part of a git model cannot be told from its vision_config"):
+        model = GitForCausalLM(
+            GitConfig(**sizes, vision_config={**sizes, "image_size": 28, "patch_size": 14})
+        )
+    with pytest.raises(
+        ConfigError, match="text part of a git model cannot be told from its vision_config"
+    ):
         outside_text(model)
 
 
@@ -128,7 +164,9 @@ def test_parts_that_cannot_be_told_apart_are_refused():
 @pytest.fixture(scope="module")
 def mixture(materials: Materials) -> Path:
     folder = materials.folder / "mixture"
-    MixtralConfig(**SIZES, vocab_size=64, num_local_experts=2, num_experts_per_tok=1).save_pretrained(folder)
+    MixtralConfig(
+        **SIZES, vocab_size=64, num_local_experts=2, num_experts_per_tok=1
+    ).save_pretrained(folder)
     return folder
 
 
@@ -146,7 +184,9 @@ def mixture(materials: Materials) -> Path:
 def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are_read(
     materials, mixture, targets, dropout, said
 ):
-    config = run_config(materials, model=str(mixture), lora_target_modules=targets, lora_dropout=dropout)
+    config = run_config(
+        materials, model=str(mixture), lora_target_modules=targets, lora_dropout=dropout
+    )
     if said is None:
         check_adapter(load_model_config(str(mixture)), config)
         return
@@ -156,10 +196,14 @@ def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are
 
 @pytest.mark.parametrize("method", ["mxfp4", "gptq"])
 def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path, method):
-    """gpt-oss as it is published; on a machine without the method's kernels it would end in their import."""
+    """gpt-oss as it is published; on a machine without the method's kernels it would end in their
+    import.
+    """
     folder = Path(shutil.copytree(materials.model, tmp_path / "quantised"))
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": method}}))
+    (folder / "config.json").write_text(
+        json.dumps(settings | {"quantization_config": {"quant_method": method}})
+    )
     with pytest.raises(ConfigError, match=f"weights are quantised .{method}."):
         prepare_data(run_config(materials, model=str(folder)))
 
@@ -170,7 +214,9 @@ def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path,
 class OwnCode(Qwen3ForCausalLM):
     """As code beside a model mostly is: its forward knows nothing of logits to keep."""
 
-    def forward(self, input_ids=None, position_ids=None, use_cache=None, document_lengths=None, **kwargs):
+    def forward(
+        self, input_ids=None, position_ids=None, use_cache=None, document_lengths=None, **kwargs
+    ):
         assert "logits_to_keep" not in kwargs
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
@@ -178,7 +224,9 @@ class OwnCode(Qwen3ForCausalLM):
 class LastTokens(Qwen3ForCausalLM):
     """Or a number of last tokens alone."""
 
-    def forward(self, input_ids=None, position_ids=None, use_cache=None, logits_to_keep: int = 0, **kwargs):
+    def forward(
+        self, input_ids=None, position_ids=None, use_cache=None, logits_to_keep: int = 0, **kwargs
+    ):
         assert isinstance(logits_to_keep, int)
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
@@ -187,14 +235,17 @@ class LastTokens(Qwen3ForCausalLM):
 def test_a_model_that_makes_all_logits_has_the_same_losses(materials, kind):
     device = torch.device("cpu")
     ids = torch.arange(3, 40).numpy().astype("int32")
-    microbatch = collate([(ids, ids % 3 == 1, 0), (ids[:9], ids[:9] % 2 == 1, 0)], packing=False, pad_token_id=0)
+    microbatch = collate(
+        [(ids, ids % 3 == 1, 0), (ids[:9], ids[:9] % 2 == 1, 0)], packing=False, pad_token_id=0
+    )
     plain = Qwen3ForCausalLM.from_pretrained(materials.model).requires_grad_(False)
     model = kind.from_pretrained(materials.model).requires_grad_(False)
     let_choose_logits(model)
     assert make_chunked_head(model) is None and make_chunked_head(plain) is not None
     wanted = microbatch_losses(plain, microbatch, device)
     torch.testing.assert_close(microbatch_losses(model, microbatch, device), wanted)
-    torch.testing.assert_close(microbatch_losses(model, microbatch, device), wanted)  # nothing is kept from a call
+    # nothing is kept from a call
+    torch.testing.assert_close(microbatch_losses(model, microbatch, device), wanted)
 
 
 # ---------------------------------------------------------------- ids without embeddings
@@ -202,11 +253,15 @@ def test_a_model_that_makes_all_logits_has_the_same_losses(materials, kind):
 
 @pytest.fixture(scope="module")
 def blind(materials: Materials) -> Path:
-    """As Gemma 3 of one billion: the tokenizer has a token for images, and the table ends before it."""
+    """As Gemma 3 of one billion: the tokenizer has a token for images, and the table ends before
+    it.
+    """
     folder = materials.folder / "blind"
     shutil.copytree(materials.model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad above>"})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<image>"], "pad_token": "<pad above>"}
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -223,7 +278,10 @@ def test_a_tokenizer_with_ids_above_the_table_trains(materials, blind, tmp_path,
 
 def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_path):
     data = tmp_path / "data.jsonl"
-    rows = [{"instruction": "q", "output": "a"}, {"instruction": "what is in <image>?", "output": "a"}]
+    rows = [
+        {"instruction": "q", "output": "a"},
+        {"instruction": "what is in <image>?", "output": "a"},
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="only .* embeddings; the first is .*'<image>'") as caught:
         prepare_data(run_config(materials, model=str(blind), data=str(data)))

@@ -47,7 +47,9 @@ class Saved:
 
 
 def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Path):
-    """safetensors writes under a name of its own and renames: rank 1's must not be taken for a file of rank 0's."""
+    """safetensors writes under a name of its own and renames: rank 1's must not be taken for a file
+    of rank 0's.
+    """
     passing: list[Path] = []
 
     def model_files(weights: object) -> Callable[[Path], None]:
@@ -84,11 +86,15 @@ def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Pat
     found = verify(tmp_path / name)
     assert name == "checkpoint-7" and found.valid, found.why
     manifest = json.loads(next((tmp_path / name).glob("*manifest*")).read_text())
-    assert sorted(manifest["files"]) == ["config.json", "templates/tool.jinja", "weights-00000.safetensors"]
+    assert sorted(manifest["files"]) == [
+        "config.json",
+        "templates/tool.jinja",
+        "weights-00000.safetensors",
+    ]
     assert passing and not list(tmp_path.glob(".staging*"))
 
 
-# ------------------------------------------------------------------------------------------- behind the training
+# ------------------------------------------------------------------------------ behind the training
 class Training:
     """A model that is trained in place, as every run's is."""
 
@@ -119,10 +125,17 @@ def model_files(weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Pat
     return lambda folder: save_file(found, folder / "adapter_model.safetensors")
 
 
-def checkpointer(folder: Path, control: Control | None = None, *, rank: int = 0, **changes: Any) -> Checkpointer:
+def checkpointer(
+    folder: Path, control: Control | None = None, *, rank: int = 0, **changes: Any
+) -> Checkpointer:
     folder.mkdir(exist_ok=True)
     control = Control(1) if control is None else control
-    facts: dict[str, Any] = {"metadata": {"seed": 1}, "model_files": model_files, "keep": 2, "behind": True}
+    facts: dict[str, Any] = {
+        "metadata": {"seed": 1},
+        "model_files": model_files,
+        "keep": 2,
+        "behind": True,
+    }
     facts |= {"runlog": RunLog(None), "sample_log": None} | changes
     return Checkpointer(folder, control, rank=rank, world_size=control.world_size, **facts)
 
@@ -158,19 +171,32 @@ def test_a_save_behind_the_training_is_byte_for_byte_the_one_that_training_waits
         behind.save(step, training.state())
         training.train(step + 2)
         behind.poll()
-        assert behind.last != f"checkpoint-{step}" and not verify(tmp_path / "behind" / f"checkpoint-{step}").valid
+        assert (
+            behind.last != f"checkpoint-{step}"
+            and not verify(tmp_path / "behind" / f"checkpoint-{step}").valid
+        )
         held.set()
         behind.finish()
         assert behind.last == f"checkpoint-{step}"
         expected = contents(tmp_path / "waited" / f"checkpoint-{step}")
         assert contents(tmp_path / "behind" / f"checkpoint-{step}") == expected
-        assert set(expected) >= {"weights.safetensors", "moments.safetensors", "state.json", "manifest.json"}
+        assert set(expected) >= {
+            "weights.safetensors",
+            "moments.safetensors",
+            "state.json",
+            "manifest.json",
+        }
 
 
 def test_the_next_save_waits_and_the_last_one_is_waited_for(
-    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    held: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At most one is under way, however short the interval is; one that is waited for uses the copies' memory."""
+    """At most one is under way, however short the interval is; one that is waited for uses the
+    copies' memory.
+    """
     monkeypatch.setattr("finetune.training.checkpointer.NOTED_WAIT_SECONDS", 0.0)
     saver, training = checkpointer(tmp_path), Training().train(1)
     with saver:
@@ -184,7 +210,10 @@ def test_the_next_save_waits_and_the_last_one_is_waited_for(
         monkeypatch.setattr(TrainingState, "save", None)
         saver.save(3, training.train(3).state(), wait=True)
         assert saver.last == "checkpoint-3"
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
     assert all(verify(folder).valid for folder in list_checkpoints(tmp_path))
 
 
@@ -201,13 +230,17 @@ def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(
     saver.save(2, training.train(2).state())
     assert saver._saving is not None
     saver._saving.work.exception(60)  # the thread has ended; training does not know yet
-    with pytest.raises(FinetuneError, match="(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"):
+    with pytest.raises(
+        FinetuneError, match="(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"
+    ):
         saver.poll()
     assert saver.last == "checkpoint-1" and os.listdir(tmp_path) == ["checkpoint-1"]
     saver.finish()  # told once
 
 
-def test_training_that_fails_waits_for_the_save_under_way(tmp_path: Path, held: threading.Event) -> None:
+def test_training_that_fails_waits_for_the_save_under_way(
+    tmp_path: Path, held: threading.Event
+) -> None:
     saver, training = checkpointer(tmp_path), Training().train(1)
     with pytest.raises(ValueError, match="of the training"), saver:
         saver.save(1, training.state())
@@ -253,7 +286,9 @@ def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
 
 
 @pytest.mark.parametrize("fails", [None, "write", "publish"])
-def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None) -> None:
+def test_ranks_agree_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None
+) -> None:
     """Rank 1's thread takes three steps longer; only the threads that train ever meet."""
     meeting = Meeting(2)
     late, plain = threading.Event(), write_tensors
@@ -275,7 +310,10 @@ def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.Monkey
     def rank(number: int) -> list[tuple[int, str]]:
         heard: list[tuple[int, str]] = []
         saver = checkpointer(
-            tmp_path, ThreadControl(meeting), rank=number, model_files=lambda weights: lambda folder: None
+            tmp_path,
+            ThreadControl(meeting),
+            rank=number,
+            model_files=lambda weights: lambda folder: None,
         )
         monkeypatch.setattr(saver, "_has_memory", lambda state: True)
         training = Training().train(1)
@@ -298,7 +336,9 @@ def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert step == other_step and step >= 4
     if fails is None:
         assert told == other_told == "checkpoint-1"
-        names = {f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)}
+        names = {
+            f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)
+        }
         assert set(contents(tmp_path / "checkpoint-1")) == names | {"manifest.json", "state.json"}
     else:
         failed, other = (told, other_told) if fails == "publish" else (other_told, told)
@@ -312,10 +352,13 @@ def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_ranks_with_nothing_to_write_meet_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, behind: bool
 ) -> None:
-    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as many questions."""
+    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as
+    many questions.
+    """
     monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
     meeting = Meeting(3)
-    trained = [Training() for _ in range(3)]  # one after another: threads share one generator of random numbers
+    # one after another: threads share one generator of random numbers
+    trained = [Training() for _ in range(3)]
 
     def rank(number: int) -> str | None:
         saver = checkpointer(
@@ -328,23 +371,42 @@ def test_ranks_with_nothing_to_write_meet_the_others(
         training = trained[number]
         with saver:
             for step in (1, 2, 3):
-                saver.save(step, TrainingState(training.train(step).model, optimizer=training.optimizer, form=form))
+                saver.save(
+                    step,
+                    TrainingState(
+                        training.train(step).model, optimizer=training.optimizer, form=form
+                    ),
+                )
                 saver.poll()
-            saver.save(4, TrainingState(training.train(4).model, optimizer=training.optimizer, form=form), wait=True)
+            saver.save(
+                4,
+                TrainingState(training.train(4).model, optimizer=training.optimizer, form=form),
+                wait=True,
+            )
         return saver.last
 
     assert meeting.run(rank) == ["checkpoint-4"] * 3
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     for folder in list_checkpoints(tmp_path):
         assert verify(folder).valid
         loaded = Training()
         loaded.state().load_weights(folder)
         expected = Training().train(int(folder.name[-1])).model.state_dict()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+        assert all(
+            torch.equal(tensor, expected[name])
+            for name, tensor in loaded.model.state_dict().items()
+        )
 
 
-@pytest.mark.parametrize(("torn", "stride"), [(False, 5), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)])
-def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path: Path, torn: bool, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("torn", "stride"), [(False, 5), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
+)
+def test_killed_at_every_call_of_a_save_behind_the_training(
+    tmp_path: Path, torn: bool, stride: int
+) -> None:
     before = tmp_path / "before"
     saver = checkpointer(before)
     for step in (1, 2):
@@ -388,11 +450,18 @@ def test_what_a_kept_checkpoint_names_as_the_best_stays(tmp_path: Path) -> None:
         saver.best = {"checkpoint": f"checkpoint-{best}"}
         saver.save(step, training.train(step).state())
         if step == 4:  # 3 is kept, and its best was 1
-            assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4)]
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (4, 5, 6)]
+            assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+                f"checkpoint-{n}" for n in (1, 3, 4)
+            ]
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+        f"checkpoint-{n}" for n in (4, 5, 6)
+    ]
     saver.best = None
     saver.save(7, training.train(7).state())
     saver.save(8, training.train(8).state())
     saver.__exit__(None, None, None)
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-7", "checkpoint-8"]
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+        "checkpoint-7",
+        "checkpoint-8",
+    ]
     assert rotate(tmp_path, 2, known_valid=()) == []

@@ -34,7 +34,10 @@ def test_a_pickle_of_a_stranger_who_joined_does_not_run(materials: Materials, tm
     """He is rank 1, and sends what torch's own collective for objects would unpickle."""
     proof = tmp_path / "it ran"
     ranks = run_helpers.start(
-        materials.settings(tmp_path / "run"), 2, patch=run_patches.stranger, patch_arguments=(str(proof),)
+        materials.settings(tmp_path / "run"),
+        2,
+        patch=run_patches.stranger,
+        patch_arguments=(str(proof),),
     )
     assert ranks.wait() == [1, 0], ranks.output()
     assert not proof.exists(), "it ran"
@@ -43,14 +46,19 @@ def test_a_pickle_of_a_stranger_who_joined_does_not_run(materials: Materials, tm
 
 def test_what_ranks_exchange_arrives_as_it_was(tmp_path: Path):
     ranks = run_helpers.start(
-        {"output_dir": str(tmp_path / "run")}, 2, patch=run_patches.exchange, patch_arguments=(str(tmp_path),)
+        {"output_dir": str(tmp_path / "run")},
+        2,
+        patch=run_patches.exchange,
+        patch_arguments=(str(tmp_path),),
     )
     assert ranks.wait() == [0, 0], ranks.output()
     first, second = ((tmp_path / f"{rank}.json").read_text() for rank in (0, 1))
     assert first == second
     gathered, shared, sums, token = json.loads(first)
     numbers = "[1e-320, NaN, -0.0, 0.30000000000000004, Infinity, 1152921504606846977]"
-    assert json.dumps(gathered) == json.dumps([[0, "short", "", None], [1, json.loads(numbers), "x" * 1000, None]])
+    assert json.dumps(gathered) == json.dumps(
+        [[0, "short", "", None], [1, json.loads(numbers), "x" * 1000, None]]
+    )
     assert (shared, sums) == ({"mine": 0}, [0.1 + 0.2, 1]) and len(token) == 12
 
 
@@ -68,16 +76,20 @@ def test_what_is_not_plain_is_refused_with_one_process_too():
 
 def test_no_collective_of_torch_that_unpickles_is_used():
     # Called; a setting of transformers has the name.
-    used = re.compile(r"(gather|scatter|broadcast|send|recv)_object\(|object_list\(|\bpickle\.|torch\.load\(")
+    used = re.compile(
+        r"(gather|scatter|broadcast|send|recv)_object\(|object_list\(|\bpickle\.|torch\.load\("
+    )
     sources = sorted((ROOT / "finetune").rglob("*.py"))
     assert sources and [path for path in sources if used.search(path.read_text())] == []
 
 
-# ---------------------------------------------------------------- work that takes longer than a collective may
+# ----------------------------------------------------- work that takes longer than a collective may
 
 
 def test_ranks_that_wait_for_one_another_ask_again_and_again(monkeypatch: pytest.MonkeyPatch):
-    """No collective waits for a work: rank 1's takes as long as the others need to ask five times."""
+    """No collective waits for a work: rank 1's takes as long as the others need to ask five
+    times.
+    """
     monkeypatch.setattr(control, "POLL_SECONDS", 0.001)
     meeting, late = Meeting(3), threading.Event()
 
@@ -121,10 +133,16 @@ def test_the_error_of_a_work_is_its_rank_s_alone(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_a_rank_whose_disk_does_not_answer_ends_the_run_on_all(monkeypatch: pytest.MonkeyPatch, moves: bool):
-    """A rank that waits for it is not stuck; a work that moves bytes, however slowly, is waited for."""
+def test_a_rank_whose_disk_does_not_answer_ends_the_run_on_all(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+):
+    """A rank that waits for it is not stuck; a work that moves bytes, however slowly, is waited
+    for.
+    """
     monkeypatch.setattr(control, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(parent_watchdog.progress, "seconds_unmoved", lambda since: 0.0 if moves else 3601.0)
+    monkeypatch.setattr(
+        parent_watchdog.progress, "seconds_unmoved", lambda since: 0.0 if moves else 3601.0
+    )
     meeting, late = Meeting(2), threading.Event()
 
     def rank(number: int) -> str:

@@ -1,6 +1,8 @@
-"""Whole runs on one CUDA device: near the CPU's, resumed bit by bit, in float16, compiled, and out of memory.
+"""Whole runs on one CUDA device: near the CPU's, resumed bit by bit, in float16, compiled, and out
+of memory.
 
-FINETUNE_TEST_DEVICE=cpu has them run on a CPU, to try the tests themselves; what a CPU does not have is left out there.
+FINETUNE_TEST_DEVICE=cpu has them run on a CPU, to try the tests themselves; what a CPU does not
+have is left out there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def started_on_the_device(output_dir: Path) -> bool:
 
 
 def difference(first: Path, second: Path) -> float:
-    return run_helpers.largest_relative_difference(run_helpers.losses(first), run_helpers.losses(second))
+    return run_helpers.largest_relative_difference(
+        run_helpers.losses(first), run_helpers.losses(second)
+    )
 
 
 # ---------------------------------------------------------------- the same training as elsewhere
@@ -58,7 +62,9 @@ def difference(first: Path, second: Path) -> float:
 
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 @pytest.mark.parametrize("fused_layers", ["auto", "off"])
-def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(materials, tmp_path, finetuning, fused_layers):
+def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(
+    materials, tmp_path, finetuning, fused_layers
+):
     here, there = tmp_path / "here", tmp_path / "there"
     changes = {"finetuning": finetuning, "learning_rate": 1e-3}
     run_helpers.train(settings(materials, here, fused_layers=fused_layers, **changes))
@@ -70,13 +76,25 @@ def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(materials, tmp_path, 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_preferences_in_bfloat16_are_near_float32_on_the_cpu(materials, tmp_path, loss):
-    """LoRA on packed pairs, and on labels; the reference is the model with its adapter off, by the same kernels."""
+    """LoRA on packed pairs, and on labels; the reference is the model with its adapter off, by the
+    same kernels.
+    """
     data = preference_rows.make_pairs(materials.folder / f"{loss}.jsonl", 40, labels=loss == "kto")
-    changes = {"data": str(data), "loss": loss, "learning_rate": 5e-3, "warmup_steps": 0, "packing": True}
+    changes = {
+        "data": str(data),
+        "loss": loss,
+        "learning_rate": 5e-3,
+        "warmup_steps": 0,
+        "packing": True,
+    }
     for name, way in (("here", {}), ("there", {"device_type": "cpu", "dtype": "float32"})):
-        run_helpers.train(settings(materials, tmp_path / name, **changes, **way), module="finetune.dpo")
+        run_helpers.train(
+            settings(materials, tmp_path / name, **changes, **way), module="finetune.dpo"
+        )
     here, there = tmp_path / "here", tmp_path / "there"
-    assert started_on_the_device(here) and run_helpers.sample_ids(here) == run_helpers.sample_ids(there)
+    assert started_on_the_device(here) and run_helpers.sample_ids(here) == run_helpers.sample_ids(
+        there
+    )
     assert difference(there, here) < HALF_LIMIT
     # And something was learned: before the first step every loss is that of two models alike.
     steps = run_helpers.losses(here)
@@ -87,17 +105,22 @@ def test_preferences_in_bfloat16_are_near_float32_on_the_cpu(materials, tmp_path
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_base_in_few_bits_is_near_the_plain_run_and_smaller(tmp_path, kind):
-    """bfloat16, on the device for both; what is allocated after the second step is weights, moments and gradients."""
+    """bfloat16, on the device for both; what is allocated after the second step is weights, moments
+    and gradients.
+    """
     materials = run_helpers.make_materials(tmp_path / "materials", hidden=512 if ON_CUDA else 64)
     held = {}
     for quantization in ("none", kind):
         folder = tmp_path / quantization
         wanted = settings(materials, folder, quantization=quantization, learning_rate=1e-3)
-        run_helpers.train(wanted, patch=run_patches.note_memory, patch_arguments=(2, str(tmp_path / "held")))
+        run_helpers.train(
+            wanted, patch=run_patches.note_memory, patch_arguments=(2, str(tmp_path / "held"))
+        )
         assert started_on_the_device(folder)
         held[quantization] = int((tmp_path / "held").read_text())
     assert run_helpers.sample_ids(tmp_path / "none") == run_helpers.sample_ids(tmp_path / kind)
-    # Relative, of losses: weights in 4 bits are off by a tenth of their norm, in 8 bits by a hundredth.
+    # Relative, of losses: weights in 4 bits are off by a tenth of their norm, in 8 bits by a
+    # hundredth.
     assert difference(tmp_path / "none", tmp_path / kind) < {"nf4": 0.05, "int8": HALF_LIMIT}[kind]
     numbers = 512 * (2 * 32 + 2 * 16) + 3 * 512 * 1024  # of the block's seven matrices
     spared = {"nf4": 2 - 0.52, "int8": 2 - 1.01}[kind] * numbers
@@ -108,13 +131,25 @@ def test_a_base_in_few_bits_is_near_the_plain_run_and_smaller(tmp_path, kind):
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 @pytest.mark.parametrize("fused_layers", ["auto", "compile"])
 def test_answers_at_evaluations_leave_no_trace(materials, tmp_path, finetuning, fused_layers):
-    """Kernels, compiled layers, dropout: weights and losses are those of the run that asks nothing, to the bit."""
+    """Kernels, compiled layers, dropout: weights and losses are those of the run that asks nothing,
+    to the bit.
+    """
     rows = [json.loads(line) for line in materials.valid.read_text().splitlines()]
     valid = tmp_path / "valid.jsonl"
-    valid.write_text("".join(json.dumps(row | {"answer": row["output"]}) + "\n" for row in rows), encoding="utf-8")
-    changes = {"finetuning": finetuning, "fused_layers": fused_layers, "lora_dropout": 0.3, "valid_data": str(valid)}
+    valid.write_text(
+        "".join(json.dumps(row | {"answer": row["output"]}) + "\n" for row in rows),
+        encoding="utf-8",
+    )
+    changes = {
+        "finetuning": finetuning,
+        "fused_layers": fused_layers,
+        "lora_dropout": 0.3,
+        "valid_data": str(valid),
+    }
     for name, count in (("with", 8), ("without", None)):
-        run_helpers.train(settings(materials, tmp_path / name, **changes, eval_steps=2, eval_generate=count))
+        run_helpers.train(
+            settings(materials, tmp_path / name, **changes, eval_steps=2, eval_generate=count)
+        )
     assert started_on_the_device(tmp_path / "with")
     assert run_helpers.losses(tmp_path / "with") == run_helpers.losses(tmp_path / "without")
     weights = [run_helpers.result_weights(tmp_path / name) for name in ("with", "without")]
@@ -149,7 +184,9 @@ def test_compiled_pretraining_is_eager_pretraining(tmp_path):
         ranks = run_helpers.start(made, module="finetune.pretrain")
         assert ranks.wait(600) == [0], ranks.output()
         assert started_on_the_device(tmp_path / name)
-    assert run_helpers.sample_ids(tmp_path / "eager") == run_helpers.sample_ids(tmp_path / "compiled")
+    assert run_helpers.sample_ids(tmp_path / "eager") == run_helpers.sample_ids(
+        tmp_path / "compiled"
+    )
     assert difference(tmp_path / "eager", tmp_path / "compiled") < HALF_LIMIT
 
 
@@ -160,7 +197,9 @@ def test_greedy_answers_are_those_of_the_cpu(continuous):
     questions = [[{"role": "user", "content": json.loads(row)["instruction"]}] for row in rows]
     answers = []
     for device in ("cpu", DEVICE):
-        with load_for_generation(model, device_type=device, dtype="float32", continuous=continuous) as generator:
+        with load_for_generation(
+            model, device_type=device, dtype="float32", continuous=continuous
+        ) as generator:
             made = generator.generate(questions, Sampling(max_new_tokens=24))
             answers.append([list(answer.token_ids) for answer in made])
     assert answers[0] == answers[1]
@@ -170,12 +209,13 @@ def test_greedy_answers_are_those_of_the_cpu(continuous):
 
 
 @pytest.mark.parametrize(
-    ("finetuning", "layout"), [("lora", "plain"), ("full", "plain"), ("lora", "zero3"), ("full", "zero3_offload")]
+    ("finetuning", "layout"),
+    [("lora", "plain"), ("full", "plain"), ("lora", "zero3"), ("full", "zero3_offload")],
 )
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, finetuning, layout):
-    """Flash attention's backward adds to a query's gradient without an order, block of keys by block: here a document
-    is one block (64 tokens at most). Of the step's other kernels none adds without an order, but for the sums by
-    difficulty (index_add), which are not compared.
+    """Flash attention's backward adds to a query's gradient without an order, block of keys by
+    block: here a document is one block (64 tokens at most). Of the step's other kernels none adds
+    without an order, but for the sums by difficulty (index_add), which are not compared.
     """
     common = {"finetuning": finetuning, "save_steps": 2, "cutoff_len": 64, **LAYOUTS[layout]}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -196,36 +236,59 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, f
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adafactor", "muon"])
 def test_optimizers_with_less_state_resume_bit_by_bit(tmp_path, optimizer):
-    materials = run_helpers.make_materials(tmp_path / "materials", hidden=64)  # below it all state is in 32 bits
-    common = {"finetuning": "full", "optimizer": optimizer, "learning_rate": 1e-3, "save_steps": 2, "cutoff_len": 64}
+    # below it all state is in 32 bits
+    materials = run_helpers.make_materials(tmp_path / "materials", hidden=64)
+    common = {
+        "finetuning": "full",
+        "optimizer": optimizer,
+        "learning_rate": 1e-3,
+        "save_steps": 2,
+        "cutoff_len": 64,
+    }
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_helpers.train(settings(materials, whole, **common))
     wanted = settings(materials, stopped, **common)
-    run_helpers.train(wanted, patch=run_patches.signal_self, patch_arguments=(0, 4, signal.SIGTERM), expect=3)
+    run_helpers.train(
+        wanted, patch=run_patches.signal_self, patch_arguments=(0, 4, signal.SIGTERM), expect=3
+    )
     run_helpers.train(wanted)
     assert [event["step"] for event in run_helpers.events(stopped, "resume")] == [4]
-    assert run_helpers.losses(whole) == run_helpers.losses(stopped) and run_helpers.losses(whole)[-1] is not None
+    assert (
+        run_helpers.losses(whole) == run_helpers.losses(stopped)
+        and run_helpers.losses(whole)[-1] is not None
+    )
     weights, expected = run_helpers.result_weights(stopped), run_helpers.result_weights(whole)
     assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finetuning):
-    """Step 2 overflows on purpose: it is skipped, and the resumed run must know the smaller scale."""
+    """Step 2 overflows on purpose: it is skipped, and the resumed run must know the smaller
+    scale.
+    """
     dtype = "float16" if ON_CUDA else "float32"
-    # Without a warm-up, so that the adapter of the first checkpoint has learned something in step 1.
+    # Without a warm-up, so that the adapter of the first checkpoint has learned something in step
+    # 1.
     common = {"finetuning": finetuning, "save_steps": 2, "warmup_steps": 0, "dtype": dtype}
-    overflow = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (2,), math.inf, "gradient")}
+    overflow = {
+        "patch": run_patches.spoil_losses,
+        "patch_arguments": (0, (2,), math.inf, "gradient"),
+    }
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_helpers.train(settings(materials, whole, **common), **overflow)
     wanted = settings(materials, stopped, **common)
-    run_helpers.train(wanted, patch=run_patches.overflow_then_stop, patch_arguments=(2, 4), expect=3)
+    run_helpers.train(
+        wanted, patch=run_patches.overflow_then_stop, patch_arguments=(2, 4), expect=3
+    )
     run_helpers.train(wanted)
     assert [event["step"] for event in run_helpers.events(stopped, "resume")] == [4]
     for folder in (whole, stopped):
         assert [math.isfinite(loss) for loss in run_helpers.losses(folder)] == [True] * 6
     assert run_helpers.losses(whole) == pytest.approx(run_helpers.losses(stopped), rel=1e-3)
-    scales = [saved_scale(folder / f"checkpoint-{step}") for folder, step in ((stopped, 4), (stopped, 6), (whole, 6))]
+    scales = [
+        saved_scale(folder / f"checkpoint-{step}")
+        for folder, step in ((stopped, 4), (stopped, 6), (whole, 6))
+    ]
     if ON_CUDA:
         before, resumed, uninterrupted = scales
         assert resumed == uninterrupted and before["scale"] == resumed["scale"]
@@ -238,7 +301,7 @@ def saved_scale(checkpoint: Path) -> dict[str, float] | None:
     return read_description(checkpoint).get("loss_scale")
 
 
-# ---------------------------------------------------------------- what goes wrong, and what is chosen
+# -------------------------------------------------------------- what goes wrong, and what is chosen
 
 
 def test_out_of_memory_the_run_goes_on_with_smaller_microbatches(materials, tmp_path):
@@ -246,11 +309,16 @@ def test_out_of_memory_the_run_goes_on_with_smaller_microbatches(materials, tmp_
     plain, limited = tmp_path / "plain", tmp_path / "limited"
     run_helpers.train(settings(materials, plain, dtype="float32"), patch=run_patches.true_float32)
     ranks = run_helpers.train(
-        settings(materials, limited, dtype="float32"), patch=run_patches.limit_device_memory, patch_arguments=(100,)
+        settings(materials, limited, dtype="float32"),
+        patch=run_patches.limit_device_memory,
+        patch_arguments=(100,),
     )
     (event,) = run_helpers.events(limited, "oom")
     assert event["step"] == 1, ranks.output()  # the run's largest microbatch is rehearsed there
-    assert (event["old"], event["new"]) == ("microbatches of at most 192 tokens", "microbatches of at most 96 tokens")
+    assert (event["old"], event["new"]) == (
+        "microbatches of at most 192 tokens",
+        "microbatches of at most 96 tokens",
+    )
     assert run_helpers.sample_ids(plain) == run_helpers.sample_ids(limited)
     assert difference(plain, limited) < 1e-5
     assert run_helpers.status(limited)["state"] == "done"

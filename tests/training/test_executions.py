@@ -1,7 +1,8 @@
-"""One run, executed in different ways, is one training: the same samples, losses, gradients and adapter.
+"""One run, executed in different ways, is one training: the same samples, losses, gradients and
+adapter.
 
-The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started by the commands
-of docs/promises.md (tests/project/test_pages.py), which are compared there.
+The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started
+by the commands of docs/promises.md (tests/project/test_pages.py), which are compared there.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import yaml
 from launching import ROOT, run_cli, run_command
 from safetensors.torch import load_file
 
-BUILD_SECONDS = 500  # DeepSpeed's first start on a machine builds an extension, a minute of two cores
-STEPS, GLOBAL_BATCH = 10, 10  # 10 samples do not divide by 2 processes x micro-batch 2: plans are uneven
+# DeepSpeed's first start on a machine builds an extension, a minute of two cores
+BUILD_SECONDS = 500
+# 10 samples do not divide by 2 processes x micro-batch 2: plans are uneven
+STEPS, GLOBAL_BATCH = 10, 10
 ZERO3 = {
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
         "offload_param": {"device": "cpu"},
-        # A tiny model's tensors are all below DeepSpeed's threshold: without this none would be partitioned.
+        # A tiny model's tensors are all below DeepSpeed's threshold: without this none would be
+        # partitioned.
         "stage3_param_persistence_threshold": 0,
     }
 }
@@ -40,7 +44,10 @@ class Run:
     folder: Path
 
     def lines(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / name).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / name).read_text(encoding="utf-8").splitlines()
+        ]
 
     @property
     def samples(self) -> list[list[int]]:
@@ -80,7 +87,8 @@ def settings(tiny_model: Path, tiny_data: Path) -> dict:
     }
 
 
-# What the first run sets for DeepSpeed (RANK and so on) must not make a launcher's worker of the second.
+# What the first run sets for DeepSpeed (RANK and so on) must not make a launcher's worker of the
+# second.
 SCRIPT = """
 import json, os, sys
 import finetune
@@ -111,14 +119,23 @@ def run(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     @cache
     def execute(name: str) -> Run:
         output = folder / name
-        flags = ["--config", configs["zero3" if name == "accelerate" else "plain"], "--output-dir", output]
+        flags = [
+            "--config",
+            configs["zero3" if name == "accelerate" else "plain"],
+            "--output-dir",
+            output,
+        ]
         # HF_HOME: a default configuration of accelerate on this machine must not take part.
         own = {"HF_HOME": str(folder / "hf_home")}
         if name == "python":
             run_helpers.train({**settings, "output_dir": str(output)})
         elif name.startswith("accelerate"):
             topology = cpu_2 if "2 processes" in name else cpu_1
-            words = {"launcher": "accelerate", "launcher_args": ["--config_file", topology], "env": own}
+            words = {
+                "launcher": "accelerate",
+                "launcher_args": ["--config_file", topology],
+                "env": own,
+            }
             run_cli(flags, **words, check=True, timeout=BUILD_SECONDS)
         else:
             result = run_command([sys.executable, str(script), str(configs["plain"]), str(output)])
@@ -169,7 +186,9 @@ def test_the_same_samples_in_every_step(name: str, run):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_same_losses(name: str, run):
-    """Within 1e-5 relative; the promise is 1e-4. The first step shows the same start, the last the same course."""
+    """Within 1e-5 relative; the promise is 1e-4. The first step shows the same start, the last the
+    same course.
+    """
     assert run(name).logged("loss") == pytest.approx(run("python").logged("loss"), rel=1e-5)
 
 
@@ -187,7 +206,9 @@ def test_it_learns(run):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_same_adapter(name: str, run, settings):
-    """Per tensor norm(difference) / norm(update): elementwise ratios say nothing for weights near zero."""
+    """Per tensor norm(difference) / norm(update): elementwise ratios say nothing for weights near
+    zero.
+    """
     start, trained, other = _untrained_adapter(settings), run("python").adapter, run(name).adapter
     assert trained.keys() == start.keys() == other.keys()
     for tensor_name, tensor in trained.items():
@@ -204,14 +225,18 @@ def _untrained_adapter(settings: dict) -> dict[str, torch.Tensor]:
     from finetune.config.run_config import RunConfig
     from finetune.modeling.pretrained import add_adapter
 
-    config = RunConfig(**{**settings, "data": (settings["data"],), "report_to": ("none",), "output_dir": "unused"})
+    config = RunConfig(
+        **{**settings, "data": (settings["data"],), "report_to": ("none",), "output_dir": "unused"}
+    )
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     return get_peft_model_state_dict(add_adapter(model, config, one_dtype=False))
 
 
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 def test_a_second_copy_of_the_weights_on_each_machine_changes_nothing(finetuning, tmp_path):
-    """hpZ: `zero_hpz_partition_size`, the devices of a machine; here two processes that share one copy."""
+    """hpZ: `zero_hpz_partition_size`, the devices of a machine; here two processes that share one
+    copy.
+    """
     materials = run_helpers.make_materials(tmp_path, layers=2)
     keys = run_helpers.deepspeed_keys(3)
     keys["zero_optimization"]["zero_hpz_partition_size"] = 2

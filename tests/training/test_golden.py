@@ -1,6 +1,7 @@
 """Golden trajectories: what was trained on in every step, and to what loss, stays as it was.
 
-python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant to change training
+python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant
+to change training
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ GOLDEN = Path(__file__).with_name("golden.json")
 # Another processor adds in another order; a change of what is computed shows in the first digits.
 LOSS_TOLERANCE = 2e-5
 COMMON = "--device-type cpu --dtype float32 --report-to none --log-samples --logging-steps 1"
-SFT = "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12 --max-steps 6"
+SFT = (
+    "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12"
+    " --max-steps 6"
+)
 PRETRAIN = (
-    "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size 512 "
-    "--num-iterations 6 --warmup-steps 2 --sample-every 0"
+    "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size"
+    " 512 --num-iterations 6 --warmup-steps 2 --sample-every 0"
 )
 RUNS = {
     "lora, curriculum, packed": (
@@ -29,10 +33,15 @@ RUNS = {
     ),
     "full, uniform, padded": (
         "finetune.sft",
-        f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false --micro-batch-size 3 "
-        "--cutoff-len 128",
+        (
+            f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false"
+            " --micro-batch-size 3 --cutoff-len 128"
+        ),
     ),
-    "pretraining of 0.1.0": ("finetune.pretrain", f"{PRETRAIN} --optimizer muon --lr-batch-exponent 0.5"),
+    "pretraining of 0.1.0": (
+        "finetune.pretrain",
+        f"{PRETRAIN} --optimizer muon --lr-batch-exponent 0.5",
+    ),
     "pretraining, normuon": ("finetune.pretrain", f"{PRETRAIN} --optimizer normuon"),
 }
 
@@ -42,13 +51,20 @@ def trajectory(name: str, folder: Path) -> dict[str, list]:
     module, flags = RUNS[name]
     if "{tokens}" in flags:
         text = ["--data", "data_samples/networks_facts.txt", "--vocab-size", "512"]
-        run_cli(["prepare", *text, "--output-dir", folder / "tokens"], module="finetune", check=True)
+        run_cli(
+            ["prepare", *text, "--output-dir", folder / "tokens"], module="finetune", check=True
+        )
         flags = flags.format(tokens=folder / "tokens")
-    own = ["--output-dir", folder / "run"] + (["--cache-dir", folder / "cache"] if module == "finetune.sft" else [])
+    own = ["--output-dir", folder / "run"] + (
+        ["--cache-dir", folder / "cache"] if module == "finetune.sft" else []
+    )
     run_cli([*flags.split(), *COMMON.split(), *own], module=module, check=True)
 
     def lines(file: str) -> list[dict]:
-        return [json.loads(line) for line in (folder / "run" / file).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (folder / "run" / file).read_text(encoding="utf-8").splitlines()
+        ]
 
     log = lines("trainer_log.jsonl")
     return {
@@ -72,4 +88,6 @@ if __name__ == "__main__":
     for wanted in RUNS:
         with tempfile.TemporaryDirectory() as temporary:
             made[wanted] = trajectory(wanted, Path(temporary))
-    Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN).write_text(json.dumps(made) + "\n", encoding="utf-8")
+    Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN).write_text(
+        json.dumps(made) + "\n", encoding="utf-8"
+    )

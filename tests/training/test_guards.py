@@ -1,4 +1,6 @@
-"""NaN and inf are counted, and end a run that cannot mend; spikes are told against OLMo's rule, computed apart."""
+"""NaN and inf are counted, and end a run that cannot mend; spikes are told against OLMo's rule,
+computed apart.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import run_helpers
 import torch
 
 from finetune.errors import ExitCode, FinetuneError
-from finetune.training.guards import NONFINITE_LIMIT, NonFiniteGuard, SpikeDetector, StepOutcomes, StillGuard
+from finetune.training.guards import (
+    NONFINITE_LIMIT,
+    NonFiniteGuard,
+    SpikeDetector,
+    StepOutcomes,
+    StillGuard,
+)
 
 
 def test_nonfinite_steps_in_a_row_end_the_run_with_the_last_good_checkpoint():
@@ -45,7 +53,9 @@ def test_a_good_step_between_starts_the_count_again():
 
 
 def test_spikes_are_those_of_the_rule_computed_with_statistics():
-    """More than 6 sample deviations above the mean of the last 128 finite losses, the spike itself not among them."""
+    """More than 6 sample deviations above the mean of the last 128 finite losses, the spike itself
+    not among them.
+    """
     choose = random.Random(3)
     losses = [choose.gauss(2.0, 0.1) for _ in range(600)]
     for step in (50, 128, 129, 300, 301, 599):
@@ -105,7 +115,9 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_do_not_move_are_told_once(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
+def test_weights_that_do_not_move_are_told_once(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+):
     model, guard = torch.nn.Linear(3, 3).to(dtype), StillGuard(steps=3)
     caplog.set_level(logging.WARNING, "finetune")
     for rate in (0.0, 1e-9, 1e-9, 1e-9, 1e-9):
@@ -113,7 +125,11 @@ def test_weights_that_do_not_move_are_told_once(dtype: torch.dtype, caplog: pyte
         guard.after_step(model, rate, lambda moved: moved)
         assert len(said(caplog)) <= 1
     (text,) = said(caplog)
-    assert "no trained weight has changed in 3 steps" in text and "1e-09" in text and "--learning-rate" in text
+    assert (
+        "no trained weight has changed in 3 steps" in text
+        and "1e-09" in text
+        and "--learning-rate" in text
+    )
 
 
 @pytest.mark.parametrize("where", ["one weight", "another rank", "a frozen weight"])
@@ -124,12 +140,16 @@ def test_one_number_that_moves_is_enough(where: str, caplog: pytest.LogCaptureFi
     for _ in range(2):
         guard.before_step(model)
         with torch.no_grad():
-            (model.bias if where == "a frozen weight" else model.weight)[-1] += 0 if where == "another rank" else 1e-6
+            (model.bias if where == "a frozen weight" else model.weight)[-1] += (
+                0 if where == "another rank" else 1e-6
+            )
         guard.after_step(model, 1e-4, lambda moved: moved or where == "another rank")
     assert len(said(caplog)) == (where == "a frozen weight")
 
 
-@pytest.mark.parametrize(("loss", "words"), [(0.0, "learned by heart"), (2.5, "nothing is learned")])
+@pytest.mark.parametrize(
+    ("loss", "words"), [(0.0, "learned by heart"), (2.5, "nothing is learned")]
+)
 def test_a_constant_loss_is_told_once(loss: float, words: str, caplog: pytest.LogCaptureFixture):
     guard = StillGuard(steps=4)
     caplog.set_level(logging.WARNING, "finetune")
@@ -145,7 +165,9 @@ def test_a_constant_loss_is_told_once(loss: float, words: str, caplog: pytest.Lo
 def test_a_run_that_changes_nothing_says_so(tmp_path: Path):
     materials = run_helpers.make_materials(tmp_path / "still", records=24)
     ranks = run_helpers.train(
-        materials.settings(tmp_path / "run", finetuning="full", learning_rate=1e-30, max_steps=20, warmup_steps=0)
+        materials.settings(
+            tmp_path / "run", finetuning="full", learning_rate=1e-30, max_steps=20, warmup_steps=0
+        )
     )
     assert ranks.output().count("no trained weight has changed in 20 steps") == 1
     ranks = run_helpers.train(materials.settings(tmp_path / "moves", max_steps=20))

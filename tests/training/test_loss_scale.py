@@ -1,4 +1,6 @@
-"""float16's loss scale goes on after a resume as if nothing had happened: against scalers that were never stopped."""
+"""float16's loss scale goes on after a resume as if nothing had happened: against scalers that were
+never stopped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ def grad_scaler() -> torch.amp.GradScaler:
 
 def engine(*, dynamic: bool = True) -> Any:
     scaler = (
-        DynamicLossScaler(init_scale=2**10, scale_window=4, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
+        DynamicLossScaler(
+            init_scale=2**10,
+            scale_window=4,
+            min_scale=1,
+            delayed_shift=2,
+            consecutive_hysteresis=False,
+        )
         if dynamic
         else LossScaler(scale=128)
     )
@@ -82,7 +90,9 @@ def test_there_is_nothing_to_keep_without_a_scale_that_changes() -> None:
 
 
 def test_a_checkpoint_has_it_from_its_first_step_on(tmp_path) -> None:
-    """Also where every step so far was skipped: there are no moments then, and the scale has come down already."""
+    """Also where every step so far was skipped: there are no moments then, and the scale has come
+    down already.
+    """
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = grad_scaler()

@@ -1,4 +1,6 @@
-"""A few families of docs/models.md, looked at cheaply; `make models` takes all of them through the whole chain."""
+"""A few families of docs/models.md, looked at cheaply; `make models` takes all of them through the
+whole chain.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_packed_and_padded_have_the_same_gradients(name, tmp_path):
     gradients = []
     for packing in (True, False):
         model.zero_grad()
-        microbatch_losses(model, make_microbatch(documents(), packing=packing), CPU).sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        microbatch_losses(
+            model, make_microbatch(documents(), packing=packing), CPU
+        ).sum().backward()
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
@@ -51,17 +57,30 @@ def test_packed_and_padded_have_the_same_gradients(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "without"),
-    [("Jamba", "dt_proj"), ("Falcon-H1", "out_proj"), ("Granite 4 hybrid", "out_proj"), ("Qwen3-Next", None)],
+    [
+        ("Jamba", "dt_proj"),
+        ("Falcon-H1", "out_proj"),
+        ("Granite 4 hybrid", "out_proj"),
+        ("Qwen3-Next", None),
+    ],
 )
 def test_every_adapter_takes_part(name, without, tmp_path):
-    """State-space layers read some weights past their modules: an adapter there would learn nothing, unseen."""
+    """State-space layers read some weights past their modules: an adapter there would learn
+    nothing, unseen.
+    """
     model = tiny(BY_NAME[name], tmp_path)
     assert not can_pack(model.config)
-    assert {found.rpartition(".")[2] for found in passed_over(model)} == ({without} if without else set())
+    assert {found.rpartition(".")[2] for found in passed_over(model)} == (
+        {without} if without else set()
+    )
     config = RunConfig(model="unused", data=("unused",), output_dir="unused")
     adapted = add_adapter(model, config, one_dtype=False)
     microbatch_losses(adapted, make_microbatch(documents(), packing=False), CPU).sum().backward()
-    idle = [name for name, p in adapted.named_parameters() if "lora_B" in name and (p.grad is None or not p.grad.any())]
+    idle = [
+        name
+        for name, p in adapted.named_parameters()
+        if "lora_B" in name and (p.grad is None or not p.grad.any())
+    ]
     assert not idle
 
 

@@ -44,12 +44,20 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple]] = {
     "one process": (1, {}, (0, (3,), NAN, "loss")),
     "one process, only gradients": (1, {}, (0, (3,), INF, "gradient")),
     "no clipping": (1, {"max_grad_norm": 0.0}, (0, (3,), NAN, "gradient")),
-    "no clipping, ZeRO-2": (2, {"max_grad_norm": 0.0, **LAYOUTS["zero2"]}, (1, (3,), NAN, "gradient")),
+    "no clipping, ZeRO-2": (
+        2,
+        {"max_grad_norm": 0.0, **LAYOUTS["zero2"]},
+        (1, (3,), NAN, "gradient"),
+    ),
     "DDP, LoRA": (2, {}, (1, (3,), NAN, "loss")),
     "DDP, full": (2, {"finetuning": "full"}, (1, (3,), INF, "loss")),
     "ZeRO-2": (2, {"finetuning": "full", **LAYOUTS["zero2"]}, (1, (3,), NAN, "loss")),
     "ZeRO-3, offload": (2, LAYOUTS["zero3_offload"], (1, (3,), NAN, "loss")),
-    "ZeRO-3, full, only gradients": (2, {"finetuning": "full", **LAYOUTS["zero3"]}, (0, (3,), INF, "gradient")),
+    "ZeRO-3, full, only gradients": (
+        2,
+        {"finetuning": "full", **LAYOUTS["zero3"]},
+        (0, (3,), INF, "gradient"),
+    ),
     "ZeRO-3, bfloat16": (2, {"dtype": "bfloat16", **LAYOUTS["zero3"]}, (0, (3,), NAN, "loss")),
 }
 
@@ -60,13 +68,24 @@ MORE = ("no clipping, ZeRO-2", "DDP, full", "ZeRO-3, full, only gradients")
 
 @pytest.mark.parametrize(
     ("processes", "changes", "spoiled"),
-    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in MORE else ()) for name, case in CASES.items()],
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in MORE else ())
+        for name, case in CASES.items()
+    ],
 )
-def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_path, processes, changes, spoiled):
+def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(
+    materials, tmp_path, processes, changes, spoiled
+):
     output_dir = tmp_path / "run"
     ranks = run_helpers.train(
         materials.settings(
-            output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, lr_scheduler="linear", **changes
+            output_dir,
+            save_steps=1,
+            save_total_limit=9,
+            max_steps=5,
+            warmup_steps=0,
+            lr_scheduler="linear",
+            **changes,
         ),
         processes,
         patch=run_patches.spoil_losses,
@@ -92,19 +111,36 @@ def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_pa
     assert None not in losses[:2] + losses[3:]
     norms = [record["grad_norm"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
     assert [norm is not None for norm in norms] == [True, True, False, True, True]
-    rates = [record["learning_rate"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
+    rates = [
+        record["learning_rate"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")
+    ]
     assert rates == pytest.approx([1e-2 * (1 - step / 5) for step in range(5)]), (
         "the schedule is a function of the step"
     )
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero2")])
-def test_resumed_right_after_a_skipped_step_it_is_the_same_training(materials, tmp_path, processes, layout):
-    """Ids, rates, losses and bits: under ZeRO-2 too, whose schedule is not moved on by a step that was skipped."""
-    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (processes - 1, (3,), NAN), "launched": True}
-    changes = {"save_steps": 1, "save_total_limit": 9, "max_steps": 5, "warmup_steps": 0, "lora_dropout": 0.3}
+def test_resumed_right_after_a_skipped_step_it_is_the_same_training(
+    materials, tmp_path, processes, layout
+):
+    """Ids, rates, losses and bits: under ZeRO-2 too, whose schedule is not moved on by a step that
+    was skipped.
+    """
+    spoiled = {
+        "patch": run_patches.spoil_losses,
+        "patch_arguments": (processes - 1, (3,), NAN),
+        "launched": True,
+    }
+    changes = {
+        "save_steps": 1,
+        "save_total_limit": 9,
+        "max_steps": 5,
+        "warmup_steps": 0,
+        "lora_dropout": 0.3,
+    }
     whole, resumed = (
-        materials.settings(tmp_path / name, **changes, **LAYOUTS[layout]) for name in ("whole", "resumed")
+        materials.settings(tmp_path / name, **changes, **LAYOUTS[layout])
+        for name in ("whole", "resumed")
     )
     run_helpers.train(whole, processes, **spoiled)
     run_helpers.train(resumed, processes, **spoiled)
@@ -114,7 +150,9 @@ def test_resumed_right_after_a_skipped_step_it_is_the_same_training(materials, t
         (tmp_path / "resumed" / name).unlink()
     run_helpers.train(resumed, processes, launched=True)
     assert [event["step"] for event in run_helpers.events(tmp_path / "resumed", "resume")] == [3]
-    first, second = (run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in ("whole", "resumed"))
+    first, second = (
+        run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in ("whole", "resumed")
+    )
     for name in ("step", "loss", "grad_norm", "learning_rate"):
         assert [line[name] for line in first] == [line[name] for line in second], name
     assert equal(saved_state(tmp_path / "whole", 5), saved_state(tmp_path / "resumed", 5))
@@ -122,10 +160,14 @@ def test_resumed_right_after_a_skipped_step_it_is_the_same_training(materials, t
 
 @pytest.mark.parametrize("layout", ["plain", "zero2", "zero3"])
 def test_a_checkpoint_before_the_first_good_step_is_saved(materials, tmp_path, layout):
-    """As float16's first steps may go, whose scale comes down: the adapter is as it began, and nothing is wrong."""
+    """As float16's first steps may go, whose scale comes down: the adapter is as it began, and
+    nothing is wrong.
+    """
     output_dir = tmp_path / "run"
     run_helpers.train(
-        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=4, **LAYOUTS[layout]),
+        materials.settings(
+            output_dir, save_steps=1, save_total_limit=9, max_steps=4, **LAYOUTS[layout]
+        ),
         patch=run_patches.spoil_losses,
         patch_arguments=(0, (1, 2), NAN, "gradient"),
         launched=True,
@@ -136,35 +178,56 @@ def test_a_checkpoint_before_the_first_good_step_is_saved(materials, tmp_path, l
     assert run_helpers.status(output_dir)["state"] == "done"
 
 
-@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), pytest.param(2, "zero3", marks=pytest.mark.slow)])
-def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials, tmp_path, processes, layout):
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(1, "plain"), pytest.param(2, "zero3", marks=pytest.mark.slow)]
+)
+def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(
+    materials, tmp_path, processes, layout
+):
     output_dir = tmp_path / "run"
     steps = NONFINITE_LIMIT + 6
     settings = materials.settings(output_dir, save_steps=3, max_steps=steps, **LAYOUTS[layout])
-    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (processes - 1, range(5, 99), NAN)}
+    spoiled = {
+        "patch": run_patches.spoil_losses,
+        "patch_arguments": (processes - 1, range(5, 99), NAN),
+    }
     ranks = run_helpers.train(settings, processes, expect=1, launched=True, **spoiled)
-    # Steps 5 to 14 are skipped; what was saved meanwhile holds the weights of step 4, which are good.
+    # Steps 5 to 14 are skipped; what was saved meanwhile holds the weights of step 4, which are
+    # good.
     assert len(run_helpers.events(output_dir, "nonfinite")) == NONFINITE_LIMIT
     newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert f"the last good checkpoint is {newest.name}" in ranks.output()
-    assert all(tensor.isfinite().all() for tensor in saved_state(output_dir, int(newest.name.split("-")[1])).values())
+    assert all(
+        tensor.isfinite().all()
+        for tensor in saved_state(output_dir, int(newest.name.split("-")[1])).values()
+    )
     status = run_helpers.status(output_dir)
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert f"{NONFINITE_LIMIT} steps in a row" in status["error"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"deepspeed": run_helpers.deepspeed_keys(2)}], ids=["plain", "ZeRO-2"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"deepspeed": run_helpers.deepspeed_keys(2)}], ids=["plain", "ZeRO-2"]
+)
 def test_between_lines_of_the_log_nothing_is_different(materials, tmp_path, changes):
-    """The host reads how a step went when the next is done; events, checkpoints and the limit are of the right step."""
+    """The host reads how a step went when the next is done; events, checkpoints and the limit are
+    of the right step.
+    """
     output_dir = tmp_path / "run"
     settings = materials.settings(
         output_dir, max_steps=8, logging_steps=50, save_steps=4, save_total_limit=9, **changes
     )
-    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (1, 4, 6), NAN), "launched": True}
+    spoiled = {
+        "patch": run_patches.spoil_losses,
+        "patch_arguments": (0, (1, 4, 6), NAN),
+        "launched": True,
+    }
     run_helpers.train(settings, **spoiled)
     ids = run_helpers.sample_ids(output_dir)
     events = run_helpers.events(output_dir, "nonfinite")
-    assert [(event["step"], event["ids"]) for event in events] == [(step, ids[step - 1]) for step in (1, 4, 6)]
+    assert [(event["step"], event["ids"]) for event in events] == [
+        (step, ids[step - 1]) for step in (1, 4, 6)
+    ]
     logged = tmp_path / "logged"
     run_helpers.train(settings | {"output_dir": str(logged), "logging_steps": 1}, **spoiled)
     for step in (4, 8):
@@ -178,14 +241,17 @@ def test_the_limit_is_seen_a_step_late_at_most_between_lines_of_the_log(material
     run_helpers.train(settings, expect=1, **spoiled)
     skipped = [event["step"] for event in run_helpers.events(output_dir, "nonfinite")]
     assert skipped == list(range(3, 3 + NONFINITE_LIMIT))
-    assert len(run_helpers.sample_ids(output_dir)) == 3 + NONFINITE_LIMIT  # the limit's step and one more
+    # the limit's step and one more
+    assert len(run_helpers.sample_ids(output_dir)) == 3 + NONFINITE_LIMIT
 
 
 def test_a_resumed_run_names_the_checkpoint_that_it_went_on_from(materials, tmp_path):
     output_dir = tmp_path / "run"
     steps = NONFINITE_LIMIT + 6
     settings = materials.settings(output_dir, max_steps=steps, save_steps=4)
-    run_helpers.train(settings, 1, patch=run_patches.signal_self, patch_arguments=(0, 4, 15), expect=3)
+    run_helpers.train(
+        settings, 1, patch=run_patches.signal_self, patch_arguments=(0, 4, 15), expect=3
+    )
     ranks = run_helpers.train(
         settings | {"save_steps": 0},
         1,
@@ -215,7 +281,9 @@ def test_spikes_are_told_with_the_ids_of_their_step(materials, tmp_path):
     output_dir = tmp_path / "run"
     spike = SPIKE_WINDOW_STEPS + 3
     ranks = run_helpers.train(
-        materials.settings(output_dir, max_steps=spike + 3, learning_rate=1e-4, global_batch_size=4),
+        materials.settings(
+            output_dir, max_steps=spike + 3, learning_rate=1e-4, global_batch_size=4
+        ),
         1,
         patch=run_patches.spoil_losses,
         patch_arguments=(0, (10, spike), 30.0),

@@ -57,7 +57,9 @@ def test_processes_take_turns(tmp_path):
     assert sum(first != second for first, second in zip(writers, writers[1:], strict=False)) == 3
 
 
-def test_the_environments_own_ninja_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_own_ninja_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("system", "own"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ninja").write_text("")

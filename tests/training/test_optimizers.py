@@ -1,4 +1,6 @@
-"""Muon and AdamW as one optimizer: who is trained by which, equality with both run apart, rates, courses, state."""
+"""Muon and AdamW as one optimizer: who is trained by which, equality with both run apart, rates,
+courses, state.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def test_who_is_trained_by_what(arch: str):
     muon, adamw = optimizer.parts
     assert (type(muon), type(adamw)) == (NorMuon, torch.optim.AdamW)
     assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
-    assert [group["kind"] for group in adamw.param_groups] == [k for k in ("head", "embedding", "vector") if kinds[k]]
+    assert [group["kind"] for group in adamw.param_groups] == [
+        k for k in ("head", "embedding", "vector") if kinds[k]
+    ]
     alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
     assert [group["kind"] for group in alone.param_groups][0] == "matrix" and len(alone.parts) == 1
 
@@ -126,13 +130,17 @@ def test_a_tied_head_is_an_embedding():
     shape = scratch_config("qwen3", 1, vocab_size=64, max_seq_len=16)
     shape.tie_word_embeddings = True
     kinds = parameter_kinds(make_model(shape, seed=0))
-    assert not kinds["head"] and [name for name, _ in kinds["embedding"]] == ["model.embed_tokens.weight"]
+    assert not kinds["head"] and [name for name, _ in kinds["embedding"]] == [
+        "model.embed_tokens.weight"
+    ]
 
 
 def test_the_joint_optimizer_is_both_run_apart():
     joint_model, apart_model = tiny("qwen3"), tiny("qwen3")
     joint = make_optimizer(joint_model, config(optimizer="muon"), RATES, fused=False)
-    kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(apart_model).items()}
+    kinds = {
+        kind: [p for _, p in members] for kind, members in parameter_kinds(apart_model).items()
+    }
     muon = torch.optim.Muon(kinds["matrix"], lr=0.02, weight_decay=0.28, momentum=0.85)
     adamw = torch.optim.AdamW(
         [
@@ -144,7 +152,8 @@ def test_the_joint_optimizer_is_both_run_apart():
         eps=1e-10,
     )
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in (joint, muon, adamw)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for optimizer in (joint, muon, adamw)
     ]
     for number in range(5):
         ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(number))
@@ -157,7 +166,9 @@ def test_the_joint_optimizer_is_both_run_apart():
         for schedule in schedules:
             schedule.step()
     start = dict(tiny("qwen3").named_parameters())
-    for (name, a), (_, b) in zip(joint_model.named_parameters(), apart_model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        joint_model.named_parameters(), apart_model.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
         assert not torch.equal(a, start[name]), f"{name} was not trained"
 
@@ -204,11 +215,17 @@ def test_saved_state_goes_on_bit_identically(choice: str, tmp_path: Path):
     TrainingState(again, optimizer=optimizer).load_moments(tmp_path)
     for number in range(3, 6):
         train_step(again, optimizer, number)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True)
+    )
 
 
-def rates_of(width: int, worth: float = REFERENCE_TOKENS, run: float | None = None, **changes) -> Rates:
-    return scaled_rates(config(**changes), width=width, worth_tokens=worth, run_tokens=worth if run is None else run)
+def rates_of(
+    width: int, worth: float = REFERENCE_TOKENS, run: float | None = None, **changes
+) -> Rates:
+    return scaled_rates(
+        config(**changes), width=width, worth_tokens=worth, run_tokens=worth if run is None else run
+    )
 
 
 def test_rates_at_the_reference_are_as_written():
@@ -217,7 +234,8 @@ def test_rates_at_the_reference_are_as_written():
 
 def test_rates_scale_by_width_and_batch():
     rates = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**15)
-    assert rates.matrix == pytest.approx(0.02 / 2)  # a sixteenth to the power of a quarter; no width
+    # a sixteenth to the power of a quarter; no width
+    assert rates.matrix == pytest.approx(0.02 / 2)
     assert rates.embedding == pytest.approx(0.3 / 2 * 2)  # width a quarter: twice
     assert rates.head == pytest.approx(0.008)
     assert rates.decay == pytest.approx(0.28 / 4 * 2)  # sqrt of a sixteenth; half the tokens: twice
@@ -248,26 +266,44 @@ def test_one_rate_for_all_and_a_factor():
 
 
 # step: factor, of 100 steps with 10 of warm-up, 65% of warm-down to 5%. By hand.
-WARMDOWN = {0: 0.1, 1: 0.2, 8: 0.9, 9: 1.0, 10: 1.0, 34: 1.0, 35: 1.0, 48: 0.81, 61: 0.62, 99: 1 / 65 + 64 / 65 * 0.05}
+WARMDOWN = {
+    0: 0.1,
+    1: 0.2,
+    8: 0.9,
+    9: 1.0,
+    10: 1.0,
+    34: 1.0,
+    35: 1.0,
+    48: 0.81,
+    61: 0.62,
+    99: 1 / 65 + 64 / 65 * 0.05,
+}
 
 
 def test_warm_up_stable_warm_down():
-    factor = learning_rate_schedule("warmdown", ScheduleSettings(100, 10, warmdown_ratio=0.65, final_fraction=0.05))
+    factor = learning_rate_schedule(
+        "warmdown", ScheduleSettings(100, 10, warmdown_ratio=0.65, final_fraction=0.05)
+    )
     found = {step: factor(step) for step in WARMDOWN}
     assert found == pytest.approx(WARMDOWN)
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 50])
 def test_short_runs_have_a_schedule_too(total: int):
-    factor = learning_rate_schedule("warmdown", ScheduleSettings(total, 40, warmdown_ratio=1.0, final_fraction=0.0))
+    factor = learning_rate_schedule(
+        "warmdown", ScheduleSettings(total, 40, warmdown_ratio=1.0, final_fraction=0.0)
+    )
     factors = [factor(step) for step in range(total + 1)]
     assert all(0 <= factor <= 1 for factor in factors) and factors[-1] == 0
-    without = learning_rate_schedule("warmdown", ScheduleSettings(total, 0, warmdown_ratio=0.0, final_fraction=0.0))
+    without = learning_rate_schedule(
+        "warmdown", ScheduleSettings(total, 0, warmdown_ratio=0.0, final_fraction=0.0)
+    )
     flat = [without(step) for step in range(total + 1)]
     assert flat == [1.0] * (total + 1)
 
 
-# step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a cosine). By hand.
+# step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a
+# cosine). By hand.
 MATRIX_SCHEDULE = {
     0: (0.85, 1.0),
     200: (0.91, 0.5 * (1 + math.cos(math.pi / 5))),
@@ -278,7 +314,9 @@ MATRIX_SCHEDULE = {
 
 
 def test_schedule_of_the_matrices():
-    found = {step: (momentum_at(step, 1000, 0.65), decay_factor(step, 1000)) for step in MATRIX_SCHEDULE}
+    found = {
+        step: (momentum_at(step, 1000, 0.65), decay_factor(step, 1000)) for step in MATRIX_SCHEDULE
+    }
     for step, expected in MATRIX_SCHEDULE.items():
         assert found[step] == pytest.approx(expected, abs=1e-12), step
     model = tiny()
@@ -341,7 +379,10 @@ def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
         for step in range(4):
             give_gradients(parameters, step)
             optimizer.step()
-        change = [(p.detach() - b.detach(), t - b.detach()) for p, b, t in zip(parameters, before, truth, strict=True)]
+        change = [
+            (p.detach() - b.detach(), t - b.detach())
+            for p, b, t in zip(parameters, before, truth, strict=True)
+        ]
         errors[at_once] = [float((ours - wanted).norm() / wanted.norm()) for ours, wanted in change]
         moments[at_once] = [optimizer.state[p]["momentum_buffer"] for p in parameters]
     for at_once in (2**25, 2 * 24 * 24):
@@ -350,7 +391,9 @@ def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
             assert ours < 1.1 * theirs + 1e-4 < 0.05
 
 
-def normuon_in_float64(steps: int, rate: float, decay: float, momentum: float) -> list[torch.Tensor]:
+def normuon_in_float64(
+    steps: int, rate: float, decay: float, momentum: float
+) -> list[torch.Tensor]:
     """The algorithm a matrix at a time, from the papers that NorMuon names, without bfloat16."""
     weights = [parameter.detach().double() for parameter in matrices()]
     buffers = [torch.zeros_like(weight) for weight in weights]
@@ -378,7 +421,9 @@ def normuon_in_float64(steps: int, rate: float, decay: float, momentum: float) -
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_normuon_is_its_definition(dtype: torch.dtype, tolerance: float):
-    """bfloat16 rounds the products of five iterations: some percent of an update, as of torch's own Muon."""
+    """bfloat16 rounds the products of five iterations: some percent of an update, as of torch's own
+    Muon.
+    """
     truth, before, parameters = normuon_in_float64(6, 0.05, 0.1, 0.9), matrices(), matrices()
     optimizer = NorMuon(parameters, lr=0.05, weight_decay=0.1, momentum=0.9, dtype=dtype)
     for step in range(6):
@@ -427,9 +472,14 @@ def test_muons_matrices_of_a_shape_take_one_product_together():
 
 @pytest.mark.parametrize("kind", ["normuon", "muon", "adamw"])
 def test_a_step_is_empty_where_the_device_says_so(kind: str):
-    """Weights, moments and step count to the bit, though every gradient is NaN; the next is as if it had not been."""
+    """Weights, moments and step count to the bit, though every gradient is NaN; the next is as if
+    it had not been.
+    """
     plain, skipping = tiny("qwen3"), tiny("qwen3")
-    pair = [make_optimizer(model, config(optimizer=kind), RATES, fused=True) for model in (plain, skipping)]
+    pair = [
+        make_optimizer(model, config(optimizer=kind), RATES, fused=True)
+        for model in (plain, skipping)
+    ]
     for model, optimizer in zip((plain, skipping), pair, strict=True):
         assert skip_where(optimizer, torch.zeros(()))
         train_step(model, optimizer, 0)

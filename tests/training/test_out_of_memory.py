@@ -1,4 +1,6 @@
-"""Out of memory at a chosen step and rank: the run ends with the ids and losses of the run that had memory enough."""
+"""Out of memory at a chosen step and rank: the run ends with the ids and losses of the run that had
+memory enough.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def reference(materials: Materials):
         key = (finetuning, packing)
         if key not in made:
             made[key] = materials.folder / f"reference-{finetuning}-{packing}"
-            run_helpers.train(settings(materials, made[key], finetuning=finetuning, packing=packing), 2)
+            run_helpers.train(
+                settings(materials, made[key], finetuning=finetuning, packing=packing), 2
+            )
         return made[key]
 
     return get
@@ -47,7 +51,9 @@ def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str
 def assert_same_training(output_dir: Path, reference: Path) -> None:
     assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(reference)
     assert len(run_helpers.losses(output_dir)) == STEPS
-    difference = run_helpers.largest_relative_difference(run_helpers.losses(reference), run_helpers.losses(output_dir))
+    difference = run_helpers.largest_relative_difference(
+        run_helpers.losses(reference), run_helpers.losses(output_dir)
+    )
     assert difference < 1e-5
 
 
@@ -70,7 +76,9 @@ def record_lengths(materials: Materials) -> np.ndarray:
 def test_a_retry_in_process_changes_nothing(
     materials, reference, tmp_path, processes, on_rank, packing, where, finetuning
 ):
-    """LoRA over DDP, and one process whatever it trains: the step is tried again with smaller microbatches."""
+    """LoRA over DDP, and one process whatever it trains: the step is tried again with smaller
+    microbatches.
+    """
     output_dir = tmp_path / "run"
     run_helpers.train(
         settings(materials, output_dir, packing=packing, finetuning=finetuning),
@@ -87,15 +95,21 @@ def test_a_retry_in_process_changes_nothing(
             "microbatches of at most 96 tokens",
         )
     else:
-        assert (event["old"], event["new"]) == ("padded microbatches of 2 samples", "padded microbatches of 1 samples")
+        assert (event["old"], event["new"]) == (
+            "padded microbatches of 2 samples",
+            "padded microbatches of 1 samples",
+        )
     assert run_helpers.status(output_dir)["state"] == "done"
 
 
 def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tmp_path):
-    """Only a later step has a microbatch that does not fit; it is rehearsed in the first, as is what replaces it."""
+    """Only a later step has a microbatch that does not fit; it is rehearsed in the first, as is
+    what replaces it.
+    """
     lengths, steps = record_lengths(materials), run_helpers.sample_ids(reference("lora"))
     largest = [
-        schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).largest_microbatch_tokens for ids in steps
+        schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).largest_microbatch_tokens
+        for ids in steps
     ]
     limit = max(largest) - 1
     assert largest[0] < limit
@@ -108,7 +122,10 @@ def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tm
     )
     (event,) = run_helpers.events(output_dir, "oom")
     assert event["step"] == 1
-    assert (event["old"], event["new"]) == ("microbatches of at most 384 tokens", "microbatches of at most 192 tokens")
+    assert (event["old"], event["new"]) == (
+        "microbatches of at most 384 tokens",
+        "microbatches of at most 192 tokens",
+    )
     assert_same_training(output_dir, reference("lora"))
 
 
@@ -119,7 +136,9 @@ def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tm
 def test_a_sharded_run_is_relaunched_with_smaller_microbatches(
     materials, reference, tmp_path, name, layout, finetuning
 ):
-    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4; the next start resumes."""
+    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4; the next
+    start resumes.
+    """
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, finetuning=finetuning, save_steps=2, **LAYOUTS[layout])
     limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (0, 100, 4)}
@@ -138,7 +157,9 @@ def test_a_sharded_run_is_relaunched_with_smaller_microbatches(
 
 
 def test_two_ranks_may_note_it_at_once(tmp_path, monkeypatch):
-    """Rows are about as long on each: the second found the first's file gone, and ended with 1, not 4."""
+    """Rows are about as long on each: the second found the first's file gone, and ended with 1, not
+    4.
+    """
     plain = durable_files.move
 
     def move(source, target):
@@ -183,10 +204,16 @@ def test_the_floor_names_the_sample(materials, tmp_path, packing):
 
 
 def test_the_floor_names_the_sample_when_sharded(materials, tmp_path):
-    """ZeRO: each start takes smaller microbatches, until one of the longest sample does not fit either."""
+    """ZeRO: each start takes smaller microbatches, until one of the longest sample does not fit
+    either.
+    """
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, micro_batch_size=1, packing=False, **LAYOUTS["zero2"])
-    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (0, 50), "launched": True}
+    limited = {
+        "patch": run_patches.limit_microbatch_tokens,
+        "patch_arguments": (0, 50),
+        "launched": True,
+    }
     ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
     assert ranks.wait() == [4]
     ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
@@ -197,9 +224,13 @@ def test_the_floor_names_the_sample_when_sharded(materials, tmp_path):
 
 def test_the_users_own_smaller_microbatches_win_over_the_note(materials, tmp_path):
     output_dir = tmp_path / "run"
-    wanted = settings(materials, output_dir, max_steps=2, save_steps=1, packing=False, micro_batch_size=2)
+    wanted = settings(
+        materials, output_dir, max_steps=2, save_steps=1, packing=False, micro_batch_size=2
+    )
     run_helpers.train(wanted, 1)
-    (output_dir / "oom.json").write_text(json.dumps({"step": 1, "token_budget": None, "samples_per_row": 4}))
+    (output_dir / "oom.json").write_text(
+        json.dumps({"step": 1, "token_budget": None, "samples_per_row": 4})
+    )
     (output_dir / "checkpoint-2" / "state.json").unlink()  # so that there is something left to do
     run_helpers.train(wanted, 1)
     assert [event["rows"] for event in run_helpers.events(output_dir, "start")] == [

@@ -1,4 +1,6 @@
-"""Going on: on other devices, after changes, past damaged checkpoints, and never by way of a pickle."""
+"""Going on: on other devices, after changes, past damaged checkpoints, and never by way of a
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,27 @@ def uninterrupted(materials: Materials):
 
 @pytest.fixture
 def interrupted(materials: Materials, tmp_path: Path) -> Path:
-    """A run on one process that was killed in step 8: checkpoints at 3 and 6, logs up to 7, and no word of an end."""
+    """A run on one process that was killed in step 8: checkpoints at 3 and 6, logs up to 7, and no
+    word of an end.
+    """
     template = materials.folder / "interrupted"
     if not template.exists():
         killed = {"patch": run_patches.kill_self, "patch_arguments": (0, 8)}
         # Not behind the training, whose steps here are shorter than a save.
         waits = settings(materials, template, async_save=False)
         assert run_helpers.start(waits, **killed).wait() == [-signal.SIGKILL]
-        assert [folder.name for folder in list_checkpoints(template)] == ["checkpoint-3", "checkpoint-6"]
+        assert [folder.name for folder in list_checkpoints(template)] == [
+            "checkpoint-3",
+            "checkpoint-6",
+        ]
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 
 def step_records(output_dir: Path) -> list[dict[str, Any]]:
     records = run_helpers.lines(output_dir / "trainer_log.jsonl")
-    return [{name: value for name, value in record.items() if name not in TIMINGS} for record in records]
+    return [
+        {name: value for name, value in record.items() if name not in TIMINGS} for record in records
+    ]
 
 
 def assert_same_run(output_dir: Path, other: Path) -> None:
@@ -98,13 +107,22 @@ def assert_same_run(output_dir: Path, other: Path) -> None:
     ],
     ids=["lora", "full"],
 )
-def test_two_then_one_then_two_processes(materials, uninterrupted, tmp_path, finetuning, executions):
-    """Other processes, micro-batch, packing, ZeRO stage and LoRA path after each stop: the same training."""
+def test_two_then_one_then_two_processes(
+    materials, uninterrupted, tmp_path, finetuning, executions
+):
+    """Other processes, micro-batch, packing, ZeRO stage and LoRA path after each stop: the same
+    training.
+    """
     output_dir = tmp_path / "run"
     for number, (processes, changes) in enumerate(executions):
         last = number == len(executions) - 1
         stop = (
-            {} if last else {"patch": run_patches.signal_self, "patch_arguments": (0, 3 * number + 3, signal.SIGTERM)}
+            {}
+            if last
+            else {
+                "patch": run_patches.signal_self,
+                "patch_arguments": (0, 3 * number + 3, signal.SIGTERM),
+            }
         )
         wanted = settings(materials, output_dir, finetuning=finetuning, save_steps=0, **changes)
         run_helpers.train(wanted, processes, expect=0 if last else 3, **stop)
@@ -112,7 +130,8 @@ def test_two_then_one_then_two_processes(materials, uninterrupted, tmp_path, fin
     reference = uninterrupted(finetuning)
     assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(reference)
     losses, wanted_losses = run_helpers.losses(output_dir), run_helpers.losses(reference)
-    assert run_helpers.largest_relative_difference(wanted_losses, losses) < 1e-5  # 1e-4 is asked for the last
+    # 1e-4 is asked for the last
+    assert run_helpers.largest_relative_difference(wanted_losses, losses) < 1e-5
     expected = run_helpers.result_weights(reference)
     for name, tensor in run_helpers.result_weights(output_dir).items():
         difference = (tensor.double() - expected[name].double()).norm()
@@ -123,7 +142,9 @@ def test_two_then_one_then_two_processes(materials, uninterrupted, tmp_path, fin
 def test_dropout_is_the_same_after_a_resume(materials, tmp_path, processes, layout):
     """Each microbatch draws by its place in the schedule, which a start does not change."""
     changes = {"lora_dropout": 0.3, "save_steps": 0, "max_steps": 6, **LAYOUTS[layout]}
-    whole, stopped = (settings(materials, tmp_path / name, **changes) for name in ("whole", "stopped"))
+    whole, stopped = (
+        settings(materials, tmp_path / name, **changes) for name in ("whole", "stopped")
+    )
     without = settings(materials, tmp_path / "without", **(changes | {"lora_dropout": 0.0}))
     run_helpers.train(whole, processes)
     signal_at_3 = {"patch": run_patches.signal_self, "patch_arguments": (0, 3, signal.SIGTERM)}
@@ -131,16 +152,23 @@ def test_dropout_is_the_same_after_a_resume(materials, tmp_path, processes, layo
     run_helpers.train(stopped, processes)
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
     run_helpers.train(without, processes)
-    assert run_helpers.losses(tmp_path / "without") != run_helpers.losses(tmp_path / "whole"), "there is no dropout"
+    assert run_helpers.losses(tmp_path / "without") != run_helpers.losses(tmp_path / "whole"), (
+        "there is no dropout"
+    )
 
 
 # ---------------------------------------------------------------- logs
 
 
-def test_logs_of_a_killed_run_end_up_as_if_nothing_had_happened(materials, uninterrupted, interrupted):
+def test_logs_of_a_killed_run_end_up_as_if_nothing_had_happened(
+    materials, uninterrupted, interrupted
+):
     """Steps after the checkpoint are written again, torn last lines are cut."""
     assert len(run_helpers.lines(interrupted / "trainer_log.jsonl")) == 7
-    for name, torn in (("trainer_log.jsonl", '{"step": 8, "lo'), ("samples.jsonl", '{"step": 8, "ids": [1, 2')):
+    for name, torn in (
+        ("trainer_log.jsonl", '{"step": 8, "lo'),
+        ("samples.jsonl", '{"step": 8, "ids": [1, 2'),
+    ):
         with (interrupted / name).open("a") as file:
             file.write(torn)
     run_helpers.train(settings(materials, interrupted))
@@ -178,14 +206,18 @@ def content(folder: Path) -> dict[str, bytes]:
 def other_record(materials: Materials, folder: Path) -> dict[str, Any]:
     lines = materials.data.read_text(encoding="utf-8").splitlines(keepends=True)
     changed = folder / "changed.jsonl"
-    changed.write_text("".join([lines[0].replace('"output": "', '"output": "no '), *lines[1:]]), encoding="utf-8")
+    changed.write_text(
+        "".join([lines[0].replace('"output": "', '"output": "no '), *lines[1:]]), encoding="utf-8"
+    )
     return {"data": str(changed)}
 
 
 def other_tokenizer(materials: Materials, folder: Path) -> dict[str, Any]:
     model = Path(shutil.copytree(materials.model, folder / "model"))
     template = model / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("helpful", "helpless"), encoding="utf-8")
+    template.write_text(
+        template.read_text(encoding="utf-8").replace("helpful", "helpless"), encoding="utf-8"
+    )
     return {"model": str(model)}
 
 
@@ -197,13 +229,21 @@ CHANGES: dict[str, tuple[Callable[[Materials, Path], dict[str, Any]], str]] = {
         lambda *_: {"curriculum": {"stages": [{"until": 1.0, "mix": [1.0, 1.0, 1.0]}]}},
         "schedule:",
     ),
-    "global batch": (lambda *_: {"global_batch_size": 4}, "global_batch_size: 8 in the folder, 4 now"),
-    "learning rate": (lambda *_: {"learning_rate": 2e-3}, "learning_rate: 0.01 in the folder, 0.002 now"),
+    "global batch": (
+        lambda *_: {"global_batch_size": 4},
+        "global_batch_size: 8 in the folder, 4 now",
+    ),
+    "learning rate": (
+        lambda *_: {"learning_rate": 2e-3},
+        "learning_rate: 0.01 in the folder, 0.002 now",
+    ),
 }
 
 
 @pytest.mark.parametrize(("change", "shown"), CHANGES.values(), ids=CHANGES.keys())
-def test_another_training_is_refused_and_allowed_on_demand(materials, interrupted, tmp_path, change, shown):
+def test_another_training_is_refused_and_allowed_on_demand(
+    materials, interrupted, tmp_path, change, shown
+):
     before = content(interrupted)
     changed = settings(materials, interrupted, **change(materials, tmp_path))
     ranks = run_helpers.train(changed, expect=2)
@@ -240,7 +280,12 @@ DAMAGES = (truncated, bit_flipped, emptied, Path.unlink)
 def test_every_file_of_the_newest_checkpoint_damaged_one_by_one(interrupted, damage):
     newest = interrupted / "checkpoint-6"
     names = [str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()]
-    assert {"weights.safetensors", "moments.safetensors", "adapter_model.safetensors", "state.json"} <= set(names)
+    assert {
+        "weights.safetensors",
+        "moments.safetensors",
+        "adapter_model.safetensors",
+        "state.json",
+    } <= set(names)
     for name in names:
         original = (newest / name).read_bytes()
         damage(newest / name)
@@ -253,10 +298,16 @@ def test_every_file_of_the_newest_checkpoint_damaged_one_by_one(interrupted, dam
 
 @pytest.mark.parametrize(
     ("damage", "name"),
-    [(bit_flipped, "moments.safetensors"), (truncated, "weights.safetensors"), (Path.unlink, "tokenizer.json")],
+    [
+        (bit_flipped, "moments.safetensors"),
+        (truncated, "weights.safetensors"),
+        (Path.unlink, "tokenizer.json"),
+    ],
     ids=["bit-flipped moments", "truncated weights", "deleted tokenizer"],
 )
-def test_a_run_passes_over_a_damaged_checkpoint_and_says_so(materials, uninterrupted, interrupted, damage, name):
+def test_a_run_passes_over_a_damaged_checkpoint_and_says_so(
+    materials, uninterrupted, interrupted, damage, name
+):
     damage(interrupted / "checkpoint-6" / name)
     ranks = run_helpers.train(settings(materials, interrupted))
     assert run_helpers.events(interrupted, "resume")[-1]["checkpoint"] == "checkpoint-3"
@@ -281,10 +332,11 @@ def test_without_a_valid_checkpoint_the_run_begins_anew(materials, uninterrupted
 # ---------------------------------------------------------------- pickles
 
 PICKLES = (
-    "training_args.bin optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth rng_state_0.pth rng_state_1.pth "
-    "pytorch_model.bin pytorch_model-00001-of-00001.bin adapter_model.bin adapter_model.pt model.pt model.bin "
-    "model.pth state.pkl trainer_state.pt custom_checkpoint_0.pkl random_states_0.pkl sampler.bin latest "
-    "mp_rank_00_model_states.pt zero_pp_rank_0_mp_rank_00_optim_states.pt weights.pt moments.pt data.pkl"
+    "training_args.bin optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth"
+    " rng_state_0.pth rng_state_1.pth pytorch_model.bin pytorch_model-00001-of-00001.bin"
+    " adapter_model.bin adapter_model.pt model.pt model.bin model.pth state.pkl trainer_state.pt"
+    " custom_checkpoint_0.pkl random_states_0.pkl sampler.bin latest mp_rank_00_model_states.pt"
+    " zero_pp_rank_0_mp_rank_00_optim_states.pt weights.pt moments.pt data.pkl"
 )
 
 
@@ -299,7 +351,9 @@ class Bomb:
 
 
 def test_no_pickle_is_ever_opened(materials, uninterrupted, interrupted, tmp_path):
-    """At every name that a checkpoint of any framework could have, in the run folder, in and beside checkpoints."""
+    """At every name that a checkpoint of any framework could have, in the run folder, in and beside
+    checkpoints.
+    """
     marker, record = tmp_path / "exploded", tmp_path / "opened"
     bomb = pickle.dumps(Bomb(marker))
     zipped = tmp_path / "bomb.pt"
@@ -329,7 +383,10 @@ def test_no_pickle_is_ever_opened(materials, uninterrupted, interrupted, tmp_pat
     wanted = settings(materials, interrupted, model=str(model))
     identity = json.loads((interrupted / "run_identity.json").read_text())
     (interrupted / "run_identity.json").write_text(json.dumps(identity | {"model": str(model)}))
-    watched = {"patch": run_patches.watch_opened_files, "patch_arguments": (str(tmp_path), str(record))}
+    watched = {
+        "patch": run_patches.watch_opened_files,
+        "patch_arguments": (str(tmp_path), str(record)),
+    }
     run_helpers.train(wanted, **watched)
     opened = set(record.read_text().splitlines())
     assert any(path.endswith("state.json") for path in opened), "the hook saw nothing"

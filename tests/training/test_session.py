@@ -1,4 +1,6 @@
-"""Where a run starts, decided with what the ranks read: nothing is lost or written before all agree."""
+"""Where a run starts, decided with what the ranks read: nothing is lost or written before all
+agree.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def run(tmp_path: Path) -> Path:
     for step in (5, 10, 15):
         save(folder, step)
     write_identity(folder, IDENTITY)
-    (folder / "trainer_log.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 16)))
+    (folder / "trainer_log.jsonl").write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in range(1, 16))
+    )
     return folder
 
 
@@ -49,7 +53,12 @@ def session(run: Path, resume: str = "auto", **identity: Any) -> Session:
         config_yaml="a: 1\n",
         log_samples=False,
         decide=lambda damaged: decide_resume(
-            run, resume, IDENTITY | identity, total_steps=100, allow_change=bool(identity), damaged=damaged
+            run,
+            resume,
+            IDENTITY | identity,
+            total_steps=100,
+            allow_change=bool(identity),
+            damaged=damaged,
         ),
     )
 
@@ -60,12 +69,20 @@ def damage(checkpoint: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "logs")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"}
+    files = (
+        path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "logs"
+    )
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"
+    }
 
 
-def test_what_cannot_be_read_here_is_no_reason_to_go_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stale mount on one node would take one checkpoint after the other, and the run would begin anew."""
+def test_what_cannot_be_read_here_is_no_reason_to_go_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale mount on one node would take one checkpoint after the other, and the run would begin
+    anew.
+    """
     before = content(run)
 
     def stale(paths: list[Path]) -> list[str]:
@@ -86,7 +103,9 @@ def test_what_is_damaged_is_passed_over(run: Path) -> None:
         assert read_status(run)["state"] == "running"
 
 
-def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(
+    run: Path, tmp_path: Path
+) -> None:
     """Its own of that step is not trusted for the other's sake: the two of one name are two."""
     backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
     damage(run / "checkpoint-10")
@@ -98,8 +117,12 @@ def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run: Path
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "new"])
-def test_rank_0_may_come_between_any_two_looks_of_another(run: Path, tmp_path: Path, begun: bool) -> None:
-    """Until they meet, ranks look at the folder at whatever moment, and rank 0 makes and locks it."""
+def test_rank_0_may_come_between_any_two_looks_of_another(
+    run: Path, tmp_path: Path, begun: bool
+) -> None:
+    """Until they meet, ranks look at the folder at whatever moment, and rank 0 makes and locks
+    it.
+    """
     wanted = session(run).start if begun else Resume(None, 0)
     looks = 0
 
@@ -136,5 +159,6 @@ def test_a_damaged_path_is_refused_and_nothing_written(run: Path, tmp_path: Path
             started.agree_on_run(60)
     assert content(run) == before
     assert content(tmp_path / "new") == {}
-    with session(tmp_path / "new", str(run / "checkpoint-10")) as started:  # which is as free as it was
+    # which is as free as it was
+    with session(tmp_path / "new", str(run / "checkpoint-10")) as started:
         started.agree_on_run(60)

@@ -1,4 +1,6 @@
-"""SIGTERM or SIGINT to any one rank: all save one checkpoint of the same step and exit with 3; a second one leaves."""
+"""SIGTERM or SIGINT to any one rank: all save one checkpoint of the same step and exit with 3; a
+second one leaves.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,17 @@ def assert_same_run(output_dir: Path, other: Path) -> None:
         pytest.param("zero3", 1, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_one_rank_is_told_and_all_stop_at_the_same_step(materials, uninterrupted, tmp_path, layout, on_rank, number):
+def test_one_rank_is_told_and_all_stop_at_the_same_step(
+    materials, uninterrupted, tmp_path, layout, on_rank, number
+):
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, layout)
     ranks = run_helpers.train(
-        wanted, 2, expect=3, patch=run_patches.signal_self, patch_arguments=(on_rank, 3, int(number))
+        wanted,
+        2,
+        expect=3,
+        patch=run_patches.signal_self,
+        patch_arguments=(on_rank, 3, int(number)),
     )
     assert_stopped(output_dir, 3, number.name)
     assert f"stopped by {number.name} at step 3" in ranks.output()
@@ -91,7 +99,13 @@ def test_a_signal_in_the_last_step_leaves_a_finished_run(materials, uninterrupte
     """The last checkpoint is there; the next start only writes the output."""
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, "ddp")
-    run_helpers.train(wanted, 2, expect=3, patch=run_patches.signal_self, patch_arguments=(0, STEPS, signal.SIGTERM))
+    run_helpers.train(
+        wanted,
+        2,
+        expect=3,
+        patch=run_patches.signal_self,
+        patch_arguments=(0, STEPS, signal.SIGTERM),
+    )
     assert_stopped(output_dir, STEPS, "SIGTERM")
     run_helpers.train(wanted, 2)
     assert run_helpers.status(output_dir)["state"] == "done"
@@ -101,7 +115,9 @@ def test_a_signal_in_the_last_step_leaves_a_finished_run(materials, uninterrupte
 def test_a_signal_where_a_checkpoint_was_due_anyway(materials, uninterrupted, tmp_path):
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, "ddp") | {"save_steps": 3}
-    run_helpers.train(wanted, 2, expect=3, patch=run_patches.signal_self, patch_arguments=(1, 3, signal.SIGTERM))
+    run_helpers.train(
+        wanted, 2, expect=3, patch=run_patches.signal_self, patch_arguments=(1, 3, signal.SIGTERM)
+    )
     assert_stopped(output_dir, 3, "SIGTERM")
     assert len(run_helpers.events(output_dir, "checkpoint")) == 1
     run_helpers.train(wanted, 2)
@@ -133,7 +149,9 @@ def test_handlers_are_put_back_where_no_launcher_is(monkeypatch):
 
 
 def test_a_signal_that_comes_twice_is_one_after_the_end_too(monkeypatch):
-    """Linux tells a worker of its launcher's death once per thread of it (kernel/exit.c, forget_original_parent)."""
+    """Linux tells a worker of its launcher's death once per thread of it (kernel/exit.c,
+    forget_original_parent).
+    """
     heard: list[int] = []
     monkeypatch.setattr(os, "write", lambda *_: 0)
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
@@ -145,7 +163,9 @@ def test_a_signal_that_comes_twice_is_one_after_the_end_too(monkeypatch):
         monkeypatch.setattr(control, "SAME_REQUEST_SECONDS", 0.0)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM] * 2, "another request, seconds later, is the program's own again"
+        assert heard == [signal.SIGTERM] * 2, (
+            "another request, seconds later, is the program's own again"
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -153,17 +173,23 @@ def test_a_signal_that_comes_twice_is_one_after_the_end_too(monkeypatch):
 def test_one_process_without_a_launcher(materials, tmp_path):
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, "ddp")
-    run_helpers.train(wanted, 1, expect=3, patch=run_patches.signal_self, patch_arguments=(0, 2, signal.SIGINT))
+    run_helpers.train(
+        wanted, 1, expect=3, patch=run_patches.signal_self, patch_arguments=(0, 2, signal.SIGINT)
+    )
     assert_stopped(output_dir, 2, "SIGINT")
 
 
 def test_sigterm_to_torchrun_and_its_workers(materials, tmp_path):
-    """What a batch system does. torchrun passes its own signal on, so that workers get it twice: they still save."""
+    """What a batch system does. torchrun passes its own signal on, so that workers get it twice:
+    they still save.
+    """
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, "ddp") | {"max_steps": 100_000}
     with run_helpers.launch_torchrun(wanted, 2) as launcher:
         log = output_dir / "trainer_log.jsonl"
-        run_helpers.wait_for(lambda: log.exists() and log.read_text().count("\n") > 2, 120, what="the third step")
+        run_helpers.wait_for(
+            lambda: log.exists() and log.read_text().count("\n") > 2, 120, what="the third step"
+        )
         workers = run_helpers.workers(launcher.pid)
         assert len(workers) == 2
         run_helpers.send([launcher.pid, *workers], signal.SIGTERM)

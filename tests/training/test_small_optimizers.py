@@ -1,4 +1,6 @@
-"""Optimizers of full fine-tuning with less state: by hand, on any number of processes, resumed, and skipped."""
+"""Optimizers of full fine-tuning with less state: by hand, on any number of processes, resumed, and
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ from finetune.training.prepare_sft import prepare_data
 
 NAMES = ("adamw-8bit", "adafactor", "muon")
 RATE = 1e-3
-# Bytes a number of Qwen3-8B: 36 blocks of (q, k, v, o, gate, up, down), embedding and head; 4 for each row and column.
+# Bytes a number of Qwen3-8B: 36 blocks of (q, k, v, o, gate, up, down), embedding and head; 4 for
+# each row and column.
 _SIDES = 36 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 12288)) + 2 * (151936 + 4096)
 ADAFACTOR = 4 * _SIDES / 8.19e9
 
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    # 64 wide: bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both kinds must be there.
+    # 64 wide: bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both kinds must
+    # be there.
     return run_helpers.make_materials(tmp_path_factory.mktemp("optimizers"), hidden=64)
 
 
@@ -53,8 +57,12 @@ def adamw(materials: Materials) -> Path:
 
 def test_muon_is_torchs_and_the_rest_is_adamw(materials) -> None:
     """One step, against torch's own optimizers on the same gradients."""
-    arguments = SimpleNamespace(learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw")
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(materials.model, dtype=torch.float32) for _ in range(2))
+    arguments = SimpleNamespace(
+        learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw"
+    )
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(materials.model, dtype=torch.float32) for _ in range(2)
+    )
     torch.manual_seed(2)
     for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
         mine.grad = torch.randn_like(mine)
@@ -77,7 +85,9 @@ def test_muon_is_torchs_and_the_rest_is_adamw(materials) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_about_as_adamw_does_and_resumes_bit_by_bit(materials, adamw, tmp_path, name) -> None:
+def test_it_trains_about_as_adamw_does_and_resumes_bit_by_bit(
+    materials, adamw, tmp_path, name
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_helpers.train(settings(materials, whole, name))
     before, losses = run_helpers.losses(adamw), run_helpers.losses(whole)
@@ -97,7 +107,9 @@ def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path, name) -> None
     )
     (event,) = run_helpers.events(output_dir, "nonfinite")
     assert event["step"] == 3
-    weights = [load_file(output_dir / f"checkpoint-{step}" / "weights.safetensors") for step in (2, 3, 4)]
+    weights = [
+        load_file(output_dir / f"checkpoint-{step}" / "weights.safetensors") for step in (2, 3, 4)
+    ]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert not all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1])
 
@@ -111,7 +123,10 @@ def test_two_processes_and_one_after_them_train_the_same(materials, tmp_path, na
     run_helpers.train(settings(materials, two, name, packing=False), 2, expect=3, **stopped)
     run_helpers.train(settings(materials, two, name))
     assert [event["step"] for event in run_helpers.events(two, "resume")] == [4]
-    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-5
+    assert (
+        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,13 +154,23 @@ def test_it_makes_another_run_and_adamw_does_not(materials, tmp_path) -> None:
     assert plain == named and other == plain | {"optimizer": "muon"}
 
 
-@pytest.mark.parametrize(("name", "each"), [("adamw", 8), ("adamw-8bit", 2.03), ("adafactor", ADAFACTOR), ("muon", 0)])
+@pytest.mark.parametrize(
+    ("name", "each"), [("adamw", 8), ("adamw-8bit", 2.03), ("adafactor", ADAFACTOR), ("muon", 0)]
+)
 def test_a_plan_counts_its_state(name: str, each: float) -> None:
-    given = {"model": "Qwen/Qwen3-8B", "data": "x.jsonl", "output_dir": "out", "finetuning": "full", "optimizer": name}
+    given = {
+        "model": "Qwen/Qwen3-8B",
+        "data": "x.jsonl",
+        "output_dir": "out",
+        "finetuning": "full",
+        "optimizer": name,
+    }
     shape = shape_of_config(known_config("Qwen/Qwen3-8B"))
     work = fine_tuning_workload(resolve_object(given, 1).config, shape, Cluster(devices_per_node=1))
     state = sum(term.bytes for term in memory_of(work).terms if term.kind == "optimizer")
     expected = (
-        4 * shape.block_matrices + 8 * (shape.total - shape.block_matrices) if name == "muon" else each * shape.total
+        4 * shape.block_matrices + 8 * (shape.total - shape.block_matrices)
+        if name == "muon"
+        else each * shape.total
     )
     assert state == pytest.approx(expected, rel=0.2 if name == "adafactor" else 0.01)

@@ -1,4 +1,6 @@
-"""Inside a microbatch the host never waits for the device: it launches the next one while this one is computed."""
+"""Inside a microbatch the host never waits for the device: it launches the next one while this one
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def settings_of(materials: Materials, kind: str, output_dir: Path) -> tuple[str,
         return module, pretraining(materials, output_dir) | changes
     if module == "finetune.dpo":
         pairs = materials.folder / "pairs.jsonl"
-        changes = {"data": str(pairs if pairs.exists() else preference_rows.make_pairs(pairs, 40)), **changes}
+        changes = {
+            "data": str(pairs if pairs.exists() else preference_rows.make_pairs(pairs, 40)),
+            **changes,
+        }
     return module, materials.settings(output_dir, max_steps=2, **changes)
 
 
@@ -82,7 +87,9 @@ def settings_of(materials: Materials, kind: str, output_dir: Path) -> tuple[str,
 def test_no_microbatch_waits(materials, tmp_path, kind):
     module, settings = settings_of(materials, kind, tmp_path / "run")
     audit = tmp_path / "audit"
-    run_helpers.train(settings, patch=waits.audit_rows, patch_arguments=(str(audit),), module=module)
+    run_helpers.train(
+        settings, patch=waits.audit_rows, patch_arguments=(str(audit),), module=module
+    )
     steps = found_in(audit)
     assert len(steps) == 2 and sum(step["rows"] for step in steps) > 2
     assert [step["found"] for step in steps] == [{}, {}]
@@ -101,14 +108,19 @@ def test_a_padded_microbatch_waits_for_its_mask_only(materials, tmp_path):
 
 @pytest.mark.parametrize("kind", ["LoRA", "full", "pretraining"])
 def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path, kind):
-    """Where nothing is logged. On a CPU the answer is read at once, on a device when the next step is done."""
+    """Where nothing is logged. On a CPU the answer is read at once, on a device when the next step
+    is done.
+    """
     module, settings = settings_of(materials, kind, tmp_path / "run")
     settings |= {"logging_steps": 50} | ({} if kind == "pretraining" else {"max_steps": 3})
     audit = tmp_path / "audit"
-    run_helpers.train(settings, patch=waits.audit_steps, patch_arguments=(str(audit),), module=module)
+    run_helpers.train(
+        settings, patch=waits.audit_steps, patch_arguments=(str(audit),), module=module
+    )
     steps = found_in(audit)
     assert len(steps) == (2 if kind == "pretraining" else 3)
-    # The fused kernel of a CPU reads its own step count there; the last step is saved, and reads nothing more.
+    # The fused kernel of a CPU reads its own step count there; the last step is saved, and reads
+    # nothing more.
     for step in steps:
         asked = [count for place, count in step["found"].items() if "device.py" in place]
         assert asked == [1] and sum(step["found"].values()) == 1, step
@@ -126,7 +138,9 @@ sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "pretraining", pytest.param("preferences", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["LoRA", "pretraining", pytest.param("preferences", marks=pytest.mark.slow)]
+)
 def test_copies_to_and_from_a_simulated_npu_do_not_wait(materials, tmp_path, kind):
     """It computes on the CPU; copies are seen there, and must be of pinned memory."""
     module, settings = settings_of(materials, kind, tmp_path / "run")
@@ -150,7 +164,11 @@ def test_what_a_packed_microbatch_needs_is_made_once():
     inputs = here.model_inputs(torch.device("cpu"))
     assert inputs["cu_seq_lens_q"] is made.cu_seq_lens and inputs["logits_to_keep"] is made.keep
     padded = collate([(ids, mask, 0), (ids[:3], mask[:3], 1)], packing=False, pad_token_id=0)
-    assert padded.keep.dtype == torch.bool and padded.keep.shape == (2, 5) and padded.cu_seq_lens is None
+    assert (
+        padded.keep.dtype == torch.bool
+        and padded.keep.shape == (2, 5)
+        and padded.cu_seq_lens is None
+    )
     assert torch.equal(made.targets, padded.targets)
 
 
@@ -159,7 +177,9 @@ def test_what_a_packed_microbatch_needs_is_made_once():
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 # On the CPU nothing waits; there the tests show that they work.
-ON_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+ON_DEVICES = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+)
 
 
 @pytest.fixture
@@ -173,7 +193,9 @@ def refusing(device: str) -> Iterator[Callable[[], None]]:
 
 
 def model_on(device: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    config = Qwen3Config(vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+    config = Qwen3Config(
+        vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16
+    )
     config._attn_implementation = choose_attention(config)
     return Qwen3ForCausalLM(config).to(device, dtype)
 
@@ -183,7 +205,10 @@ def model_on(device: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
 def test_no_packed_microbatch_waits(device, dtype, refusing):
     model, device = model_on(device, dtype), torch.device(device)
     head = make_chunked_head(model)
-    members = [(np.arange(40, dtype=np.int32), np.arange(40) % 3 == 1, 0), (np.arange(9, dtype=np.int32), None, 1)]
+    members = [
+        (np.arange(40, dtype=np.int32), np.arange(40) % 3 == 1, 0),
+        (np.arange(9, dtype=np.int32), None, 1),
+    ]
     members[1] = (members[1][0], np.arange(9) > 4, 1)
     waiting = collate(members, packing=True, pad_token_id=0)
 

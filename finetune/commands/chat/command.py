@@ -32,18 +32,32 @@ talk_option = partial(setting, group="conversation")
 
 
 class ChatOptions(ModelOptions):
-    usage: ClassVar[str] = "python -m finetune chat --model FOLDER|ID [--prompt TEXT] [--flag value ...]"
-    summary: ClassVar[str] = """Talk to a model in the terminal; in the chat, /help lists the commands.
+    usage: ClassVar[str] = (
+        "python -m finetune chat --model FOLDER|ID [--prompt TEXT] [--flag value ...]"
+    )
+    summary: ClassVar[
+        str
+    ] = """Talk to a model in the terminal; in the chat, /help lists the commands.
 Sampling that is not given is as the model's generation_config.json says."""
     epilog: ClassVar[str] = "Exit code: 0 done; 1 an answer failed; 2 refused; 130 interrupted."
     groups: ClassVar[tuple[str, ...]] = ("model", "sampling", "conversation")
 
-    temperature: float | None = sampling_option(None, unit="X", description="0 takes the likeliest token always.")
-    top_p: float | None = sampling_option(None, unit="X", description="Draw from the likeliest tokens with this share.")
-    top_k: int | None = sampling_option(None, unit="N", description="Draw from this many likeliest tokens; 0 for all.")
+    temperature: float | None = sampling_option(
+        None, unit="X", description="0 takes the likeliest token always."
+    )
+    top_p: float | None = sampling_option(
+        None, unit="X", description="Draw from the likeliest tokens with this share."
+    )
+    top_k: int | None = sampling_option(
+        None, unit="N", description="Draw from this many likeliest tokens; 0 for all."
+    )
     repetition_penalty: float | None = sampling_option(None, unit="X", description="1 for none.")
-    max_new_tokens: int | None = sampling_option(None, unit="N", description="Most tokens of an answer.")
-    seed: int | None = sampling_option(None, unit="N", description="The same seed gives the same answer.")
+    max_new_tokens: int | None = sampling_option(
+        None, unit="N", description="Most tokens of an answer."
+    )
+    seed: int | None = sampling_option(
+        None, unit="N", description="The same seed gives the same answer."
+    )
     system: str = talk_option("", unit="TEXT", shown_default="none", description="System prompt.")
     prompt: str | None = talk_option(
         None, unit="TEXT", description="Print the answer to this and leave; - reads stdin."
@@ -54,7 +68,9 @@ Sampling that is not given is as the model's generation_config.json says."""
         shown_default="none",
         description="JSON list of functions that answers may call; results are asked for.",
     )
-    raw: bool = talk_option(False, description="With --prompt: continue the bare text, without template.")
+    raw: bool = talk_option(
+        False, description="With --prompt: continue the bare text, without template."
+    )
     lang: Literal["en", "zh"] | None = talk_option(
         None, unit="en|zh", shown_default="the locale's", description="Of the chat's own texts."
     )
@@ -62,7 +78,12 @@ Sampling that is not given is as the model's generation_config.json says."""
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
         if self.raw and (self.prompt is None or self.system or self.tools):
-            found.append(("--raw continues one text", "use it with --prompt and without --system and --tools"))
+            found.append(
+                (
+                    "--raw continues one text",
+                    "use it with --prompt and without --system and --tools",
+                )
+            )
         try:
             Sampling().changed(**self.sampling())
         except ConfigError as error:
@@ -102,7 +123,9 @@ def ask_once(
     tools: Sequence[Mapping[str, Any]] = (),
     raw: bool,
 ) -> int:
-    """Print the answer to one prompt, and its calls as a line of JSON. Ctrl-C: 130, as shells have it."""
+    """Print the answer to one prompt, and its calls as a line of JSON. Ctrl-C: 130, as shells have
+    it.
+    """
     if not raw:
         session.ask(prompt)
     stream = generator.stream(prompt if raw else session.messages, sampling, tools=tools)
@@ -123,16 +146,21 @@ def ask_once(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: done; 1: an answer failed; 2: refused before the model was loaded or asked."""
+    """The command. 0: done; 1: an answer failed; 2: refused before the model was loaded or
+    asked.
+    """
     options = read_options(ChatOptions, argv)
     speak(pick_language(options.lang))
     tools = load_tools(options.tools)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if prompt is not None and not prompt.strip():
-        raise ConfigError("the prompt is empty", "--prompt", "give a text, or - and a text on standard input")
+        raise ConfigError(
+            "the prompt is empty", "--prompt", "give a text, or - and a text on standard input"
+        )
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that has not all characters gets question marks
+            # a terminal that has not all characters gets question marks
+            stream.reconfigure(errors="replace")
     from finetune.runtime.launch_environment import probe_torch_npu
 
     probe_torch_npu()
@@ -142,9 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampling = generator.default_sampling.changed(**options.sampling())
         session = ChatSession(options.system)
         if tools:
-            generator.render([{"role": "user", "content": "?"}], tools)  # raises where its template writes no calls
+            # raises where its template writes no calls
+            generator.render([{"role": "user", "content": "?"}], tools)
         if prompt is not None:
-            return ask_once(generator, session, prompt.rstrip("\n"), sampling, tools=tools, raw=options.raw)
+            return ask_once(
+                generator, session, prompt.rstrip("\n"), sampling, tools=tools, raw=options.raw
+            )
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines and remembers them, in memory only)
         TerminalChat(generator, sampling, session, tools=tools).run()

@@ -31,7 +31,11 @@ class ChatSession:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """What the model is asked with."""
-        return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
+        return (
+            [{"role": "system", "content": self.system}, *self.turns]
+            if self.system
+            else list(self.turns)
+        )
 
     def ask(self, question: str) -> None:
         self.turns.append({"role": "user", "content": question})
@@ -69,9 +73,13 @@ class ChatSession:
             else:
                 write_new(path, data)
         except DataError as error:
-            raise StateError("another file is there, and it is kept", str(path), "choose another name") from error
+            raise StateError(
+                "another file is there, and it is kept", str(path), "choose another name"
+            ) from error
         except OSError as error:
-            raise StateError(f"cannot be written: {error.strerror}", str(path), "choose another folder") from error
+            raise StateError(
+                f"cannot be written: {error.strerror}", str(path), "choose another folder"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> ChatSession:
@@ -83,7 +91,11 @@ class ChatSession:
             raise DataError(f"cannot be read: {error.strerror or error}", str(path), fix) from error
         except (ValueError, RecursionError) as error:  # not JSON or not UTF-8
             raise DataError("not a conversation", str(path), fix) from error
-        if not isinstance(record, dict) or record.get("form") != FORM or record.get("version") != VERSION:
+        if (
+            not isinstance(record, dict)
+            or record.get("form") != FORM
+            or record.get("version") != VERSION
+        ):
             raise DataError("not a conversation", str(path), fix)
         messages = record.get("messages")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
@@ -93,7 +105,9 @@ class ChatSession:
             system, turns = messages[0]["content"], messages[1:]
         if not _in_order(turns):
             raise DataError("its turns are not questions and answers in order", str(path), fix)
-        return cls(system, [{name: turn[name] for name in _TURN_KEYS if name in turn} for turn in turns])
+        return cls(
+            system, [{name: turn[name] for name in _TURN_KEYS if name in turn} for turn in turns]
+        )
 
 
 def _is_message(message: Any) -> bool:

@@ -1,4 +1,6 @@
-"""One conversation on a terminal: the commands, the answers as they come, and what may reach the terminal."""
+"""One conversation on a terminal: the commands, the answers as they come, and what may reach the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,28 @@ HELP = N_("""/reset            forget the conversation; the system prompt stays
 
 Several lines: end a line with a backslash, or put the text between lines of \"\"\".
 Ctrl-C stops the answer. A line that begins with // is sent with one slash.""")
-STATS = N_("""last answer: {prompt} prompt tokens, {generated} generated in {seconds:.1f} s ({rate:.1f} tokens/s), \
+STATS = N_(
+    """last answer: {prompt} prompt tokens, {generated} generated in {seconds:.1f} s ({rate:.1f} tokens/s), \
 first after {first:.2f} s
 all {answers} answers: {tokens} tokens in {all_seconds:.1f} s
-context: {used} of {context} tokens""")
+context: {used} of {context} tokens"""
+)
 
-# A model's words must not move the cursor, set the clipboard or hide text: what a terminal would act on is shown.
+# A model's words must not move the cursor, set the clipboard or hide text: what a terminal would
+# act on is shown.
 _INVISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 _INVISIBLE[0x7F] = "\u2421"
 # C1 controls, line and paragraph separators, and what turns the direction of writing.
 _INVISIBLE |= {
     code: f"<U+{code:04X}>"
-    for code in (*range(0x80, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+    for code in (
+        *range(0x80, 0xA0),
+        0x061C,
+        0x200E,
+        0x200F,
+        *range(0x2028, 0x202F),
+        *range(0x2066, 0x206A),
+    )
 }
 
 
@@ -70,15 +82,22 @@ class TerminalChat:
         read: Callable[[str], str] = input,
         out: TextIO | None = None,
     ) -> None:
-        self.generator, self.sampling, self.session, self.tools = generator, sampling, session, tools
+        self.generator = generator
+        self.sampling = sampling
+        self.session = session
+        self.tools = tools
         # Its own colours; and `visible` shows what other commands leave out.
-        self._read, self._out = read, out or getattr(sys.stdout, "unfiltered", sys.stdout)
-        self.answers: list[tuple[Answer, float, float]] = []  # answer, seconds to the first piece, seconds in all
+        self._read = read
+        self._out = out or getattr(sys.stdout, "unfiltered", sys.stdout)
+        # answer, seconds to the first piece, seconds in all
+        self.answers: list[tuple[Answer, float, float]] = []
         self._colour = self._out.isatty() and "NO_COLOR" not in os.environ
 
     def run(self) -> None:
         """Until the user leaves."""
-        self._notice(_("{model} · /help lists the commands, /quit leaves").format(model=self.generator.name))
+        self._notice(
+            _("{model} · /help lists the commands, /quit leaves").format(model=self.generator.name)
+        )
         while True:
             try:
                 text = self._read_turn()
@@ -96,12 +115,12 @@ class TerminalChat:
                 self._notice(str(error))
 
     def ask(self, question: str) -> None:
-        """Write the answer as it comes; results of tools that it calls are asked for. Ctrl-C ends it and keeps what was
-        written.
+        """Write the answer as it comes; results of tools that it calls are asked for. Ctrl-C ends
+        it and keeps what was written.
 
         Raises:
-            FinetuneError: the prompt is refused or the answer failed; the question is forgotten then.
-            EOFError, KeyboardInterrupt: instead of a result; likewise.
+            FinetuneError: the prompt is refused or the answer failed; the question is forgotten
+            then. EOFError, KeyboardInterrupt: instead of a result; likewise.
         """
         self.session.ask(question)
         try:
@@ -142,7 +161,12 @@ class TerminalChat:
         if answer.finish_reason == "cancelled":
             self._notice(_("stopped"))
         elif answer.finish_reason == "length":
-            self._notice(_("cut: the answer is as long as allowed (--max-new-tokens, or the model's context)"))
+            self._notice(
+                _(
+                    "cut: the answer is as long as allowed (--max-new-tokens, or the model's"
+                    " context)"
+                )
+            )
         return answer.calls
 
     def _read_turn(self) -> str:
@@ -171,11 +195,19 @@ class TerminalChat:
         elif name == "/save":
             path = _path(argument, name)
             self.session.save(path, model=self.generator.name)
-            self._notice(_("saved {turns} turns to {path}").format(turns=len(self.session.turns) // 2, path=path))
+            self._notice(
+                _("saved {turns} turns to {path}").format(
+                    turns=len(self.session.turns) // 2, path=path
+                )
+            )
         elif name == "/load":
             path = _path(argument, name)
             self.session = ChatSession.load(path)
-            self._notice(_("loaded {turns} turns from {path}").format(turns=len(self.session.turns) // 2, path=path))
+            self._notice(
+                _("loaded {turns} turns from {path}").format(
+                    turns=len(self.session.turns) // 2, path=path
+                )
+            )
         elif name == "/stats":
             self._stats()
         elif name == "/help":
@@ -183,7 +215,9 @@ class TerminalChat:
         elif name in ("/quit", "/exit"):
             raise Quit
         else:
-            raise ConfigError(f"there is no command {visible(name)}", fix="/help lists them; // sends a slash")
+            raise ConfigError(
+                f"there is no command {visible(name)}", fix="/help lists them; // sends a slash"
+            )
 
     def _system(self, text: str) -> None:
         if not text:

@@ -1,4 +1,6 @@
-"""`python -m finetune checkpoints RUN`: the checkpoints of a run, a line each: name, step, size, valid or why not."""
+"""`python -m finetune checkpoints RUN`: the checkpoints of a run, a line each: name, step, size,
+valid or why not.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,22 @@ from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME
 
 
 def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
-    """Every checkpoint of a run, lowest step first: name, step, size_bytes, valid, why. All files are read and hashed.
+    """Every checkpoint of a run, lowest step first: name, step, size_bytes, valid, why. All files
+    are read and hashed.
 
     Raises:
         StateError: the folder is not a run's.
     """
     folder = Path(run_folder)
     checkpoints = list_checkpoints(folder)
-    if not checkpoints and not any((folder / name).is_file() for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)):
-        what = "is not a run: it holds no checkpoint and no file of a run" if folder.is_dir() else "is not a folder"
+    if not checkpoints and not any(
+        (folder / name).is_file() for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
+    ):
+        what = (
+            "is not a run: it holds no checkpoint and no file of a run"
+            if folder.is_dir()
+            else "is not a folder"
+        )
         raise StateError(f"{str(folder)!a} {what}", fix="give the --output-dir of a run")
     described = []
     for checkpoint in checkpoints:
@@ -46,7 +55,9 @@ def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
 
 
 def _size_bytes(checkpoint: Path) -> int:
-    """Bytes of all files; of the thing itself where it is not a folder, 0 where it cannot be read."""
+    """Bytes of all files; of the thing itself where it is not a folder, 0 where it cannot be
+    read.
+    """
     try:
         if checkpoint.is_symlink() or not checkpoint.is_dir():
             return os.lstat(checkpoint).st_size
@@ -59,16 +70,26 @@ class CheckpointsOptions(Options):
     """The command line."""
 
     usage: ClassVar[str] = "python -m finetune checkpoints RUN [--json]"
-    summary: ClassVar[str] = "List the checkpoints of a run, verifying every file of them (size and SHA-256)."
-    epilog: ClassVar[str] = "Exit code: 0 one is valid, or there is none; 1 none of them is valid; 2 not a run."
+    summary: ClassVar[str] = (
+        "List the checkpoints of a run, verifying every file of them (size and SHA-256)."
+    )
+    epilog: ClassVar[str] = (
+        "Exit code: 0 one is valid, or there is none; 1 none of them is valid; 2 not a run."
+    )
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Text = setting(group="options", unit="RUN", description="The run's folder (its --output-dir).")
-    as_json: bool = setting(False, alias="json", group="output", description="One JSON object instead of lines.")
+    run: Text = setting(
+        group="options", unit="RUN", description="The run's folder (its --output-dir)."
+    )
+    as_json: bool = setting(
+        False, alias="json", group="output", description="One JSON object instead of lines."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list. 0: at least one valid or none at all; 1: some, but none is valid; 2: not a run."""
+    """Print the list. 0: at least one valid or none at all; 1: some, but none is valid; 2: not a
+    run.
+    """
     options = read_options(CheckpointsOptions, argv)
     try:
         checkpoints = describe_checkpoints(options.run)
@@ -76,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return int(error.exit_code)
     if options.as_json:
-        sys.stdout.write(json.dumps({"run": options.run, "checkpoints": checkpoints}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps({"run": options.run, "checkpoints": checkpoints}, indent=2) + "\n"
+        )
     elif not checkpoints:
         sys.stdout.write("no checkpoints yet\n")
     else:
@@ -84,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for checkpoint in checkpoints:
             verdict = "valid" if checkpoint["valid"] else f"invalid: {checkpoint['why']}"
             size = format_bytes(checkpoint["size_bytes"])
-            sys.stdout.write(f"{checkpoint['name']:<{width}}  step {checkpoint['step']}  {size:>10}  {verdict}\n")
+            sys.stdout.write(
+                f"{checkpoint['name']:<{width}}  step {checkpoint['step']}  {size:>10}  {verdict}\n"
+            )
     none_valid = bool(checkpoints) and not any(checkpoint["valid"] for checkpoint in checkpoints)
     return int(ExitCode.FAILED if none_valid else ExitCode.DONE)

@@ -1,7 +1,8 @@
-"""`python -m finetune clean [RUN]`: what recorded runs left on this machine, and, with `--yes`, an end to it.
+"""`python -m finetune clean [RUN]`: what recorded runs left on this machine, and, with `--yes`, an
+end to it.
 
-Only what a run recorded and what is proved to be it (recorded_processes.py, stale_artifacts.py). No process is looked
-for by its name, and no cache is touched.
+Only what a run recorded and what is proved to be it (recorded_processes.py, stale_artifacts.py). No
+process is looked for by its name, and no cache is touched.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from finetune.runs.reader import is_run, runs_in
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
-# A worker whose launcher died saves, and one that hangs ends by itself after 60 s or a few of its steps
-# (parent_watchdog.py): a second signal before that would cost it the steps since its last checkpoint.
+# A worker whose launcher died saves, and one that hangs ends by itself after 60 s or a few of its
+# steps (parent_watchdog.py): a second signal before that would cost it the steps since its last
+# checkpoint.
 WAIT_SECONDS = 65.0
 KILL_WAIT_SECONDS = 10.0
 POLL_SECONDS = 0.1
@@ -61,7 +63,9 @@ COMMAND_CHARACTERS = 200  # of a process's command line that people are shown
 _ARTIFACTS = {
     "checkpoint": N_("{path}  {size}, a save that was not finished"),
     "shared_memory": N_("{path}  {size}, shared memory of a run"),
-    "operator_lock": N_("{path}  a lock that a killed process left; builds wait for it without end"),
+    "operator_lock": N_(
+        "{path}  a lock that a killed process left; builds wait for it without end"
+    ),
 }
 
 
@@ -70,8 +74,10 @@ class Stale:
     """What is left of runs, and what is not touched."""
 
     runs: list[Path]  # the run folders that were looked at
-    orphans: list[RecordedProcess] = field(default_factory=list)  # living processes whose launcher is gone
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each of them, by process id, for people
+    # living processes whose launcher is gone
+    orphans: list[RecordedProcess] = field(default_factory=list)
+    # of each of them, by process id, for people
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     files: list[StaleArtifact] = field(default_factory=list)  # what may be removed
     left_alone: list[dict[str, Any]] = field(default_factory=list)  # (fields that name it, why)
 
@@ -95,19 +101,25 @@ def find_stale(
     logs_folder: Path = Path("logs"),
     shared_memory_folder: Path = SHARED_MEMORY_FOLDER,
 ) -> Stale:
-    """What is left of a run, or of all in `runs_folder` and all launches in `logs_folder`. Changes nothing.
+    """What is left of a run, or of all in `runs_folder` and all launches in `logs_folder`. Changes
+    nothing.
 
     Raises:
         StateError: the folder is not a run's.
     """
     if run is not None and not (run.is_dir() and is_run(run)):
         what = "is not a run: it holds no file of a run" if run.is_dir() else "is not a folder"
-        raise StateError(f"{str(run)!a} {what}", fix="give the --output-dir of a run, or nothing for all in ./runs")
+        raise StateError(
+            f"{str(run)!a} {what}",
+            fix="give the --output-dir of a run, or nothing for all in ./runs",
+        )
     runs = runs_in(runs_folder) if run is None else [run]
     refused: dict[Path, str] = {}
     launches = records_of_launches([logs_folder, *(each / "logs" for each in runs)], run, refused)
     known = {os.path.realpath(each) for each in runs}
-    runs += sorted({r.run for r in launches if os.path.realpath(r.run) not in known and is_run(r.run)})
+    runs += sorted(
+        {r.run for r in launches if os.path.realpath(r.run) not in known and is_run(r.run)}
+    )
     records = [*launches, *(record for each in runs for record in records_of_run(each))]
     stale = Stale(runs)
     _add_processes(stale, records, launches)
@@ -124,8 +136,12 @@ def find_stale(
     return stale
 
 
-def _add_processes(stale: Stale, records: Iterable[RecordedProcess], launches: Sequence[RecordedProcess]) -> None:
-    """A process of several records is listed once, and not as left alone where one of them proves it."""
+def _add_processes(
+    stale: Stale, records: Iterable[RecordedProcess], launches: Sequence[RecordedProcess]
+) -> None:
+    """A process of several records is listed once, and not as left alone where one of them proves
+    it.
+    """
     proved: set[int] = set()
     doubts: dict[int, str] = {}
     for record in records:
@@ -139,7 +155,9 @@ def _add_processes(stale: Stale, records: Iterable[RecordedProcess], launches: S
                 if is_orphan(record, process, launches):
                     stale.facts[record.pid] = _facts(record, process)
                     stale.orphans.append(record)
-    stale.left_alone += [{"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved]
+    stale.left_alone += [
+        {"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved
+    ]
 
 
 def _facts(record: RecordedProcess, process: psutil.Process) -> dict[str, Any]:
@@ -152,16 +170,24 @@ def _facts(record: RecordedProcess, process: psutil.Process) -> dict[str, Any]:
 
 
 def end(orphans: Sequence[RecordedProcess], wait_seconds: float) -> dict[int, bool]:
-    """End processes: wait for them to save and go, then SIGTERM, then SIGKILL. Process id -> whether it is gone."""
+    """End processes: wait for them to save and go, then SIGTERM, then SIGKILL. Process id ->
+    whether it is gone.
+    """
     processes = {record.pid: find(record)[0] for record in orphans}
-    stages = ((None, wait_seconds), (signal.SIGTERM, wait_seconds), (signal.SIGKILL, KILL_WAIT_SECONDS))
+    stages = (
+        (None, wait_seconds),
+        (signal.SIGTERM, wait_seconds),
+        (signal.SIGKILL, KILL_WAIT_SECONDS),
+    )
     for number, seconds in stages:
         living = [record for record in orphans if _lives(processes[record.pid])]
         for record in living:
             if number is not None:
                 send_signal(record, number)
         deadline = time.monotonic() + (seconds if living else 0)
-        while any(_lives(processes[record.pid]) for record in living) and time.monotonic() < deadline:
+        while (
+            any(_lives(processes[record.pid]) for record in living) and time.monotonic() < deadline
+        ):
             time.sleep(POLL_SECONDS)
     return {pid: not _lives(process) for pid, process in processes.items()}
 
@@ -169,7 +195,11 @@ def end(orphans: Sequence[RecordedProcess], wait_seconds: float) -> dict[int, bo
 def _lives(process: psutil.Process | None) -> bool:
     """By id and start time: the command line of a process that is just ending is gone already."""
     try:
-        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process is not None
+            and process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.NoSuchProcess:
         return False
 
@@ -185,7 +215,9 @@ def clean(stale: Stale, wait_seconds: float) -> Cleaned:
             files[artifact.path] = error.what
         except OSError as error:
             files[artifact.path] = error.strerror or str(error)
-    return Cleaned({pid: "" if is_gone else "it did not end" for pid, is_gone in gone.items()}, files)
+    return Cleaned(
+        {pid: "" if is_gone else "it did not end" for pid, is_gone in gone.items()}, files
+    )
 
 
 # ---------------------------------------------------------------- what is shown
@@ -206,19 +238,29 @@ def _process_lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
         shown = textwrap.shorten(facts["command"], COMMAND_CHARACTERS, placeholder=" ...")
         rank = "" if record.rank is None else f" {record.rank}"
         why = None if cleaned is None else cleaned.processes.get(record.pid)
-        yield plain_text(f"{line.format(**facts | {'rank': rank})}: {shown}") + _outcome(why, _("ended"))
+        yield plain_text(f"{line.format(**facts | {'rank': rank})}: {shown}") + _outcome(
+            why, _("ended")
+        )
 
 
 def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
     """A line for each thing; after cleaning with how it went."""
     yield from _process_lines(stale, cleaned)
     for artifact in stale.files:
-        line = _(_ARTIFACTS[artifact.kind]).format(path=artifact.path, size=format_bytes(artifact.size_bytes))
+        line = _(_ARTIFACTS[artifact.kind]).format(
+            path=artifact.path, size=format_bytes(artifact.size_bytes)
+        )
         why = None if cleaned is None else cleaned.files.get(artifact.path)
         yield plain_text(line) + _outcome(why, _("removed"))
     for left in stale.left_alone:
-        line = _("process {pid}  left alone: {why}") if "pid" in left else _("{run}  left alone: {why}")
-        yield plain_text(line.format(**left if "file" not in left else left | {"run": left["file"]}))
+        line = (
+            _("process {pid}  left alone: {why}")
+            if "pid" in left
+            else _("{run}  left alone: {why}")
+        )
+        yield plain_text(
+            line.format(**left if "file" not in left else left | {"run": left["file"]})
+        )
     if not stale.orphans and not stale.files:
         yield _("nothing is left of {count} run(s) and launches").format(count=len(stale.runs))
     elif cleaned is None:
@@ -236,9 +278,16 @@ def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "runs": [str(run) for run in stale.runs],
         "dry_run": cleaned is None,
-        "processes": [{**stale.facts[r.pid], **state(done.processes.get(r.pid))} for r in stale.orphans],
+        "processes": [
+            {**stale.facts[r.pid], **state(done.processes.get(r.pid))} for r in stale.orphans
+        ],
         "files": [
-            {"kind": a.kind, "path": str(a.path), "size_bytes": a.size_bytes, **state(done.files.get(a.path))}
+            {
+                "kind": a.kind,
+                "path": str(a.path),
+                "size_bytes": a.size_bytes,
+                **state(done.files.get(a.path)),
+            }
             for a in stale.files
         ],
         "left_alone": stale.left_alone,
@@ -253,14 +302,18 @@ option = partial(setting, group="options")
 class CleanOptions(SpokenOptions):
     usage: ClassVar[str] = "python -m finetune clean [RUN] [--yes] [--wait SECONDS] [--json]"
     summary: ClassVar[str] = (
-        "List what runs of this package left on this machine: processes whose launcher is gone, unfinished\n"
-        "checkpoints, shared memory, locks of operator builds. Only what a run recorded, proved by start time,\n"
-        "command and owner. Without --yes nothing is changed."
+        "List what runs of this package left on this machine: processes whose launcher is gone,"
+        " unfinished\ncheckpoints, shared memory, locks of operator builds. Only what a run"
+        " recorded, proved by start time,\ncommand and owner. Without --yes nothing is changed."
     )
-    epilog: ClassVar[str] = "Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run."
+    epilog: ClassVar[str] = (
+        "Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run."
+    )
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: PathOption | None = option(None, unit="RUN", shown_default="all in ./runs", description="A run's folder.")
+    run: PathOption | None = option(
+        None, unit="RUN", shown_default="all in ./runs", description="A run's folder."
+    )
     log_dir: PathOption | None = option(
         None,
         unit="FOLDER",
@@ -272,7 +325,10 @@ class CleanOptions(SpokenOptions):
         WAIT_SECONDS,
         unit="seconds",
         ge=0,
-        description="How long a process may take to save by itself, and again after SIGTERM, before SIGKILL.",
+        description=(
+            "How long a process may take to save by itself, and again after SIGTERM, before"
+            " SIGKILL."
+        ),
     )
 
 
@@ -281,13 +337,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(CleanOptions, argv)
     print_anything()
     logging.getLogger("finetune").addHandler(logging.NullHandler())
-    stale = find_stale(options.run, logs_folder=options.log_dir or Path(os.environ.get("FINETUNE_LOG_DIR") or "logs"))
+    stale = find_stale(
+        options.run,
+        logs_folder=options.log_dir or Path(os.environ.get("FINETUNE_LOG_DIR") or "logs"),
+    )
     cleaned = None
     if options.yes:
         if stale.orphans and not options.as_json:
-            print("\n".join(_process_lines(stale, None)), file=sys.stderr)  # before anything is ended
-            waiting = _("waiting up to {seconds:.0f} s for {count} process(es), which may be saving")
-            print(waiting.format(seconds=options.wait, count=len(stale.orphans)), file=sys.stderr, flush=True)
+            # before anything is ended
+            print("\n".join(_process_lines(stale, None)), file=sys.stderr)
+            waiting = _(
+                "waiting up to {seconds:.0f} s for {count} process(es), which may be saving"
+            )
+            print(
+                waiting.format(seconds=options.wait, count=len(stale.orphans)),
+                file=sys.stderr,
+                flush=True,
+            )
         cleaned = clean(stale, options.wait)
     if options.as_json:
         print(json.dumps(to_json(stale, cleaned), ensure_ascii=False, indent=2))

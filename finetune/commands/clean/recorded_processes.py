@@ -1,11 +1,12 @@
 """Processes that runs of this package have recorded, and whether a process of today is one of them.
 
-A process id alone proves nothing: it is used again, and a folder may have come from another machine. A process counts
-as recorded only if it runs on the recorded host under the caller's user, runs a command of this package, and has the
-recorded start and command (or holds the very file open that the record is about).
+A process id alone proves nothing: it is used again, and a folder may have come from another
+machine. A process counts as recorded only if it runs on the recorded host under the caller's user,
+runs a command of this package, and has the recorded start and command (or holds the very file open
+that the record is about).
 
-Records are the caller's own: what others could have written may name any process, whose id, start and command everybody
-can see. They are read from
+Records are the caller's own: what others could have written may name any process, whose id, start
+and command everybody can see. They are read from
     `*.processes.json`                    the launcher's list (docs/launching.md)
     `RUN/.lock`                           rank 0, while it works
     `RUN/logs/<time>-<pid>-rank<r>.log`   each rank, in the name of the log that it has open
@@ -37,7 +38,8 @@ from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME
 _RECORD_LIMIT_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
 _TRAINS = re.compile(r"finetune(\.|/|\b.*\b)(sft|pretrain)\b")
-# An argument that names this package, among the first: `python -u -m finetune.sft`, `.../bin/finetune launch`.
+# An argument that names this package, among the first: `python -u -m finetune.sft`,
+# `.../bin/finetune launch`.
 _OURS = re.compile(r"(.*/)?finetune(\.\w+)*(/\w+\.py)?")
 _OURS_WITHIN = 6
 _LAUNCHER_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "finetune", "pt_elastic")
@@ -50,14 +52,17 @@ class RecordedProcess:
     pid: int
     role: str  # "supervisor", "agent" or "worker"
     run: Path
-    # Where it ran; None where the record does not say (then only the file it has open can prove it).
+    # Where it ran; None where the record does not say (then only the file it has open can prove
+    # it).
     host: str | None = None
     rank: int | None = None
     start: ProcessStart = ProcessStart(None, None)
-    start_time: float | None = None  # seconds since 1970; None where the record only says that it ran at `seen_time`
+    # seconds since 1970; None where the record only says that it ran at `seen_time`
+    start_time: float | None = None
     seen_time: float | None = None
     command_digest: str | None = None  # as in docs/launching.md; None where the record does not say
-    open_file: Path | None = None  # a file that the process has open as long as it works; None where none is known
+    # a file that the process has open as long as it works; None where none is known
+    open_file: Path | None = None
     launch: Path | None = None  # the record's file, for a record of the launcher's list
 
 
@@ -67,22 +72,30 @@ class RecordedProcess:
 def records_of_run(run: Path) -> list[RecordedProcess]:
     """What the run folder itself records: its lock, and the logs of its ranks.
 
-    They prove nothing by what they say, but by who has them open: so they need to be the caller's, but a group may
-    write them, as it does in a folder that it shares.
+    They prove nothing by what they say, but by who has them open: so they need to be the caller's,
+    but a group may write them, as it does in a folder that it shares.
     """
     found = []
     try:
-        lock = _read_object(run / CLAIM_NAME, _check_owner) or _read_object(run / LOCK_NAME, _check_owner)
+        lock = _read_object(run / CLAIM_NAME, _check_owner) or _read_object(
+            run / LOCK_NAME, _check_owner
+        )
         since = datetime.fromisoformat(lock["since"]).timestamp()
         pid, host, start = int(lock["pid"]), str(lock["host"]), recorded_start(lock)
-        found.append(RecordedProcess(pid, "worker", run, host, 0, start, None, since, open_file=run / LOCK_NAME))
+        found.append(
+            RecordedProcess(
+                pid, "worker", run, host, 0, start, None, since, open_file=run / LOCK_NAME
+            )
+        )
     except (KeyError, TypeError, ValueError, Distrusted):
         pass  # no run has signed it yet
     for path in sorted((run / "logs").glob("*-rank*.log")) if (run / "logs").is_dir() else []:
         if (name := _LOG_NAME.fullmatch(path.name)) and _is_own(path):
             seen = datetime.strptime(name[1], "%Y%m%d-%H%M%S").timestamp()
             pid, rank = int(name[2]), int(name[3])
-            found.append(RecordedProcess(pid, "worker", run, rank=rank, seen_time=seen, open_file=path))
+            found.append(
+                RecordedProcess(pid, "worker", run, rank=rank, seen_time=seen, open_file=path)
+            )
     return found
 
 
@@ -95,7 +108,9 @@ def records_of_launches(
         refused: gets the files that are not trusted, with the reason.
     """
     found: list[RecordedProcess] = []
-    for path in sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.processes.json")}):
+    for path in sorted(
+        {path for folder in folders if folder.is_dir() for path in folder.glob("*.processes.json")}
+    ):
         try:
             launch = _read_object(path, partial(_check_writers, path.parent))
         except Distrusted as error:
@@ -103,11 +118,19 @@ def records_of_launches(
                 refused[path] = str(error)
             continue
         output_dir, processes = launch.get("output_dir"), launch.get("processes")
-        if launch.get("version") != VERSION or not isinstance(output_dir, str) or not isinstance(processes, list):
+        if (
+            launch.get("version") != VERSION
+            or not isinstance(output_dir, str)
+            or not isinstance(processes, list)
+        ):
             continue
         if run is not None and os.path.realpath(output_dir) != os.path.realpath(run):
             continue
-        found += [record for each in processes if (record := _launched(each, Path(output_dir), path)) is not None]
+        found += [
+            record
+            for each in processes
+            if (record := _launched(each, Path(output_dir), path)) is not None
+        ]
     return found
 
 
@@ -121,13 +144,17 @@ def _check_owner(state: os.stat_result) -> None:
 
 
 def _check_writers(folder: Path, state: os.stat_result) -> None:
-    """Only the caller may have written a record that is believed; nor may others have put it there under this name."""
+    """Only the caller may have written a record that is believed; nor may others have put it there
+    under this name.
+    """
     _check_owner(state)
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or state.st_nlink != 1:
         raise Distrusted(_("others can write the record (chmod go-w, if it is yours)"))
     place = os.stat(folder).st_mode
     if place & stat.S_IWOTH and not place & stat.S_ISVTX:
-        raise Distrusted(_("everybody can write in the record's folder (chmod o-w, if the record is yours)"))
+        raise Distrusted(
+            _("everybody can write in the record's folder (chmod o-w, if the record is yours)")
+        )
 
 
 def _is_own(path: Path) -> bool:
@@ -136,7 +163,9 @@ def _is_own(path: Path) -> bool:
 
 
 def _launched(process: Any, run: Path, launch: Path) -> RecordedProcess | None:
-    """A record of the launcher's list; None for one that is not whole, which then proves nothing."""
+    """A record of the launcher's list; None for one that is not whole, which then proves
+    nothing.
+    """
     try:
         return RecordedProcess(
             pid=int(process["pid"]),
@@ -146,7 +175,8 @@ def _launched(process: Any, run: Path, launch: Path) -> RecordedProcess | None:
             rank=None if process.get("rank") is None else int(process["rank"]),
             start=recorded_start(process),
             start_time=float(process["start_time"]),
-            command_digest=str(process["command_digest"]),  # null, for none seen, is no command's digest
+            # null, for none seen, is no command's digest
+            command_digest=str(process["command_digest"]),
             launch=launch,
         )
     except (KeyError, TypeError, ValueError):
@@ -165,7 +195,9 @@ def _read_object(path: Path, check: Callable[[os.stat_result], None]) -> dict[st
 
 
 def find(record: RecordedProcess) -> tuple[psutil.Process | None, str]:
-    """The process of a record, or None and why a living process of that id is not it ("" where there is none)."""
+    """The process of a record, or None and why a living process of that id is not it ("" where
+    there is none).
+    """
     if record.host is not None and record.host != socket.gethostname():
         return None, ""
     try:
@@ -211,17 +243,27 @@ def _has_open(process: psutil.Process, path: Path) -> bool:
     return any(os.path.realpath(file.path) == wanted for file in process.open_files())
 
 
-def is_orphan(record: RecordedProcess, process: psutil.Process, launches: Iterable[RecordedProcess]) -> bool:
+def is_orphan(
+    record: RecordedProcess, process: psutil.Process, launches: Iterable[RecordedProcess]
+) -> bool:
     """Whether the launcher of a process is gone. Where that cannot be known, it is not.
 
     Args:
         launches: the records of all launches.
     """
     if record.launch is not None:
-        supervisors = [other for other in launches if other.launch == record.launch and other.role == "supervisor"]
-        return record.role != "supervisor" and bool(supervisors) and not any(map(_may_live, supervisors))
-    # Only torch elastic is known to be a worker's parent for all of its life. Under other launchers, and by hand, a
-    # process may well live on without the one that started it.
+        supervisors = [
+            other
+            for other in launches
+            if other.launch == record.launch and other.role == "supervisor"
+        ]
+        return (
+            record.role != "supervisor"
+            and bool(supervisors)
+            and not any(map(_may_live, supervisors))
+        )
+    # Only torch elastic is known to be a worker's parent for all of its life. Under other
+    # launchers, and by hand, a process may well live on without the one that started it.
     if "TORCHELASTIC_RUN_ID" not in process.environ():
         return False
     parent = process.parent()
@@ -229,13 +271,16 @@ def is_orphan(record: RecordedProcess, process: psutil.Process, launches: Iterab
 
 
 def _may_live(supervisor: RecordedProcess) -> bool:
-    """Whether a launcher may be alive: less proof is asked here than of a process that is to be ended."""
+    """Whether a launcher may be alive: less proof is asked here than of a process that is to be
+    ended.
+    """
     if supervisor.host != socket.gethostname() or supervisor.start_time is None:
         return True
     try:
         process = psutil.Process(supervisor.pid)
         same = is_same_start(supervisor.pid, supervisor.start)
-        if same is None:  # a step of the clock moves the time; what still runs the recorded command may be it
+        # a step of the clock moves the time; what still runs the recorded command may be it
+        if same is None:
             same = abs(process.create_time() - supervisor.start_time) <= SAME_START_SECONDS
             same = same or command_digest(process.cmdline()) == supervisor.command_digest
         return same and process.status() != psutil.STATUS_ZOMBIE
@@ -256,8 +301,9 @@ def _may_be_launcher(parent: psutil.Process) -> bool:
 def send_signal(record: RecordedProcess, number: signal.Signals) -> bool:
     """Send a signal to the recorded process and to no other; False where it is gone.
 
-    The process is looked at once more after a handle on it (pidfd) is held, so that its id cannot pass to another
-    process in between. Where the system has no such handles, right before the signal.
+    The process is looked at once more after a handle on it (pidfd) is held, so that its id cannot
+    pass to another process in between. Where the system has no such handles, right before the
+    signal.
     """
     handle = None
     try:

@@ -1,7 +1,8 @@
-"""Stale artifacts: files that runs left outside their results: unfinished checkpoints, shared memory, build locks.
+"""Stale artifacts: files that runs left outside their results: unfinished checkpoints, shared
+memory, build locks.
 
-Each is found only with proof that it is a run's and that nobody needs it, and the proof is checked again right before
-it is removed.
+Each is found only with proof that it is a run's and that nobody needs it, and the proof is checked
+again right before it is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from finetune.storage.run_lock import LOCK_NAME, RunLock, is_held
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 # torch's names for tensors that processes share by files: torch_<process id>_<random>_<number>.
 _TORCH_NAME = re.compile(r"torch_(\d+)_\d+(_\d+)?")
-# As training/operators.py writes them: the lock of ours around torch's own, and its content while at work.
+# As training/operators.py writes them: the lock of ours around torch's own, and its content while
+# at work.
 OPERATOR_LOCK_NAME, OPERATOR_AT_WORK = "finetune.lock", b"loading\n"
 
 
@@ -46,7 +48,9 @@ class StaleArtifact:
 
 
 def unfinished_checkpoints(run: Path) -> tuple[list[StaleArtifact], str]:
-    """What killed saves left in a run folder; none, and why, while the run is at work (its save may be going on)."""
+    """What killed saves left in a run folder; none, and why, while the run is at work (its save may
+    be going on).
+    """
     folders = staging_folders(run)
     if not folders:
         return [], ""
@@ -65,7 +69,11 @@ def _in_use(run: Path) -> str:
 
 def _size_bytes(path: Path) -> int:
     try:
-        return sum(durable_files.walk_files(path)[0].values()) if path.is_dir() else os.lstat(path).st_size
+        return (
+            sum(durable_files.walk_files(path)[0].values())
+            if path.is_dir()
+            else os.lstat(path).st_size
+        )
     except OSError:
         return 0
 
@@ -73,20 +81,31 @@ def _size_bytes(path: Path) -> int:
 # ---------------------------------------------------------------- shared memory
 
 
-def shared_memory_of(pids: Sequence[int], folder: Path = SHARED_MEMORY_FOLDER) -> list[StaleArtifact]:
-    """The files of shared memory that living processes have mapped or open: theirs, and free once they have ended."""
+def shared_memory_of(
+    pids: Sequence[int], folder: Path = SHARED_MEMORY_FOLDER
+) -> list[StaleArtifact]:
+    """The files of shared memory that living processes have mapped or open: theirs, and free once
+    they have ended.
+    """
     found: dict[Path, None] = {}
     for pid in pids:
         found.update(dict.fromkeys(_mapped(pid, folder)))
-    return [StaleArtifact("shared_memory", path, _size_bytes(path)) for path in sorted(found) if _is_own_file(path)]
+    return [
+        StaleArtifact("shared_memory", path, _size_bytes(path))
+        for path in sorted(found)
+        if _is_own_file(path)
+    ]
 
 
-def dead_shared_memory(records: Sequence[RecordedProcess], folder: Path = SHARED_MEMORY_FOLDER) -> list[StaleArtifact]:
+def dead_shared_memory(
+    records: Sequence[RecordedProcess], folder: Path = SHARED_MEMORY_FOLDER
+) -> list[StaleArtifact]:
     """Files that torch made under the id of a process of this host which is gone.
 
-    The name has the process id only. It is the recorded process's beyond doubt if nobody has that id now, and the file
-    is no older than the process and no younger than the run's last sign of life. Nothing is looked at while the run is
-    at work: it may be so in another container, with process ids of its own.
+    The name has the process id only. It is the recorded process's beyond doubt if nobody has that
+    id now, and the file is no older than the process and no younger than the run's last sign of
+    life. Nothing is looked at while the run is at work: it may be so in another container, with
+    process ids of its own.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -99,7 +118,12 @@ def dead_shared_memory(records: Sequence[RecordedProcess], folder: Path = SHARED
     for name in names:
         match = _TORCH_NAME.fullmatch(name)
         path = folder / name
-        if match and _is_own_file(path) and not psutil.pid_exists(int(match[1])) and not _users(path, folder):
+        if (
+            match
+            and _is_own_file(path)
+            and not psutil.pid_exists(int(match[1]))
+            and not _users(path, folder)
+        ):
             run = next((r.run for r in here if r.pid == int(match[1]) and _made_by(r, path)), None)
             if run is not None:
                 found.append(StaleArtifact("shared_memory", path, _size_bytes(path), run))
@@ -118,7 +142,11 @@ def _made_by(record: RecordedProcess, path: Path) -> bool:
 
 
 def _last_sign_of_life(record: RecordedProcess) -> float:
-    own = [record.open_file] if record.open_file is not None and record.open_file.name != LOCK_NAME else []
+    own = (
+        [record.open_file]
+        if record.open_file is not None and record.open_file.name != LOCK_NAME
+        else []
+    )
     times = []
     for path in (*own, record.run / "trainer_log.jsonl", record.run / "events.jsonl"):
         with contextlib.suppress(OSError):
@@ -158,13 +186,21 @@ def _users(path: Path, folder: Path) -> list[int]:
 
 
 def operator_locks() -> list[StaleArtifact]:
-    """torch's `lock` files that a killed process of ours left: every later build there would wait without end."""
+    """torch's `lock` files that a killed process of ours left: every later build there would wait
+    without end.
+    """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # Where torch builds operators for runs of this package (runtime/launch_environment.py), and its own default.
-    roots = [Path(named) if named else Path(sys.prefix) / "torch_extensions", Path("~/.cache/torch_extensions")]
+    # Where torch builds operators for runs of this package (runtime/launch_environment.py), and its
+    # own default.
+    roots = [
+        Path(named) if named else Path(sys.prefix) / "torch_extensions",
+        Path("~/.cache/torch_extensions"),
+    ]
     found = []
     for root in (root.expanduser() for root in roots):
-        for ours in sorted({*root.glob(f"*/{OPERATOR_LOCK_NAME}"), *root.glob(f"*/*/{OPERATOR_LOCK_NAME}")}):
+        for ours in sorted(
+            {*root.glob(f"*/{OPERATOR_LOCK_NAME}"), *root.glob(f"*/*/{OPERATOR_LOCK_NAME}")}
+        ):
             with _held_if_left(ours) as left:
                 if left:
                     found.append(StaleArtifact("operator_lock", ours.with_name("lock"), 0))
@@ -173,7 +209,9 @@ def operator_locks() -> list[StaleArtifact]:
 
 @contextlib.contextmanager
 def _held_if_left(ours: Path) -> Iterator[bool]:
-    """Hold our lock where nobody does; True where its last holder, one of ours, did not finish and torch's is there."""
+    """Hold our lock where nobody does; True where its last holder, one of ours, did not finish and
+    torch's is there.
+    """
     try:
         descriptor = os.open(ours, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,6 @@
-"""`finetune completion bash|zsh|fish`: a script that completes commands, flags and their choices in a shell."""
+"""`finetune completion bash|zsh|fish`: a script that completes commands, flags and their choices in
+a shell.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from finetune.errors import ExitCode
 
 # Flag -> its choices; none where other values are possible.
 Flags = Mapping[str, tuple[str, ...]]
-# `  --dtype auto|float32  Number format ...`; `  --config FILE...`; behind a wide head the description is a line below.
+# `  --dtype auto|float32  Number format ...`; `  --config FILE...`; behind a wide head the
+# description is a line below.
 _FLAG_LINE = re.compile(r"^  (--[\w-]+)(?: (\S+))?", re.MULTILINE)
 
 
@@ -28,13 +31,15 @@ class CompletionOptions(Options):
 
     usage: ClassVar[str] = "python -m finetune completion bash|zsh|fish"
     summary: ClassVar[str] = (
-        "Prints what completes `finetune` in a shell. For this shell, or in its start file for all of them:\n"
-        '  bash, zsh  eval "$(finetune completion bash)"\n'
-        "  fish       finetune completion fish | source"
+        "Prints what completes `finetune` in a shell. For this shell, or in its start file for all"
+        ' of them:\n  bash, zsh  eval "$(finetune completion bash)"\n  fish       finetune'
+        " completion fish | source"
     )
     positional: ClassVar[tuple[str, ...]] = ("shell",)
 
-    shell: Literal["bash", "zsh", "fish"] = setting(group="options", unit="bash|zsh|fish", description="Which shell.")
+    shell: Literal["bash", "zsh", "fish"] = setting(
+        group="options", unit="bash|zsh|fish", description="Which shell."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def flags_of_commands() -> dict[str, Flags]:
-    """The flags of every command, as its help lists them; with those of runs where it takes them."""
+    """The flags of every command, as its help lists them; with those of runs where it takes
+    them.
+    """
     # Not imported above: it imports commands.
     table: Mapping[str, tuple[str, str]] = import_module("finetune.__main__").COMMANDS
-    of_runs = {flag(name): found.choices for kind in run_kinds() for name, found in flags_of(kind.config_class).items()}
+    of_runs = {
+        flag(name): found.choices
+        for kind in run_kinds()
+        for name, found in flags_of(kind.config_class).items()
+    }
     found = {}
     for command, (module, _what) in table.items():
         said = io.StringIO()
@@ -63,18 +74,29 @@ def flags_of_commands() -> dict[str, Flags]:
 
 def _choices(value: str) -> tuple[str, ...]:
     words = tuple(value.strip("[]").split("|"))
-    return words if len(words) > 1 and all(re.fullmatch(r"[a-z0-9_-]+", word) for word in words) else ()
+    return (
+        words
+        if len(words) > 1 and all(re.fullmatch(r"[a-z0-9_-]+", word) for word in words)
+        else ()
+    )
 
 
 def bash(commands: Mapping[str, Flags]) -> str:
     choices, flags = [], []
     for command, found in commands.items():
-        choices += [f'    "{command} {name}") words="{" ".join(words)}" ;;' for name, words in found.items() if words]
+        choices += [
+            f'    "{command} {name}") words="{" ".join(words)}" ;;'
+            for name, words in found.items()
+            if words
+        ]
         flags.append(f'      {command}) words="{" ".join(found)}" ;;')
     return "\n".join(
         [
             "_finetune() {",
-            '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
+            (
+                '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"'
+                ' words=""'
+            ),
             '  if [ "$COMP_CWORD" -eq 1 ]; then',
             f'    words="{" ".join(commands)}"',
             "  else",

@@ -11,7 +11,9 @@ _LISTS = ("modules_to_save", "layers_to_transform")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
-def quantization(name: str, bits: Any, draft: Draft, *, value: Any = None, form: Any = None) -> None:
+def quantization(
+    name: str, bits: Any, draft: Draft, *, value: Any = None, form: Any = None
+) -> None:
     """A base in so many bits.
 
     Args:
@@ -27,7 +29,9 @@ def quantization(name: str, bits: Any, draft: Draft, *, value: Any = None, form:
         draft.lose("quantization type", form, "nf4 is written", trains=True)
     draft.values["quantization"] = kind
     if kind == "int8":
-        draft.note(name, value, "int8 is written: weights in 8 bits, and activations are not rounded here")
+        draft.note(
+            name, value, "int8 is written: weights in 8 bits, and activations are not rounded here"
+        )
     else:
         draft.note(name, value, "nf4 with double quantisation is written")
 
@@ -43,9 +47,17 @@ def beyond_plain(values: dict[str, Any], names: dict[str, str], draft: Draft) ->
         if is_nothing(value):
             continue
         if draft.values.get("finetuning") == "full":
-            draft.lose(option, value, "all parameters are trained, and there is no adapter", trains=False)
+            draft.lose(
+                option, value, "all parameters are trained, and there is no adapter", trains=False
+            )
         elif ours in _LISTS:
-            given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+            given = (
+                value.split(",")
+                if isinstance(value, str)
+                else value
+                if isinstance(value, list)
+                else [value]
+            )
             draft.values[ours] = [part.strip() if isinstance(part, str) else part for part in given]
         elif ours in _PATTERNS and not isinstance(value, dict):
             draft.lose(option, value, "write it as a mapping of names to numbers", trains=True)

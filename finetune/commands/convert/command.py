@@ -1,4 +1,6 @@
-"""`python -m finetune convert`: a run of LLaMA-Factory, TRL, Axolotl or ms-swift as a run file of ours."""
+"""`python -m finetune convert`: a run of LLaMA-Factory, TRL, Axolotl or ms-swift as a run file of
+ours.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,22 @@ _TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
 class ConvertOptions(Options):
     usage: ClassVar[str] = "python -m finetune convert RUN [--flag value ...]"
     summary: ClassVar[str] = (
-        "Writes the run file of a run of LLaMA-Factory, TRL, Axolotl or ms-swift: a YAML file, a shell script,\n"
-        "or a command line in quotes. What has no counterpart, or means something else here, is named."
+        "Writes the run file of a run of LLaMA-Factory, TRL, Axolotl or ms-swift: a YAML file, a"
+        " shell script,\nor a command line in quotes. What has no counterpart, or means something"
+        " else here, is named."
     )
     epilog: ClassVar[str] = "Exit code: 0 written; 2 refused, nothing written."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Text = setting(group="options", unit="FILE|COMMAND", description="The run, or - for standard input.")
+    run: Text = setting(
+        group="options", unit="FILE|COMMAND", description="The run, or - for standard input."
+    )
     origin: Literal["llamafactory", "trl", "axolotl", "ms-swift"] | None = setting(
-        None, alias="from", group="options", shown_default="recognised", description="The tool that the run is for."
+        None,
+        alias="from",
+        group="options",
+        shown_default="recognised",
+        description="The tool that the run is for.",
     )
     devices: Annotated[int, Field(ge=1)] | None = setting(
         None,
@@ -58,14 +67,19 @@ class ConvertOptions(Options):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(ConvertOptions, arguments)
     if options.output is not None and durable_files.is_taken(options.output):
-        raise ConfigError("the file exists, and nothing is overwritten", str(options.output), "name a new file")
+        raise ConfigError(
+            "the file exists, and nothing is overwritten", str(options.output), "name a new file"
+        )
     tool, given, source, processes = read_run(options.run, options.origin)
     devices = options.devices or processes or 1
     try:
         draft = convert(tool, given, devices)
-    except (TypeError, ValueError, AttributeError) as error:  # a word where a number belongs, a text for a list
+    # a word where a number belongs, a text for a list
+    except (TypeError, ValueError, AttributeError) as error:
         what = f"an option has a value that {tool.title} does not take: {mask_secrets(str(error))}"
-        raise ConfigError(what, source, f"see whether {tool.title} itself starts with it") from error
+        raise ConfigError(
+            what, source, f"see whether {tool.title} itself starts with it"
+        ) from error
     if processes not in (None, devices):
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.values.setdefault("output_dir", "runs/converted")
@@ -80,7 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         durable_files.write_new(options.output, text.encode())
     for title, lines in sections:
         sys.stderr.write("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
-    start = "" if options.output is None else f"; start it: python -m {kind.module} --config {options.output}"
+    start = (
+        ""
+        if options.output is None
+        else f"; start it: python -m {kind.module} --config {options.output}"
+    )
     sys.stderr.write(f"[SUCCESS] converted from {tool.title}{start}\n")
     return int(ExitCode.DONE)
 
@@ -120,9 +138,19 @@ def _line(each: Named) -> str:
     return f"{each.name} {each.value}: {each.why}"
 
 
-def _run_file(source: str, kind: RunKind, values: dict[str, Any], sections: list[tuple[str, list[str]]]) -> str:
+def _run_file(
+    source: str, kind: RunKind, values: dict[str, Any], sections: list[tuple[str, list[str]]]
+) -> str:
     lines = [f"# From {source}. Start it: python -m {kind.module} --config THIS_FILE"]
     for title, named in sections:
         lines += ["#", f"# {title[0].upper()}{title[1:]}:", *(f"#   {line}" for line in named)]
-    ordered = {name: values[name] for name in ("kind", *ordered_fields(kind.config_class)) if name in values}
-    return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=_WIDTH)
+    ordered = {
+        name: values[name]
+        for name in ("kind", *ordered_fields(kind.config_class))
+        if name in values
+    }
+    return (
+        "\n".join(lines)
+        + "\n"
+        + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=_WIDTH)
+    )

@@ -1,4 +1,6 @@
-"""A run file in the making: settings of ours, and what of the other tool's has none, or means something else here."""
+"""A run file in the making: settings of ours, and what of the other tool's has none, or means
+something else here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Lost(NamedTuple):
 
     Attributes:
         trains: whether it changes what is trained, and not only how.
-        off: values that say what happens here anyway; those that say nothing are so too, but false where true is one.
+        off: values that say what happens here anyway; those that say nothing are so too, but false
+            where true is one.
     """
 
     why: str
@@ -81,13 +84,16 @@ class Tool:
         name: for `--from`.
         title: for people.
         options: name -> what becomes of it.
-        defaults: its own value of options that are not given, where the value decides what is trained or ours differs.
-        finish: what several options say together; gets all values, those that were given, the draft, and devices.
+        defaults: its own value of options that are not given, where the value decides what is
+            trained or ours differs.
+        finish: what several options say together; gets all values, those that were given, the
+            draft, and devices.
         starts: what its command line begins with -> options that this says.
         aliases: other spelling -> option.
         environment: variable that is 0 or 1 -> option that it says.
         degrees: options that say how many devices share every sample.
-        nulls: option -> its value where null is given and says something; other nulls leave the tool's own default.
+        nulls: option -> its value where null is given and says something; other nulls leave the
+            tool's own default.
     """
 
     name: str
@@ -102,7 +108,9 @@ class Tool:
     degrees: tuple[str, ...] = ()
 
 
-def lost(why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()) -> dict[str, Option]:
+def lost(
+    why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()
+) -> dict[str, Option]:
     """The same said of several options, their names with spaces between."""
     return dict.fromkeys(names.split(), Lost(why, trains, off))
 
@@ -127,14 +135,22 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
     for written, value in given.items():
         name = tool.aliases.get(written, written)
         if name not in tool.options:
-            draft.lose(written, value, f"not an option of {tool.title} that is known here: look it up", trains=True)
+            draft.lose(
+                written,
+                value,
+                f"not an option of {tool.title} that is known here: look it up",
+                trains=True,
+            )
         else:
             known[name] = value
     nulls = [name for name, value in known.items() if value is None]
     for name in nulls:
         if name not in tool.nulls and not is_nothing(default := tool.defaults.get(name)):
             draft.note(name, "null", f"{default} is written, which is the default there")
-    values = {**tool.defaults, **{name: value for name, value in known.items() if value is not None}}
+    values = {
+        **tool.defaults,
+        **{name: value for name, value in known.items() if value is not None},
+    }
     values |= {name: tool.nulls[name] for name in nulls if name in tool.nulls}
     for name, value in values.items():
         option = tool.options[name]

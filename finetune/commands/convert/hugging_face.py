@@ -1,4 +1,6 @@
-"""Options of transformers' TrainingArguments (4.57 to 5.23), which LLaMA-Factory, TRL and ms-swift all have."""
+"""Options of transformers' TrainingArguments (4.57 to 5.23), which LLaMA-Factory, TRL and ms-swift
+all have.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,28 @@ OPTIONS: dict[str, Option] = {
     **BASIC,
     "gradient_checkpointing": "gradient_checkpointing",
     **read(
-        "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps lr_scheduler_type "
-        "warmup_steps warmup_ratio optim bf16 fp16 logging_strategy logging_steps eval_strategy eval_steps "
-        "save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model data_seed use_cpu "
-        "report_to deepspeed fsdp"
+        "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps"
+        " lr_scheduler_type warmup_steps warmup_ratio optim bf16 fp16 logging_strategy"
+        " logging_steps eval_strategy eval_steps save_strategy save_steps save_total_limit"
+        " load_best_model_at_end metric_for_best_model data_seed use_cpu report_to deepspeed fsdp"
     ),
     **lost("the schedules here have no further arguments", "lr_scheduler_kwargs", trains=True),
     **lost("AdamW has no further arguments here", "optim_args optim_target_modules", trains=True),
     **lost("there is no label smoothing here", "label_smoothing_factor", trains=True),
     **lost("there is no noise on embeddings here", "neftune_noise_alpha", trains=True),
-    **lost("the order is a shuffle here", "train_sampling_strategy group_by_length", trains=True, off=("random",)),
+    **lost(
+        "the order is a shuffle here",
+        "train_sampling_strategy group_by_length",
+        trains=True,
+        off=("random",),
+    ),
     **lost("length is no order here", "length_column_name"),
-    **lost("losses are averaged over the global batch here", "average_tokens_across_devices", trains=True, off=(True,)),
+    **lost(
+        "losses are averaged over the global batch here",
+        "average_tokens_across_devices",
+        trains=True,
+        off=(True,),
+    ),
     **lost("every global batch is full here, whatever the devices", "dataloader_drop_last"),
     **lost("evaluation has the number format of training here", "bf16_full_eval fp16_full_eval"),
     **lost("float32 products are in TF32 where the device has it", "tf32", off=(True,)),
@@ -51,21 +63,27 @@ OPTIONS: dict[str, Option] = {
         "recomputing has no further settings here",
         "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs",
     ),
-    **lost("fused layers are chosen by --fused-layers auto", "use_liger_kernel liger_kernel_config"),
+    **lost(
+        "fused layers are chosen by --fused-layers auto", "use_liger_kernel liger_kernel_config"
+    ),
     **lost(
         "fine-tuning compiles single layers (--fused-layers compile)",
         "torch_compile torch_compile_backend torch_compile_mode",
     ),
-    **lost("memory is planned here, and a step that runs out of it takes smaller microbatches", "auto_find_batch_size"),
+    **lost(
+        "memory is planned here, and a step that runs out of it takes smaller microbatches",
+        "auto_find_batch_size",
+    ),
     **lost(
         _OWN,
-        "use_cache torch_empty_cache_steps accelerator_config parallelism_config dataloader_pin_memory "
-        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
-        "dataloader_in_order remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
-        "ddp_broadcast_buffers ddp_static_graph ddp_backend full_determinism local_rank do_train do_eval do_predict "
-        "per_device_eval_batch_size eval_accumulation_steps prediction_loss_only eval_do_concat_batches "
-        "eval_use_gather_object include_for_metrics batch_eval_metrics fsdp_config debug skip_memory_metrics "
-        "sortish_sampler",
+        "use_cache torch_empty_cache_steps accelerator_config parallelism_config"
+        " dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
+        " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names"
+        " ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
+        " ddp_backend full_determinism local_rank do_train do_eval do_predict"
+        " per_device_eval_batch_size eval_accumulation_steps prediction_loss_only"
+        " eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics"
+        " fsdp_config debug skip_memory_metrics sortish_sampler",
         off=(True, 8, 1, -1),
     ),
     **lost("a run here is evaluated before its first step in any case", "eval_on_start"),
@@ -76,16 +94,23 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost(
         _LOG,
-        "logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level "
-        "log_level_replica disable_tqdm logging_dir",
+        "logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen"
+        " log_level log_level_replica disable_tqdm logging_dir",
         off=(True, "passive", "warning"),
     ),
-    **lost("trackers read names from the environment", "run_name project trackio_space_id trackio_bucket_id"),
+    **lost(
+        "trackers read names from the environment",
+        "run_name project trackio_space_id trackio_bucket_id",
+    ),
     **lost("trackers read names from the environment", "trackio_static_space_id"),
-    **lost(_KEPT, "save_only_model save_on_each_node enable_jit_checkpoint save_safetensors save_first_step"),
+    **lost(
+        _KEPT,
+        "save_only_model save_on_each_node enable_jit_checkpoint save_safetensors save_first_step",
+    ),
     **lost(
         "nothing is uploaded here",
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push"
+        " hub_revision",
     ),
     **lost("the best evaluation is the one of the lowest loss", "greater_is_better"),
     **lost(
@@ -111,7 +136,14 @@ DEFAULTS: dict[str, Any] = {
 }
 # What null says, where it is not the default.
 NULLS: dict[str, Any] = {"max_grad_norm": 0}
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_torch_xla")
+_ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw",
+    "adamw_apex_fused",
+    "adamw_torch_xla",
+)
 _SMALL_OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw-8bit"),
     "adafactor": "adafactor",
@@ -126,8 +158,12 @@ _TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "trackio")
 
 
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
-    """Batch, length, schedule, dtype, logging, saving and evaluation, which several options say together."""
-    batch(values["per_device_train_batch_size"], values["gradient_accumulation_steps"], draft, devices)
+    """Batch, length, schedule, dtype, logging, saving and evaluation, which several options say
+    together.
+    """
+    batch(
+        values["per_device_train_batch_size"], values["gradient_accumulation_steps"], draft, devices
+    )
     _length(values, draft)
     _schedule(values, draft)
     _dtype(values, draft)
@@ -151,7 +187,12 @@ def revision(given: Any, draft: Draft) -> None:
     if is_hub_id(str(draft.values.get("model"))) and split_revision(name)[1] is not None:
         draft.values["model"] = name
     else:
-        draft.lose("model_revision", given, "the model is a folder, whose files are taken as they are", trains=True)
+        draft.lose(
+            "model_revision",
+            given,
+            "the model is a folder, whose files are taken as they are",
+            trains=True,
+        )
 
 
 def order(seed: int, draft: Draft) -> None:
@@ -166,14 +207,18 @@ def batch(per_device: int, accumulation: int, draft: Draft, devices: int) -> Non
     draft.note(
         "global_batch_size",
         size,
-        f"{per_device} a device x {accumulation} accumulated x {devices} device{'s' * (devices > 1)} (--devices)"
-        f"{shared}: here it is part of the run, and the same on any number of devices",
+        f"{per_device} a device x {accumulation} accumulated x {devices}"
+        f" device{'s' * (devices > 1)} (--devices){shared}: here it is part of the run, and the"
+        " same on any number of devices",
     )
 
 
 def packed(name: str, draft: Draft) -> None:
     """`name` says that an item of a batch is a row of several samples."""
-    why = "there a batch counts packed rows, here samples: multiply global_batch_size by the samples of a row"
+    why = (
+        "there a batch counts packed rows, here samples: multiply global_batch_size by the samples"
+        " of a row"
+    )
     draft.lose(name, True, why, trains=True)
 
 
@@ -193,7 +238,9 @@ def _schedule(values: dict[str, Any], draft: Draft) -> None:
     warmup = values.get("warmup_steps") or values.get("warmup_ratio") or 0
     draft.values["lr_scheduler"] = ours
     # transformers' schedule of that name has no warm-up, whatever the other options say.
-    draft.values["warmup_steps"] = 0 if name == "constant" else warmup if 0 < warmup < 1 else int(warmup)
+    draft.values["warmup_steps"] = (
+        0 if name == "constant" else warmup if 0 < warmup < 1 else int(warmup)
+    )
 
 
 def _dtype(values: dict[str, Any], draft: Draft) -> None:
@@ -228,7 +275,12 @@ def _intervals(values: dict[str, Any], given: set[str], draft: Draft) -> None:
     if strategy == "steps" and (steps is None or steps >= 1):
         draft.values["eval_steps"] = int(steps or values["logging_steps"])
     elif strategy != "no":
-        draft.lose("eval_strategy", strategy if steps is None else steps, "set eval_steps to steps", trains=False)
+        draft.lose(
+            "eval_strategy",
+            strategy if steps is None else steps,
+            "set eval_steps to steps",
+            trains=False,
+        )
 
 
 def _best(values: dict[str, Any], draft: Draft) -> None:
@@ -241,15 +293,21 @@ def _best(values: dict[str, Any], draft: Draft) -> None:
 
 
 def keep_best(draft: Draft, name: str, value: Any, settings: dict[str, Any]) -> None:
-    """Follow the best evaluation, where there is validation data and a number of steps between evaluations."""
-    if draft.values.get("eval_steps") and (draft.values.get("valid_data") or draft.values.get("valid_split")):
+    """Follow the best evaluation, where there is validation data and a number of steps between
+    evaluations.
+    """
+    if draft.values.get("eval_steps") and (
+        draft.values.get("valid_data") or draft.values.get("valid_split")
+    ):
         draft.values |= settings
     else:
         draft.lose(name, value, "set it when valid_data and eval_steps are set", trains=True)
 
 
 def _trackers(given: Any, draft: Draft) -> None:
-    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name is not None]
+    names = [
+        str(name) for name in (given if isinstance(given, list) else [given]) if name is not None
+    ]
     if not names or names == ["all"]:
         draft.values["report_to"] = "auto" if names else "none"
         return
@@ -265,13 +323,17 @@ def optimizer(name: Any, draft: Draft) -> None:
     if ours is None:
         draft.lose("optim", name, "AdamW with float32 moments is what trains here", trains=True)
     elif draft.values.get("finetuning") != "full":
-        draft.lose("optim", name, "an adapter is trained by AdamW with float32 moments", trains=True)
+        draft.lose(
+            "optim", name, "an adapter is trained by AdamW with float32 moments", trains=True
+        )
     else:
         draft.values["optimizer"] = ours
 
 
 def deepspeed(given: Any, draft: Draft) -> None:
-    """A DeepSpeed configuration: keys, JSON text, a file, or the name of one that other tools bring."""
+    """A DeepSpeed configuration: keys, JSON text, a file, or the name of one that other tools
+    bring.
+    """
     if given in (None, "", False, "none"):
         return
     text = str(given).strip()
@@ -283,13 +345,19 @@ def deepspeed(given: Any, draft: Draft) -> None:
         draft.values["deepspeed"] = text
     else:
         name = Path(text).stem.lower()
-        stage = next((stage for stage in (3, 2, 1) if f"zero{stage}" in name or f"z{stage}" in name), None)
+        stage = next(
+            (stage for stage in (3, 2, 1) if f"zero{stage}" in name or f"z{stage}" in name), None
+        )
         if stage is None:
-            draft.lose("deepspeed", given, "the file is not here: give yours as --deepspeed", trains=False)
+            draft.lose(
+                "deepspeed", given, "the file is not here: give yours as --deepspeed", trains=False
+            )
             return
         zero: dict[str, Any] = {"stage": stage}
         if "offload" in name:
             kinds = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
             zero |= {kind: {"device": "cpu"} for kind in kinds}
         draft.values["deepspeed"] = {"zero_optimization": zero}
-        draft.note("deepspeed", given, f"the file is not here: ZeRO-{stage} is written, after its name")
+        draft.note(
+            "deepspeed", given, f"the file is not here: ZeRO-{stage} is written, after its name"
+        )

@@ -26,12 +26,13 @@ OPTIONS: dict[str, Option] = {
     "preprocessing_num_workers": "preprocessing_num_workers",
     "lora_dropout": "lora_dropout",
     **read(
-        "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
-        "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
-        "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
-        "quantization_type use_rslora use_dora loraplus_lr_ratio additional_target "
-        "image_max_pixels model_revision pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing "
-        "kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha ref_model"
+        "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir"
+        " val_size template mix_strategy interleave_probs packing neat_packing pure_bf16"
+        " disable_gradient_checkpointing fp8 early_stopping_steps infer_dtype quantization_bit"
+        " mask_history train_on_prompt use_swanlab quantization_type use_rslora use_dora"
+        " loraplus_lr_ratio additional_target image_max_pixels model_revision pref_beta pref_ftx"
+        " pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight"
+        " simpo_gamma ld_alpha ref_model"
     ),
     # ------------------------------------------------ what is trained
     **lost(
@@ -48,22 +49,41 @@ OPTIONS: dict[str, Option] = {
     **lost("every run makes its own adapter", "create_new_adapter"),
     **lost("every record is trained: make a smaller file", "max_samples", trains=True),
     **lost(
-        "no token is added here", "resize_vocab add_tokens add_special_tokens new_special_tokens_config", trains=True
+        "no token is added here",
+        "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
+        trains=True,
     ),
     **lost("no token is added here", "init_special_tokens"),
-    **lost("special tokens are read as the tokenizer reads them", "split_special_tokens", trains=True),
+    **lost(
+        "special tokens are read as the tokenizer reads them", "split_special_tokens", trains=True
+    ),
     **lost("the model's own position encoding is trained", "rope_scaling", trains=True),
     **lost(
-        "the model's own attention and layers are trained", "shift_attn mixture_of_depths use_llama_pro", trains=True
+        "the model's own attention and layers are trained",
+        "shift_attn mixture_of_depths use_llama_pro",
+        trains=True,
     ),
-    **lost("routers have the auxiliary loss of the model's configuration", "moe_aux_loss_coef", trains=True),
     **lost(
-        "weights are those of the model: pretraining is python -m finetune.pretrain", "train_from_scratch", trains=True
+        "routers have the auxiliary loss of the model's configuration",
+        "moe_aux_loss_coef",
+        trains=True,
     ),
-    **lost("AdamW is the optimizer here", "use_galore use_apollo use_badam use_adam_mini use_muon", trains=True),
-    **lost("the loss is cross-entropy here", "use_dft_loss use_asft_loss use_eaft_loss", trains=True),
     **lost(
-        "part of a loss that is not trained here", "asft_alpha eaft_alpha ref_model_adapters ref_model_quantization_bit"
+        "weights are those of the model: pretraining is python -m finetune.pretrain",
+        "train_from_scratch",
+        trains=True,
+    ),
+    **lost(
+        "AdamW is the optimizer here",
+        "use_galore use_apollo use_badam use_adam_mini use_muon",
+        trains=True,
+    ),
+    **lost(
+        "the loss is cross-entropy here", "use_dft_loss use_asft_loss use_eaft_loss", trains=True
+    ),
+    **lost(
+        "part of a loss that is not trained here",
+        "asft_alpha eaft_alpha ref_model_adapters ref_model_quantization_bit",
     ),
     **lost("the order is a shuffle here", "disable_shuffling", trains=True),
     **lost("a system text stands in the records here", "default_system", trains=True),
@@ -74,12 +94,14 @@ OPTIONS: dict[str, Option] = {
         off=(True,),
     ),
     **lost("the tokenizer's template says which thoughts stay", "preserve_thinking", trains=True),
-    **lost("the tokenizer's template says how calls of tools are written", "tool_format", trains=True),
+    **lost(
+        "the tokenizer's template says how calls of tools are written", "tool_format", trains=True
+    ),
     # ------------------------------------------------ parts of what is refused or named above
     **lost(
         _OTHER_METHOD,
-        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout oft_rank oft_block_size "
-        "oft_target",
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout"
+        " oft_rank oft_block_size oft_target",
     ),
     **lost(
         _OTHER_STAGE,
@@ -88,11 +110,11 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost(
         "part of an optimizer that is not here",
-        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target "
-        "apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_layerwise "
-        "apollo_scale_type apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval "
-        "badam_update_ratio "
-        "badam_mask_mode badam_verbose",
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type"
+        " galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale"
+        " apollo_proj apollo_proj_type apollo_layerwise apollo_scale_type apollo_scale_front"
+        " badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio"
+        " badam_mask_mode badam_verbose",
     ),
     **lost(
         "a base in few bits is bitsandbytes', whole on a device",
@@ -108,37 +130,42 @@ OPTIONS: dict[str, Option] = {
     **lost("recomputing has no further settings here", "use_reentrant_gc"),
     **lost(
         "samples are prepared once and cached by their content",
-        "overwrite_cache tokenized_path data_shared_file_system preprocessing_batch_size streaming buffer_size",
+        "overwrite_cache tokenized_path data_shared_file_system preprocessing_batch_size streaming"
+        " buffer_size",
     ),
     **lost("tokenized data has a folder of its own: --cache-dir", "cache_dir"),
-    **lost("losses here are per difficulty and source", "eval_on_each_dataset compute_accuracy eval_num_beams"),
+    **lost(
+        "losses here are per difficulty and source",
+        "eval_on_each_dataset compute_accuracy eval_num_beams",
+    ),
     **lost("targets are what is trained; padding never is", "ignore_pad_token_for_loss"),
     **lost("python -m finetune report draws curves", "plot_loss"),
     **lost("a run is never overwritten: name another folder", "overwrite_output_dir"),
     **lost("tokens per second are in every line of the log", "include_effective_tokens_per_second"),
     **lost(
         "finetune decides it by itself",
-        "use_fast_tokenizer low_cpu_mem_usage device_map offload_folder use_kv_cache print_param_status "
-        "compute_dtype model_max_length block_diag_attn",
+        "use_fast_tokenizer low_cpu_mem_usage device_map offload_folder use_kv_cache"
+        " print_param_status compute_dtype model_max_length block_diag_attn",
     ),
     **lost("hubs read their tokens from the environment", "hf_hub_token ms_hub_token om_hub_token"),
     **lost(
         _MEDIA,
-        "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps "
-        "video_maxlen use_audio_in_video audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector "
-        "freeze_language_model",
+        "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels"
+        " video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate"
+        " freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
     ),
     **lost(
         "python -m finetune merge makes a whole model of an adapter",
-        "export_dir export_size export_device export_quantization_bit export_quantization_dataset "
-        "export_quantization_nsamples export_quantization_maxlen export_legacy_format export_hub_model_id",
+        "export_dir export_size export_device export_quantization_bit export_quantization_dataset"
+        " export_quantization_nsamples export_quantization_maxlen export_legacy_format"
+        " export_hub_model_id",
     ),
     **lost(
         _ANSWERS,
-        "do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty length_penalty "
-        "skip_special_tokens infer_backend vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config "
-        "sglang_maxlen "
-        "sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
+        "do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty"
+        " length_penalty skip_special_tokens infer_backend vllm_maxlen vllm_gpu_util"
+        " vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction"
+        " sglang_tp_size sglang_config sglang_lora_backend",
     ),
     **lost(
         "another engine: ZeRO-3 with offload is for large models here",
@@ -146,18 +173,20 @@ OPTIONS: dict[str, Option] = {
         "kt_lora_expert_intermediate_size use_mca use_hyper_parallel hyper_parallel_args",
     ),
     **lost(
-        "processes are started by python -m finetune launch", "ray_num_workers ray_init_kwargs master_addr master_port"
+        "processes are started by python -m finetune launch",
+        "ray_num_workers ray_init_kwargs master_addr master_port",
     ),
     **lost(
         "steps are not profiled here; make roofline counts kernels",
-        "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps "
-        "profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
+        "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps"
+        " profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory"
+        " profiler_with_stack profile_modules",
     ),
     **lost("fine-tuning has no fp8 here", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
     **lost(
         "SwanLab reads its settings from the environment",
-        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
-        "swanlab_lark_webhook_url swanlab_lark_secret",
+        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key"
+        " swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret",
     ),
 }
 DEFAULTS = {
@@ -180,7 +209,11 @@ _BEYOND_PLAIN = {
     "loraplus_lr_ratio": "lora_plus_ratio",
     "additional_target": "modules_to_save",
 }
-_ROLES = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
+_ROLES = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "system_tag": ("system",),
+}
 _ROLES |= {"observation_tag": ("observation", "tool"), "function_tag": ("function_call",)}
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 
@@ -212,7 +245,9 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     if values.get("fp8"):
         draft.lose("fp8", True, "fine-tuning has no fp8 here", trains=True)
     if patience := values.get("early_stopping_steps"):
-        hugging_face.keep_best(draft, "early_stopping_steps", patience, {"early_stopping": patience})
+        hugging_face.keep_best(
+            draft, "early_stopping_steps", patience, {"early_stopping": patience}
+        )
     if values.get("use_swanlab"):
         trackers = draft.values["report_to"]
         draft.values["report_to"] = ["swanlab", *(trackers if isinstance(trackers, list) else [])]
@@ -251,9 +286,15 @@ def _loss(values: dict[str, Any], draft: Draft) -> None:
         settings["sft_weight"] = 1.0 + ftx if loss == "orpo" else ftx or None
         settings["label_smoothing"] = values.get("dpo_label_smoothing") if loss == "dpo" else None
         settings["simpo_gamma"] = values["simpo_gamma"] if loss == "simpo" else None
-    preferences.lose_given(values, "this part of a loss is not trained here", "pref_bco_weight ld_alpha", draft)
     preferences.lose_given(
-        values, preferences.OWN_REFERENCE, "ref_model", draft, off=(values.get("model_name_or_path"),)
+        values, "this part of a loss is not trained here", "pref_bco_weight ld_alpha", draft
+    )
+    preferences.lose_given(
+        values,
+        preferences.OWN_REFERENCE,
+        "ref_model",
+        draft,
+        off=(values.get("model_name_or_path"),),
     )
     preferences.write(draft, loss, settings)
 
@@ -269,19 +310,27 @@ def _template(values: dict[str, Any], draft: Draft) -> None:
         draft.note(
             "cutoff_len",
             values["cutoff_len"],
-            "texts are cut off there, where LLaMA-Factory joins and splits them: split long ones first, or use "
-            "python -m finetune prepare and pretrain --model",
+            "texts are cut off there, where LLaMA-Factory joins and splits them: split long ones"
+            " first, or use python -m finetune prepare and pretrain --model",
         )
         return
     draft.note(
         "template",
         values.get("template"),
-        "the tokenizer's own chat template is used: see python -m finetune inspect; --template names another",
+        "the tokenizer's own chat template is used: see python -m finetune inspect; --template"
+        " names another",
     )
-    draft.note("cutoff_len", values["cutoff_len"], "what is too long is cut so that the answer stays")
+    draft.note(
+        "cutoff_len", values["cutoff_len"], "what is too long is cut so that the answer stays"
+    )
     for name in ("mask_history", "train_on_prompt"):
         if values.get(name):
-            draft.lose(name, True, "every answer of a conversation is trained, and nothing else", trains=True)
+            draft.lose(
+                name,
+                True,
+                "every answer of a conversation is trained, and nothing else",
+                trains=True,
+            )
     if values.get("packing") and not values.get("neat_packing"):
         draft.note("packing", True, "samples that are packed never attend to one another here")
 
@@ -291,8 +340,14 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
     info = _dataset_info(folder)
     for option, name in (("dataset", "data"), ("eval_dataset", "valid_data")):
         if value := values.get(option):
-            names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-            draft.values[name] = [_entry(each, info, folder, values["stage"], draft) for each in names]
+            names = (
+                [part.strip() for part in value.split(",")]
+                if isinstance(value, str)
+                else list(value)
+            )
+            draft.values[name] = [
+                _entry(each, info, folder, values["stage"], draft) for each in names
+            ]
     if not draft.values.get("data"):
         raise ConfigError("the run names no dataset", "dataset", "convert a run that trains")
     if values["val_size"]:
@@ -305,8 +360,8 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
         draft.note(
             "mix_strategy",
             values["mix_strategy"],
-            "sources are mixed exactly by weight, none repeats a record before it is exhausted, and the run's "
-            "length is num_epochs or max_steps",
+            "sources are mixed exactly by weight, none repeats a record before it is exhausted, and"
+            " the run's length is num_epochs or max_steps",
         )
 
 
@@ -322,7 +377,9 @@ def _dataset_info(folder: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"dataset_info.json cannot be read: {error}", str(path), "run from the folder that LLaMA-Factory is run in"
+            f"dataset_info.json cannot be read: {error}",
+            str(path),
+            "run from the folder that LLaMA-Factory is run in",
         ) from error
 
 
@@ -331,24 +388,37 @@ def _entry(name: str, info: dict[str, Any], folder: Path, stage: str, draft: Dra
     about = info.get(name)
     if not isinstance(about, dict):
         raise ConfigError(f"dataset_info.json has no {name}", str(folder), "correct the name")
-    path = next((about[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if key in about), None)
+    path = next(
+        (about[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if key in about), None
+    )
     if path is None:
-        path = str(folder / about["file_name"]) if "file_name" in about else about.get("cloud_file_name")
+        path = (
+            str(folder / about["file_name"])
+            if "file_name" in about
+            else about.get("cloud_file_name")
+        )
     if path is None:
         raise ConfigError(
-            f"{name} is made by a script, which is never run", "script_url", "write its records to a file"
+            f"{name} is made by a script, which is never run",
+            "script_url",
+            "write its records to a file",
         )
     where = f"dataset {name}"
     for key in ("subset", "folder", "num_samples"):
         if about.get(key):
             draft.lose(
-                f"{where}: {key}", about[key], "write the records that are meant to a file of their own", trains=True
+                f"{where}: {key}",
+                about[key],
+                "write the records that are meant to a file of their own",
+                trains=True,
             )
     if about.get("split", "train") != "train":
         draft.lose(f"{where}: split", about["split"], "the split train is read", trains=True)
     if bool(about.get("ranking")) != (stage == "dpo"):
         holds = "holds rankings" if about.get("ranking") else "holds no rankings"
-        raise ConfigError(f"{name} {holds}, and the stage is {stage}", "ranking", "name data of the stage")
+        raise ConfigError(
+            f"{name} {holds}, and the stage is {stage}", "ranking", "name data of the stage"
+        )
     columns = _columns(about, stage, where, draft)
     return {"path": path, "columns": columns} if columns else path
 
@@ -383,10 +453,17 @@ def _columns(about: dict[str, Any], stage: str, where: str, draft: Draft) -> dic
 def _tags(tags: dict[str, Any], form: str, where: str, draft: Draft) -> None:
     pair = (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
     if form != "openai" and pair not in (("from", "value"), ("role", "content")):
-        draft.lose(f"{where}: tags", "/".join(pair), "turns have from and value, or role and content", trains=True)
+        draft.lose(
+            f"{where}: tags",
+            "/".join(pair),
+            "turns have from and value, or role and content",
+            trains=True,
+        )
     for tag, known in _ROLES.items():
         if tags.get(tag) not in (None, *known):
-            draft.lose(f"{where}: {tag}", tags[tag], f"roles here are {' or '.join(known)}", trains=True)
+            draft.lose(
+                f"{where}: {tag}", tags[tag], f"roles here are {' or '.join(known)}", trains=True
+            )
 
 
 TOOL = Tool(

@@ -21,16 +21,21 @@ OPTIONS: dict[str, Option] = {
     "dataset_num_proc": "preprocessing_num_workers",
     "lora_dropout": "lora_dropout",
     **read(
-        "tuner_type dataset val_dataset split_dataset_ratio torch_dtype max_length truncation_strategy lora_rank "
-        "lora_alpha target_modules target_regex columns system loss_scale template quant_bits packing adapters "
-        "bnb_4bit_quant_type modules_to_save use_rslora use_dora lorap_lr_ratio "
-        "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage "
-        "model_revision use_hf rlhf_type loss_type loss_weights beta label_smoothing rpo_alpha ld_alpha cpo_alpha "
-        "simpo_gamma desirable_weight undesirable_weight ref_model ref_adapters"
+        "tuner_type dataset val_dataset split_dataset_ratio torch_dtype max_length"
+        " truncation_strategy lora_rank lora_alpha target_modules target_regex columns system"
+        " loss_scale template quant_bits packing adapters bnb_4bit_quant_type modules_to_save"
+        " use_rslora use_dora lorap_lr_ratio early_stop_interval interleave_prob stopping_strategy"
+        " strict use_chat_template max_epochs stage model_revision use_hf rlhf_type loss_type"
+        " loss_weights beta label_smoothing rpo_alpha ld_alpha cpo_alpha simpo_gamma"
+        " desirable_weight undesirable_weight ref_model ref_adapters"
     ),
     **lost("part of a loss that is not trained here", "discopop_tau"),
-    **lost("the reference is the model as it is before the run", "ref_model_type ref_model_revision"),
-    **lost("a run on preferences answers nothing while it trains", "max_completion_length", off=(512,)),
+    **lost(
+        "the reference is the model as it is before the run", "ref_model_type ref_model_revision"
+    ),
+    **lost(
+        "a run on preferences answers nothing while it trains", "max_completion_length", off=(512,)
+    ),
     # ------------------------------------------------ what is trained
     **lost(
         "single parameters are not frozen here",
@@ -40,12 +45,28 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost("experts' parameters get no adapter by name here", "target_parameters", trains=True),
     **lost("this kind of LoRA is not trained here", "use_swift_lora", trains=True),
-    **lost("this kind of LoRA is not trained here", "lora_bias init_weights", trains=True, off=("true", True)),
-    **lost("AdamW is the optimizer here", "optimizer use_galore lisa_activated_layers", trains=True),
+    **lost(
+        "this kind of LoRA is not trained here",
+        "lora_bias init_weights",
+        trains=True,
+        off=("true", True),
+    ),
+    **lost(
+        "AdamW is the optimizer here", "optimizer use_galore lisa_activated_layers", trains=True
+    ),
     **lost("the loss is cross-entropy here", "enable_dft_loss", trains=True),
     **lost("losses are averaged over tokens here", "acc_strategy", trains=True, off=("token",)),
-    **lost("routers have the auxiliary loss of the model's configuration", "router_aux_loss_coef", trains=True),
-    **lost("the order is a shuffle here", "dataset_shuffle train_dataloader_shuffle", trains=True, off=(True,)),
+    **lost(
+        "routers have the auxiliary loss of the model's configuration",
+        "router_aux_loss_coef",
+        trains=True,
+    ),
+    **lost(
+        "the order is a shuffle here",
+        "dataset_shuffle train_dataloader_shuffle",
+        trains=True,
+        off=(True,),
+    ),
     **lost("no token is added here", "new_special_tokens", trains=True),
     **lost("the model's own position encoding is trained", "rope_scaling", trains=True),
     **lost("weights are those of the model", "init_strategy", trains=True),
@@ -56,7 +77,12 @@ OPTIONS: dict[str, Option] = {
         "agent_template response_prefix preserve_thinking",
         trains=True,
     ),
-    **lost("the tokenizer's template says how thoughts are written", "enable_thinking", trains=True, off=(True,)),
+    **lost(
+        "the tokenizer's template says how thoughts are written",
+        "enable_thinking",
+        trains=True,
+        off=(True,),
+    ),
     **lost(
         "the tokenizer's template says how thoughts are written",
         "add_non_thinking_prefix disable_ignore_empty_think",
@@ -67,28 +93,40 @@ OPTIONS: dict[str, Option] = {
         "model_name model_author",
         trains=True,
     ),
-    **lost("code of others is not run here", "external_plugins custom_register_path callbacks", trains=True),
+    **lost(
+        "code of others is not run here",
+        "external_plugins custom_register_path callbacks",
+        trains=True,
+    ),
     **lost("learning rates are one here", "vit_lr aligner_lr", trains=True),
     # ------------------------------------------------ how it runs
     **lost(
         "finetune decides it by itself",
-        "model_type attn_impl experts_impl device_map max_memory model_kwargs template_backend padding_side "
-        "padding_free use_logits_to_keep enable_npu_model_patch load_args load_data_args ignore_args_error "
-        "check_model safe_serialization max_shard_size max_model_len local_repo_path lora_dtype "
-        "ds3_gather_for_generation resume_only_model",
+        "model_type attn_impl experts_impl device_map max_memory model_kwargs template_backend"
+        " padding_side padding_free use_logits_to_keep enable_npu_model_patch load_args"
+        " load_data_args ignore_args_error check_model safe_serialization max_shard_size"
+        " max_model_len local_repo_path lora_dtype ds3_gather_for_generation resume_only_model",
         off=("right", "swift", True, "5GB"),
     ),
     **lost("peft makes the adapter", "tuner_backend", off=("peft",)),
-    **lost("one device holds whole samples here", "sequence_parallel_size deepspeed_autotp_size", off=(1,)),
+    **lost(
+        "one device holds whole samples here",
+        "sequence_parallel_size deepspeed_autotp_size",
+        off=(1,),
+    ),
     **lost("write it into the DeepSpeed file", "zero_hpz_partition_size"),
     **lost(
         "samples are prepared once and cached by their content",
-        "cached_dataset cached_val_dataset load_from_cache_file lazy_tokenize streaming shuffle_buffer_size "
-        "download_mode packing_num_proc packing_length packing_strategy val_dataset_shuffle "
-        "disable_auto_column_mapping custom_dataset_info",
+        "cached_dataset cached_val_dataset load_from_cache_file lazy_tokenize streaming"
+        " shuffle_buffer_size download_mode packing_num_proc packing_length packing_strategy"
+        " val_dataset_shuffle disable_auto_column_mapping custom_dataset_info",
         off=("binpack", 1, "reuse_dataset_if_exists"),
     ),
-    **lost("the run folder is output_dir itself", "add_version create_checkpoint_symlink use_flash_ckpt", off=(True,)),
+    **lost(
+        "the run folder is output_dir itself",
+        "add_version create_checkpoint_symlink use_flash_ckpt",
+        off=(True,),
+    ),
     **lost("losses here are per difficulty and source", "enable_channel_loss eval_metric"),
     **lost(
         "only text is trained here",
@@ -97,39 +135,40 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost(
         "a base in few bits is bitsandbytes', computed in the run's dtype",
-        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_use_double_quant"
+        " bnb_4bit_quant_storage",
         off=("bnb", True),
     ),
     **lost(
         _ANSWERS,
-        "max_new_tokens temperature top_k top_p repetition_penalty num_beams stream stop_words logprobs "
-        "top_logprobs structured_outputs_regex eval_use_evalscope eval_dataset eval_dataset_args eval_limit "
-        "eval_generation_config extra_eval_args",
+        "max_new_tokens temperature top_k top_p repetition_penalty num_beams stream stop_words"
+        " logprobs top_logprobs structured_outputs_regex eval_use_evalscope eval_dataset"
+        " eval_dataset_args eval_limit eval_generation_config extra_eval_args",
     ),
     **lost(
         "part of an optimizer that is not here",
-        "galore_target_modules galore_rank galore_update_proj_gap galore_scale galore_proj_type "
-        "galore_optim_per_parameter galore_with_embedding galore_quantization galore_proj_quant galore_proj_bits "
-        "galore_proj_group_size galore_cos_threshold galore_gamma_proj galore_queue_size lisa_step_interval",
+        "galore_target_modules galore_rank galore_update_proj_gap galore_scale galore_proj_type"
+        " galore_optim_per_parameter galore_with_embedding galore_quantization galore_proj_quant"
+        " galore_proj_bits galore_proj_group_size galore_cos_threshold galore_gamma_proj"
+        " galore_queue_size lisa_step_interval",
     ),
     **lost(
         _TUNERS,
-        "lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma "
-        "fourier_n_frequency fourier_scaling boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout "
-        "vera_rank "
-        "vera_projection_prng_key vera_dropout vera_d_initial adapter_act adapter_length adalora_target_r "
-        "adalora_init_r "
-        "adalora_tinit adalora_tfinal adalora_deltaT adalora_beta1 adalora_beta2 adalora_orth_reg_weight "
-        "llamapro_num_new_blocks llamapro_num_groups reft_layer_key reft_layers reft_rank reft_intervention_type "
-        "reft_args",
+        "lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale"
+        " lora_ga_stable_gamma fourier_n_frequency fourier_scaling boft_block_size boft_block_num"
+        " boft_n_butterfly_factor boft_dropout vera_rank vera_projection_prng_key vera_dropout"
+        " vera_d_initial adapter_act adapter_length adalora_target_r adalora_init_r adalora_tinit"
+        " adalora_tfinal adalora_deltaT adalora_beta1 adalora_beta2 adalora_orth_reg_weight"
+        " llamapro_num_new_blocks llamapro_num_groups reft_layer_key reft_layers reft_rank"
+        " reft_intervention_type reft_args",
     ),
     **lost("loss scales follow the answers", "is_binary_loss_scale"),
     **lost(
         "SwanLab reads its settings from the environment",
-        "swanlab_token swanlab_project swanlab_workspace swanlab_exp_name swanlab_notification_method "
-        "swanlab_webhook_url "
-        "swanlab_secret swanlab_sender_email swanlab_receiver_email swanlab_smtp_server swanlab_smtp_port "
-        "swanlab_email_language swanlab_mode",
+        "swanlab_token swanlab_project swanlab_workspace swanlab_exp_name"
+        " swanlab_notification_method swanlab_webhook_url swanlab_secret swanlab_sender_email"
+        " swanlab_receiver_email swanlab_smtp_server swanlab_smtp_port swanlab_email_language"
+        " swanlab_mode",
     ),
 }
 DEFAULTS = {
@@ -157,7 +196,11 @@ _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
     full = values["tuner_type"] == "full"
     if values["tuner_type"] not in ("lora", "full"):
-        raise ConfigError(f"{values['tuner_type']} has no counterpart: {_TUNERS}", "tuner_type", "convert lora or full")
+        raise ConfigError(
+            f"{values['tuner_type']} has no counterpart: {_TUNERS}",
+            "tuner_type",
+            "convert lora or full",
+        )
     draft.values["learning_rate"] = values["learning_rate"] or (1e-5 if full else 1e-4)
     if values["gradient_accumulation_steps"] is None:
         per_step = values["per_device_train_batch_size"] * devices
@@ -171,9 +214,16 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     draft.values["dtype"] = _dtype(values)
     if "torch_dtype" not in given and not (given & {"bf16", "fp16"}):
         draft.note("torch_dtype", "not set", "there the model's own number format, here bfloat16")
-    if values.get("eval_strategy") is None and (draft.values.get("valid_split") or draft.values.get("valid_data")):
-        values["eval_strategy"], values["eval_steps"] = "steps", values.get("eval_steps") or values["save_steps"]
-    draft.values.setdefault("output_dir", f"output/{str(values.get('model')).rstrip('/').rpartition('/')[2]}")
+    if values.get("eval_strategy") is None and (
+        draft.values.get("valid_split") or draft.values.get("valid_data")
+    ):
+        values["eval_strategy"], values["eval_steps"] = (
+            "steps",
+            values.get("eval_steps") or values["save_steps"],
+        )
+    draft.values.setdefault(
+        "output_dir", f"output/{str(values.get('model')).rstrip('/').rpartition('/')[2]}"
+    )
     hugging_face.finish(values, given, draft, devices)
     _loss(values, draft)
     if patience := values.get("early_stop_interval"):
@@ -193,15 +243,28 @@ def _loss(values: dict[str, Any], draft: Draft) -> None:
         both = [weight for weight in (sft, values.get("rpo_alpha")) if weight is not None]
         settings["sft_weight"] = sum(both) if both else None
         settings["label_smoothing"] = values.get("label_smoothing") if loss == "dpo" else None
-    elif kind not in ("orpo", "simpo", "kto") or values.get("loss_type") not in (None, kind, [kind]):
-        raise preferences.refused("rlhf_type", kind if values.get("loss_type") is None else values["loss_type"])
+    elif kind not in ("orpo", "simpo", "kto") or values.get("loss_type") not in (
+        None,
+        kind,
+        [kind],
+    ):
+        raise preferences.refused(
+            "rlhf_type", kind if values.get("loss_type") is None else values["loss_type"]
+        )
     if kind == "simpo":
-        settings |= {"simpo_gamma": values.get("simpo_gamma", 1.0), "sft_weight": values.get("cpo_alpha", 1.0)}
+        settings |= {
+            "simpo_gamma": values.get("simpo_gamma", 1.0),
+            "sft_weight": values.get("cpo_alpha", 1.0),
+        }
         settings["label_smoothing"] = values.get("label_smoothing")
     elif kind == "kto":
         settings |= {name: values.get(name) for name in ("desirable_weight", "undesirable_weight")}
     elif kind == "orpo":
-        draft.note("orpo", "loss", "there the cross-entropy is that of prompt and answer, here of the answer")
+        draft.note(
+            "orpo",
+            "loss",
+            "there the cross-entropy is that of prompt and answer, here of the answer",
+        )
     preferences.lose_given(values, "this part of a loss is not trained here", "ld_alpha", draft)
     why, same = preferences.OWN_REFERENCE, (values.get("model"),)
     preferences.lose_given(values, why, "ref_model ref_adapters", draft, off=same)
@@ -229,19 +292,31 @@ def _method(values: dict[str, Any], draft: Draft, *, full: bool) -> None:
     draft.values["finetuning"] = values["tuner_type"]
     if values.get("adapters"):
         draft.lose(
-            "adapters", values["adapters"], "no adapter is continued here; merge it into the model first", trains=True
+            "adapters",
+            values["adapters"],
+            "no adapter is continued here; merge it into the model first",
+            trains=True,
         )
     if values.get("quant_bits"):
-        adapters.quantization("quant_bits", values["quant_bits"], draft, form=values.get("bnb_4bit_quant_type"))
+        adapters.quantization(
+            "quant_bits", values["quant_bits"], draft, form=values.get("bnb_4bit_quant_type")
+        )
     if full:
         draft.values.pop("lora_dropout")
         return
     draft.values |= {"lora_r": values["lora_rank"], "lora_alpha": values["lora_alpha"]}
     same = ("modules_to_save", "use_rslora", "use_dora")
-    adapters.beyond_plain(values, {**dict(zip(same, same, strict=True)), "lorap_lr_ratio": "lora_plus_ratio"}, draft)
+    adapters.beyond_plain(
+        values, {**dict(zip(same, same, strict=True)), "lorap_lr_ratio": "lora_plus_ratio"}, draft
+    )
     draft.values["lora_target_modules"] = targets(values["target_modules"], "all-linear")
     if values.get("target_regex"):
-        draft.lose("target_regex", values["target_regex"], "name the modules as lora_target_modules", trains=True)
+        draft.lose(
+            "target_regex",
+            values["target_regex"],
+            "name the modules as lora_target_modules",
+            trains=True,
+        )
 
 
 def _text(values: dict[str, Any], draft: Draft) -> None:
@@ -249,29 +324,50 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
     if length := values.get("max_length"):
         draft.values["cutoff_len"] = length
         how = values.get("truncation_strategy") or "delete"
-        draft.note("max_length", length, f"a longer sample is cut so that its answer stays; there: {how}")
+        draft.note(
+            "max_length", length, f"a longer sample is cut so that its answer stays; there: {how}"
+        )
     else:
-        draft.note("max_length", "not set", "there the model's longest, here cutoff_len 2048: set it")
+        draft.note(
+            "max_length", "not set", "there the model's longest, here cutoff_len 2048: set it"
+        )
     if values.get("packing"):
         hugging_face.packed("packing", draft)
     if values.get("system"):
-        draft.lose("system", values["system"], "a system text stands in the records here", trains=True)
+        draft.lose(
+            "system", values["system"], "a system text stands in the records here", trains=True
+        )
     if values.get("use_chat_template") is False and values["stage"] != "pt":
-        draft.lose("use_chat_template", False, "conversations are written with a chat template here", trains=True)
+        draft.lose(
+            "use_chat_template",
+            False,
+            "conversations are written with a chat template here",
+            trains=True,
+        )
     if values.get("template"):
         draft.note(
-            "template", values["template"], "the tokenizer's own chat template is used; --template names another"
+            "template",
+            values["template"],
+            "the tokenizer's own chat template is used; --template names another",
         )
     if values["stage"] == "pt":
         draft.lose(
-            "stage", "pt", "of a conversation the answers are trained; records of text are trained whole", trains=True
+            "stage",
+            "pt",
+            "of a conversation the answers are trained; records of text are trained whole",
+            trains=True,
         )
     # Of preferences the answer behind the prompt is trained, there and here.
     last = "last_round" if values.get("rlhf_type") else "default"
     scale = values.get("loss_scale", "default")
     scale = "default" if scale == last else scale
     if scale not in ("default", "all") or (scale == "all" and values["stage"] != "pt"):
-        draft.lose("loss_scale", scale, "every answer of a conversation is trained, and nothing else", trains=True)
+        draft.lose(
+            "loss_scale",
+            scale,
+            "every answer of a conversation is trained, and nothing else",
+            trains=True,
+        )
     draft.values["on_bad_row"] = "refuse" if values.get("strict") else "drop"
 
 
@@ -283,7 +379,10 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
     for option, name in (("dataset", "data"), ("val_dataset", "valid_data")):
         given = values.get(option) or []
         if given:
-            draft.values[name] = [_entry(one, renamed, draft) for one in ([given] if isinstance(given, str) else given)]
+            draft.values[name] = [
+                _entry(one, renamed, draft)
+                for one in ([given] if isinstance(given, str) else given)
+            ]
     if not draft.values.get("data"):
         raise ConfigError("the run names no data", "dataset", "add it")
     if values["split_dataset_ratio"] and not draft.values.get("valid_data"):
@@ -302,10 +401,20 @@ def _entry(given: str, columns: dict[str, str], draft: Draft) -> Any:
     path, mark, count = str(given).rpartition("#")
     path = path if mark and count.isdigit() else str(given)
     if path != given:
-        draft.lose(f"dataset {path}", f"#{count}", "every record is trained: make a smaller file", trains=True)
+        draft.lose(
+            f"dataset {path}",
+            f"#{count}",
+            "every record is trained: make a smaller file",
+            trains=True,
+        )
     head, colon, subset = path.rpartition(":")
     if colon and "/" in head and "/" not in subset and not head.startswith(("/", ".")):
-        draft.lose(f"dataset {head}", f":{subset}", "the whole data set is read: write its part to a file", trains=True)
+        draft.lose(
+            f"dataset {head}",
+            f":{subset}",
+            "the whole data set is read: write its part to a file",
+            trains=True,
+        )
         path = head
     return {"path": path, "columns": dict(columns)} if columns else path
 

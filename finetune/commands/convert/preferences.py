@@ -1,4 +1,6 @@
-"""Losses on preferences of other tools as settings of `python -m finetune.dpo`; most tools stand on TRL's trainers."""
+"""Losses on preferences of other tools as settings of `python -m finetune.dpo`; most tools stand on
+TRL's trainers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from finetune.commands.convert.draft import Draft, is_nothing
 from finetune.errors import ConfigError
 
 OWN_REFERENCE = "the reference is the model as it is before the run"
-TOKENS = "there a mean of means over each microbatch or answer, here over the tokens of all chosen answers of a step"
+TOKENS = (
+    "there a mean of means over each microbatch or answer, here over the tokens of all chosen"
+    " answers of a step"
+)
 
 
 def write(draft: Draft, loss: str, settings: Mapping[str, Any], *, dropout: bool = False) -> None:
@@ -18,16 +23,25 @@ def write(draft: Draft, loss: str, settings: Mapping[str, Any], *, dropout: bool
     Args:
         loss: ours.
         settings: of ours, those that the tool names or has a default for; None is left to ours.
-        dropout: whether the tool leaves dropout on; by default its trainers turn all of it off, the adapter's too.
+        dropout: whether the tool leaves dropout on; by default its trainers turn all of it off, the
+            adapter's too.
     """
     draft.values |= {"kind": "dpo", "loss": loss}
     draft.values |= {name: value for name, value in settings.items() if value is not None}
     if draft.values.get("lora_dropout") and not dropout:
         given = draft.values["lora_dropout"]
-        draft.note("lora_dropout", given, "0 is written: dropout is turned off there while preferences are trained")
+        draft.note(
+            "lora_dropout",
+            given,
+            "0 is written: dropout is turned off there while preferences are trained",
+        )
         draft.values["lora_dropout"] = 0.0
     if loss == "kto":
-        draft.note("kto", "loss", "its reference point is a mean over the global batch, there over what a device holds")
+        draft.note(
+            "kto",
+            "loss",
+            "its reference point is a mean over the global batch, there over what a device holds",
+        )
     if draft.values.get("sft_weight"):
         draft.note("sft_weight", draft.values["sft_weight"], TOKENS)
 
@@ -67,8 +81,12 @@ def of_losses(name: str, losses: Any, weights: Any, draft: Draft) -> tuple[str, 
     return ours[loss], None if sft is None else sft / factor
 
 
-def lose_given(values: Mapping[str, Any], why: str, names: str, draft: Draft, *, off: tuple[Any, ...] = ()) -> None:
-    """Name options of a loss that change what is trained, where they are given; their names with spaces between."""
+def lose_given(
+    values: Mapping[str, Any], why: str, names: str, draft: Draft, *, off: tuple[Any, ...] = ()
+) -> None:
+    """Name options of a loss that change what is trained, where they are given; their names with
+    spaces between.
+    """
     for name in names.split():
         if not is_nothing(values.get(name)) and values[name] not in off:
             draft.lose(name, values[name], why, trains=True)

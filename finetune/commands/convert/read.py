@@ -1,4 +1,6 @@
-"""What a run of another tool says: options by name, from a YAML or JSON file, or from a command line."""
+"""What a run of another tool says: options by name, from a YAML or JSON file, or from a command
+line.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,15 @@ def read_run(given: str, tool_name: str | None) -> Run:
         ConfigError: it cannot be read, or belongs to no tool or to several.
     """
     path = Path(given)
-    is_file = os.path.isfile(given)  # Path.is_file raises where a command is longer than a name may be
+    # Path.is_file raises where a command is longer than a name may be
+    is_file = os.path.isfile(given)
     source = path.name if is_file else "a command line"
     if path.suffix.lower() in _FILES and (is_file or " " not in given):
         options = read_file(path)
         tool = _pick(options, tool_name, path.name)
-        return Run(tool, without_launcher(options, tool), path.name, processes_of(as_words(options), {}))
+        return Run(
+            tool, without_launcher(options, tool), path.name, processes_of(as_words(options), {})
+        )
     options, named, processes = _read_command(_command_text(given, path))
     tool = named if tool_name is None and named is not None else _pick(options, tool_name, source)
     return Run(tool, without_launcher(options, tool), source, processes)
@@ -66,16 +71,24 @@ def _command_text(given: str, path: Path) -> str:
         if os.path.isfile(given):
             return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text is not UTF-8 (byte {error.start})", given, "name a script or YAML file") from None
+        raise ConfigError(
+            f"the text is not UTF-8 (byte {error.start})", given, "name a script or YAML file"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"the file cannot be read: {error.strerror}", given, "name a readable file") from None
+        raise ConfigError(
+            f"the file cannot be read: {error.strerror}", given, "name a readable file"
+        ) from None
     if " " in given.strip():
         return given
-    raise ConfigError("there is no such file, and it is no command line", given, similar_files(path))
+    raise ConfigError(
+        "there is no such file, and it is no command line", given, similar_files(path)
+    )
 
 
 def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
-    """The options of the command in a shell script that trains, the tool that it names, and its number of processes."""
+    """The options of the command in a shell script that trains, the tool that it names, and its
+    number of processes.
+    """
     variables: dict[str, str] = {}
     lines: list[list[str]] = []
     unread, following = None, 1
@@ -87,7 +100,9 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
         except ValueError as error:  # an apostrophe in another line of a script
             if "--" in line:
                 # The line is not shown: it may hold a key.
-                unread = unread or ConfigError(f"not a command line: {error}", f"line {number}", "close the quotes")
+                unread = unread or ConfigError(
+                    f"not a command line: {error}", f"line {number}", "close the quotes"
+                )
             continue
         words = _assign(words, variables)
         lines.append(words)
@@ -115,21 +130,30 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
 
 
 def _assign(words: list[str], variables: dict[str, str]) -> list[str]:
-    """Keep the assignments in front of a command; the command, with the values of variables in their place."""
+    """Keep the assignments in front of a command; the command, with the values of variables in
+    their place.
+    """
 
     def filled(word: str) -> str:
         return _VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word)
 
-    while words and (found := _ASSIGNMENT.fullmatch(words[0] if words[0] != "export" else " ".join(words[:2]))):
+    while words and (
+        found := _ASSIGNMENT.fullmatch(words[0] if words[0] != "export" else " ".join(words[:2]))
+    ):
         variables[found[1]] = filled(found[2])
         words = words[2 if words[0] == "export" else 1 :]
     return [filled(word) for word in words]
 
 
 def _start(words: list[str]) -> tuple[Tool, tuple[str, ...], int] | None:
-    """The tool that the words start, by the longest start that fits, and where its options begin."""
+    """The tool that the words start, by the longest start that fits, and where its options
+    begin.
+    """
     fitting = [
-        (tool, start, place) for tool in TOOLS for start in tool.starts if (place := _place(words, start)) is not None
+        (tool, start, place)
+        for tool in TOOLS
+        for start in tool.starts
+        if (place := _place(words, start)) is not None
     ]
     return max(fitting, key=lambda found: len(" ".join(found[1])), default=None)
 
@@ -189,17 +213,26 @@ def _value(word: str) -> Any:
 def _pick(options: dict[str, Any], name: str | None, source: str) -> Tool:
     if name is not None:
         return next(tool for tool in TOOLS if tool.name == name)
-    known = {tool: sum(tool.aliases.get(each, each) in tool.options for each in options) for tool in TOOLS}
+    known = {
+        tool: sum(tool.aliases.get(each, each) in tool.options for each in options)
+        for tool in TOOLS
+    }
     # A tool's own words count: `model` is ms-swift's, `base_model` is Axolotl's.
     own = {
         tool: sum(
-            each in tool.options and not any(each in other.options for other in TOOLS if other is not tool)
+            each in tool.options
+            and not any(each in other.options for other in TOOLS if other is not tool)
             for each in options
         )
         for tool in TOOLS
     }
     best = max(TOOLS, key=lambda tool: (known[tool], own[tool]))
-    if not known[best] or sum((known[tool], own[tool]) == (known[best], own[best]) for tool in TOOLS) > 1:
+    if (
+        not known[best]
+        or sum((known[tool], own[tool]) == (known[best], own[best]) for tool in TOOLS) > 1
+    ):
         names = ", ".join(tool.name for tool in TOOLS)
-        raise ConfigError("it cannot be told which tool this run is for", source, f"say --from {names}")
+        raise ConfigError(
+            "it cannot be told which tool this run is for", source, f"say --from {names}"
+        )
     return best

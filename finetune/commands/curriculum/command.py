@@ -1,4 +1,6 @@
-"""`python -m finetune curriculum show`: what a run would draw of each difficulty, stage by stage, before it starts."""
+"""`python -m finetune curriculum show`: what a run would draw of each difficulty, stage by stage,
+before it starts.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
     from finetune.config.run_config import RunConfig
 
-# Repeating data up to four times was found nearly as good as new data, more often much worse (Muennighoff et al.,
-# 2023).
+# Repeating data up to four times was found nearly as good as new data, more often much worse
+# (Muennighoff et al., 2023).
 MANY_PASSES = 4.0
 CHART_COLUMNS, CHART_ROWS = 60, 10
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -38,21 +40,30 @@ _GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
 class CurriculumOptions(Options):
     """The command line, but for the flags of training."""
 
-    usage: ClassVar[str] = "python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]"
-    summary: ClassVar[str] = (
-        "Shows how many samples of each difficulty every stage has, how often the data of each is repeated, and the\n"
-        "mix over the progress of the run. Reads the configuration and the data; needs no model, and writes nothing."
+    usage: ClassVar[str] = (
+        "python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]"
     )
-    epilog: ClassVar[str] = "The other flags are those of `python -m finetune sft --help`, or of `dpo --help`."
+    summary: ClassVar[str] = (
+        "Shows how many samples of each difficulty every stage has, how often the data of each is"
+        " repeated, and the\nmix over the progress of the run. Reads the configuration and the"
+        " data; needs no model, and writes nothing."
+    )
+    epilog: ClassVar[str] = (
+        "The other flags are those of `python -m finetune sft --help`, or of `dpo --help`."
+    )
     positional: ClassVar[tuple[str, ...]] = ("action",)
 
     action: Literal["show"] = setting(group="options", unit="show", description="What to do.")
-    as_json: bool = setting(False, alias="json", group="output", description="One JSON object instead of tables.")
+    as_json: bool = setting(
+        False, alias="json", group="output", description="One JSON object instead of tables."
+    )
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage: first and last step counted from 1 (first > last: it has none), and its samples per difficulty."""
+    """One stage: first and last step counted from 1 (first > last: it has none), and its samples
+    per difficulty.
+    """
 
     until: float
     ramp: str
@@ -66,7 +77,8 @@ class CurriculumReport:
     """What a run will draw. Tuples of numbers are per difficulty, in the order of `difficulties`.
 
     Attributes:
-        records: records of the data; a difficulty whose weight is always zero counts its records too.
+        records: records of the data; a difficulty whose weight is always zero counts its records
+            too.
         samples: draws of the whole run.
         passes: samples / records, 0 without draws.
         chart: for each of CHART_COLUMNS equal parts of the run, the shares that are drawn.
@@ -95,7 +107,10 @@ class CurriculumReport:
             return dict(zip(self.difficulties, values, strict=True))
 
         def stage_json(stage: StageReport) -> dict[str, Any]:
-            shown = {"samples": by_difficulty(stage.samples), "mix": by_difficulty(_shares(stage.samples))}
+            shown = {
+                "samples": by_difficulty(stage.samples),
+                "mix": by_difficulty(_shares(stage.samples)),
+            }
             return {**asdict(stage), **shown}
 
         return {
@@ -128,11 +143,19 @@ def report_curriculum(
     stage_of_step = schedule.stage_of_steps(total_steps)
     bounds = np.searchsorted(stage_of_step, np.arange(len(schedule.stages) + 1))
     stages = tuple(
-        StageReport(stage.until, stage.ramp, int(start) + 1, int(end), tuple(counts[start:end].sum(axis=0).tolist()))
+        StageReport(
+            stage.until,
+            stage.ramp,
+            int(start) + 1,
+            int(end),
+            tuple(counts[start:end].sum(axis=0).tolist()),
+        )
         for stage, start, end in zip(schedule.stages, bounds[:-1], bounds[1:], strict=True)
     )
     records, samples = np.asarray(records_per_difficulty).tolist(), counts.sum(axis=0).tolist()
-    passes = tuple(drawn / there if drawn else 0.0 for drawn, there in zip(samples, records, strict=True))
+    passes = tuple(
+        drawn / there if drawn else 0.0 for drawn, there in zip(samples, records, strict=True)
+    )
     return CurriculumReport(
         difficulties=schedule.difficulties,
         total_steps=total_steps,
@@ -141,21 +164,32 @@ def report_curriculum(
         samples=tuple(samples),
         passes=passes,
         stages=stages,
-        chart=tuple(_shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)),
-        warnings=(*warnings, *source_warnings(sources), *_repetition_warnings(schedule, records, passes)),
+        chart=tuple(
+            _shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)
+        ),
+        warnings=(
+            *warnings,
+            *source_warnings(sources),
+            *_repetition_warnings(schedule, records, passes),
+        ),
         sources=tuple(sources),
     )
 
 
-def _repetition_warnings(schedule: Schedule, records: Sequence[int], passes: Sequence[float]) -> list[str]:
+def _repetition_warnings(
+    schedule: Schedule, records: Sequence[int], passes: Sequence[float]
+) -> list[str]:
     often = [
-        f"difficulty '{name}' is repeated {times:.1f} times (fix: add records, train fewer steps, or lower its weight)"
+        f"difficulty '{name}' is repeated {times:.1f} times (fix: add records, train fewer steps,"
+        " or lower its weight)"
         for name, times in zip(schedule.difficulties, passes, strict=True)
         if times > MANY_PASSES
     ]
     never = [
         f"difficulty '{name}' has weight 0 in every stage: its {there:,} records are not trained on"
-        for name, there, used in zip(schedule.difficulties, records, schedule.ever_used(), strict=True)
+        for name, there, used in zip(
+            schedule.difficulties, records, schedule.ever_used(), strict=True
+        )
         if there and not used
     ]
     return often + never
@@ -173,29 +207,43 @@ def _shares(samples: Sequence[int]) -> tuple[float, ...]:
 
 
 def chart_cells(report: CurriculumReport) -> list[list[int]]:
-    """Lines of the chart from the top, each CHART_COLUMNS indices of difficulties, stacked from the bottom."""
+    """Lines of the chart from the top, each CHART_COLUMNS indices of difficulties, stacked from the
+    bottom.
+    """
     tops = np.cumsum(np.array(report.chart), axis=1)
     heights = (np.arange(CHART_ROWS)[::-1] + 0.5) / CHART_ROWS
-    return [[min(int((top <= height).sum()), len(report.difficulties) - 1) for top in tops] for height in heights]
+    return [
+        [min(int((top <= height).sum()), len(report.difficulties) - 1) for top in tops]
+        for height in heights
+    ]
 
 
 def print_report(report: CurriculumReport, console: Console) -> None:
     """Print the report for a person."""
     from rich.text import Text
 
-    seen = f"{sum(report.samples):,} samples in {report.total_steps:,} steps of {report.global_batch_size:,}"
+    seen = (
+        f"{sum(report.samples):,} samples in {report.total_steps:,} steps of"
+        f" {report.global_batch_size:,}"
+    )
     console.print(f"curriculum: {seen}, from {sum(report.records):,} records", highlight=False)
     console.print(_table(report))
     unicode = (console.encoding or "").lower().startswith("utf")
     glyphs = _GLYPHS if unicode else _ASCII_GLYPHS
     mark = [
-        (glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)]) for number in range(len(report.difficulties))
+        (glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)])
+        for number in range(len(report.difficulties))
     ]
     for number, line in enumerate(chart_cells(report)):
         label = {0: "100%", CHART_ROWS // 2: " 50%"}.get(number, "    ")
-        console.print(Text(f"{label} ").append_text(Text.assemble(*(mark[difficulty] for difficulty in line))))
+        console.print(
+            Text(f"{label} ").append_text(Text.assemble(*(mark[difficulty] for difficulty in line)))
+        )
     console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
-    legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.difficulties, strict=True)]
+    legend = [
+        (f"{glyph} {name}   ", colour)
+        for (glyph, colour), name in zip(mark, report.difficulties, strict=True)
+    ]
     console.print(Text("     ").append_text(Text.assemble(*legend)))
     whole = not console.is_terminal  # else rich breaks lines, between words
     for source in report.sources:
@@ -215,13 +263,22 @@ def _table(report: CurriculumReport) -> Table:
         table.add_column(name, justify="right")
 
     def cells(samples: Sequence[int]) -> list[str]:
-        return [f"{count:,} {share:6.1%}" for count, share in zip(samples, _shares(samples), strict=True)]
+        return [
+            f"{count:,} {share:6.1%}"
+            for count, share in zip(samples, _shares(samples), strict=True)
+        ]
 
     start = 0.0
     for number, stage in enumerate(report.stages, 1):
         ramp = " (ramp)" if stage.ramp == "linear" else ""
-        steps = f"{stage.first_step:,}-{stage.last_step:,}" if stage.first_step <= stage.last_step else "none"
-        table.add_row(f"{number}{ramp}", f"{start:.4g}-{stage.until:.4g}", steps, *cells(stage.samples))
+        steps = (
+            f"{stage.first_step:,}-{stage.last_step:,}"
+            if stage.first_step <= stage.last_step
+            else "none"
+        )
+        table.add_row(
+            f"{number}{ramp}", f"{start:.4g}-{stage.until:.4g}", steps, *cells(stage.samples)
+        )
         start = stage.until
     table.add_section()
     table.add_row("whole run", "", f"{report.total_steps:,}", *cells(report.samples))
@@ -231,11 +288,12 @@ def _table(report: CurriculumReport) -> Table:
 
 
 def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[int], list[str]]:
-    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record numbers; the first of
-    each source, and N; warnings about the others.
+    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record
+    numbers; the first of each source, and N; warnings about the others.
 
     Raises:
-        DataError: a file cannot be read; a column that no record has; records are bad and `on_bad_row` is refuse.
+        DataError: a file cannot be read; a column that no record has; records are bad and
+            `on_bad_row` is refuse.
     """
     from finetune.data.media import MediaLeftOut
     from finetune.data.preference.records import reader_of
@@ -245,13 +303,18 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     from finetune.data.selection import KEYS, selection_of
 
     names = config.curriculum.levels if config.use_curriculum else None
-    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names or ())}}
+    index: dict[str | None, int] = {
+        None: -1,
+        **{name: number for number, name in enumerate(names or ())},
+    }
     good: list[tuple[int, int, int]] = []  # difficulty, record, source
     problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
     make_reader = reader_of(config.preference_form)
-    readers = [make_reader(names, config.difficulty_field, file.source, config.on_media) for file in files]
+    readers = [
+        make_reader(names, config.difficulty_field, file.source, config.on_media) for file in files
+    ]
     columns: dict[int, set[str]] = {number: set() for number in range(len(files))}
     for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
         for line, record, found in reader.file(file.path):
@@ -275,7 +338,10 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
     if selection:
         chosen = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1")
-        others["duplicates"], others["on the other side of the split"] = chosen.duplicates, chosen.other_side
+        others["duplicates"], others["on the other side of the split"] = (
+            chosen.duplicates,
+            chosen.other_side,
+        )
         taken = chosen.mask[record_ids]
         difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
     counts = problems.counts + others
@@ -298,13 +364,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     difficulties, record_ids, starts, dropped = read_difficulties(config)
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     if config.global_batch_size == "auto":
-        config = config.model_copy(update={"global_batch_size": batch_for(config, len(difficulty_ids))})
-    steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)
+        config = config.model_copy(
+            update={"global_batch_size": batch_for(config, len(difficulty_ids))}
+        )
+    steps = count_steps(
+        len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps
+    )
     records = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
     mix = mix_of(config.sources, starts)
-    plan = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, steps, config.curriculum_seed, mix=mix)
+    plan = GlobalBatches(
+        difficulty_ids, schedule, config.global_batch_size, steps, config.curriculum_seed, mix=mix
+    )
     problems = [*dropped, *warnings]
-    report = report_curriculum(schedule, records, config.global_batch_size, steps, problems, plan.source_draws())
+    report = report_curriculum(
+        schedule, records, config.global_batch_size, steps, problems, plan.source_draws()
+    )
     if options.as_json:
         sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")
     else:

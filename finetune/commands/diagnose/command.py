@@ -1,4 +1,6 @@
-"""`python -m finetune diagnose LOG...`: why a run failed, from its logs: causes with evidence and remedy."""
+"""`python -m finetune diagnose LOG...`: why a run failed, from its logs: causes with evidence and
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ __all__ = ["RESTART_CURES", "Finding", "FindingByPlace", "diagnose_logs", "main"
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
-    """The causes that logs of one run show, best first, in the spoken language; none where nothing failed.
+    """The causes that logs of one run show, best first, in the spoken language; none where nothing
+    failed.
 
     Args:
-        paths: logs of any launcher and rank, in any order, and run folders, or one of them; `-` is standard input.
+        paths: logs of any launcher and rank, in any order, and run folders, or one of them; `-` is
+            standard input.
 
     Raises:
         DataError: a log is not there or cannot be read, or a folder is no run.
@@ -69,11 +73,15 @@ def read_log(path: Path | str) -> LogEvidence:
         with Path(path).open("rb") as file:
             return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path))))
     except OSError as error:
-        raise DataError(f"the log cannot be read: {error.strerror or error}", str(path), "give a log file") from error
+        raise DataError(
+            f"the log cannot be read: {error.strerror or error}", str(path), "give a log file"
+        ) from error
 
 
 def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
-    """Findings for people, a block each; without any a sentence, and who stopped the run or what it got over."""
+    """Findings for people, a block each; without any a sentence, and who stopped the run or what it
+    got over.
+    """
     if not findings:
         return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))
@@ -91,7 +99,9 @@ def _details(finding: Finding) -> list[str]:
     lines.append("   " + _("fix: {text}").format(text=finding.fix))
     lines.extend("   " + _("seen: {text}").format(text=line) for line in finding.evidence)
     if finding.consequences:
-        lines.append("   " + _("follows from it: {text}").format(text=", ".join(finding.consequences)))
+        lines.append(
+            "   " + _("follows from it: {text}").format(text=", ".join(finding.consequences))
+        )
     return lines
 
 
@@ -99,11 +109,17 @@ class DiagnoseOptions(SpokenOptions):
     """The command line."""
 
     usage: ClassVar[str] = "python -m finetune diagnose LOG... [--json] [--lang en|zh]"
-    summary: ClassVar[str] = "Explain why a run failed, from its logs (all ranks and nodes together) or its run folder."
-    epilog: ClassVar[str] = "Exit code: 0 no failure found; 1 findings; 2 wrong usage, or a log that cannot be read."
+    summary: ClassVar[str] = (
+        "Explain why a run failed, from its logs (all ranks and nodes together) or its run folder."
+    )
+    epilog: ClassVar[str] = (
+        "Exit code: 0 no failure found; 1 findings; 2 wrong usage, or a log that cannot be read."
+    )
     positional: ClassVar[tuple[str, ...]] = ("logs",)
 
-    logs: Paths = setting(group="options", unit="LOG...", description="Logs, run folders, or - for standard input.")
+    logs: Paths = setting(
+        group="options", unit="LOG...", description="Logs, run folders, or - for standard input."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,6 @@
-"""The causes in docs/diagnosis.md, renewed from the rules: `python -m finetune.commands.diagnose.document FILE`."""
+"""The causes in docs/diagnosis.md, renewed from the rules: `python -m
+finetune.commands.diagnose.document FILE`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pathlib import Path
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
-from finetune.commands.diagnose.symptoms.rules import EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.rules import (
+    EXPLAINED_BY_RUN,
+    RESTART_CURES,
+    SYMPTOMS,
+    UNEXPLAINED,
+)
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 _HEADING = "## Causes\n"
@@ -18,7 +25,15 @@ _HEADING = "## Causes\n"
 def renewed(text: str) -> str:
     """The document with everything from the heading of the causes on made anew."""
     causes: dict[str, list[Symptom]] = {}
-    for symptom in (*SYMPTOMS, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, *PLACES, EXPLAINED_BY_RUN, UNEXPLAINED):
+    for symptom in (
+        *SYMPTOMS,
+        WAITED_FOR_DATA,
+        UNEQUAL_BATCHES,
+        BAD_RECORD,
+        *PLACES,
+        EXPLAINED_BY_RUN,
+        UNEXPLAINED,
+    ):
         causes.setdefault(symptom.cause, []).append(symptom)
     sections = [_section(cause, symptoms) for cause, symptoms in causes.items()]
     return text.partition(_HEADING)[0] + "\n".join([_HEADING, _table(causes), *sections])
@@ -57,7 +72,11 @@ def _section(cause: str, symptoms: list[Symptom]) -> str:
 def _open(template: str) -> str:
     """A template for readers: optional parts shown, placeholders as NAMES."""
     text = template.replace("[[", "").replace("]]", "")
-    return re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), text).replace("{{", "{").replace("}}", "}")
+    return (
+        re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), text)
+        .replace("{{", "{")
+        .replace("}}", "}")
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Which lines of a log speak of a failure, and of which cause: rules against lines, with what surrounds them."""
+"""Which lines of a log speak of a failure, and of which cause: rules against lines, with what
+surrounds them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from finetune.commands.diagnose.log_process import (
     was_only_said,
     without_quotes,
 )
-from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
+from finetune.commands.diagnose.log_reading import (
+    SURVIVED_STEPS,
+    LineKind,
+    LogFile,
+    LogLine,
+    Moment,
+)
 from finetune.commands.diagnose.log_words import (
     BATCHES,
     CASCADE_EXCEPTIONS,
@@ -110,14 +118,16 @@ class _Scan:
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
         self._killed_by_launcher: set[str] = set()
-        self._quit_all: LogLine | None = None  # where it was said that all are ended because one failed
+        # where it was said that all are ended because one failed
+        self._quit_all: LogLine | None = None
         self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
         self._before_tests: _BeforeTests | None = None
         self._holders: dict[tuple[str, str], str] = {}  # of a device's memory, by node and device
         self._renumbered = False
-        self._too_long: list[set[str]] = []  # tokens and the model's maximum, as tokenizers warned of them
+        # tokens and the model's maximum, as tokenizers warned of them
+        self._too_long: list[set[str]] = []
 
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
@@ -177,7 +187,9 @@ class _Scan:
         elif text.startswith((OWN_WHERE, OWN_FIX)):
             add_error_detail(process, text)
         elif CHAINED.match(text):
-            process.chained = process.last if process.last and process.last.symptom in UNKNOWN else None
+            process.chained = (
+                process.last if process.last and process.last.symptom in UNKNOWN else None
+            )
         elif IGNORED.match(text):
             process.ignored = True
         elif text := relevant_part(process, line):
@@ -201,30 +213,47 @@ class _Scan:
             self._quit_all = line
 
     def name_holders(self) -> None:
-        """Say who held the memory of the devices that ran out, where their numbers are those of the tables."""
+        """Say who held the memory of the devices that ran out, where their numbers are those of the
+        tables.
+        """
         for piece in self.found.evidence if not self._renumbered else ():
             holder = self._holders.get((piece.line.node, piece.values.get("device", "")))
             if holder is not None:
                 piece.values.setdefault("holder", holder)
 
     def _begin_tests(self, line: LogLine) -> None:
-        """Remember what was found, which nothing that follows changes: tests are other processes."""
+        """Remember what was found, which nothing that follows changes: tests are other
+        processes.
+        """
         self._kept.clear()
         self._processes.clear()
         found = replace(self.found, evidence=[*self.found.evidence], facts=dict(self.found.facts))
         self._before_tests = _BeforeTests(
-            found, set(self._killed_by_launcher), self.attempt, self._summary_rank, line.steps_before
+            found,
+            set(self._killed_by_launcher),
+            self.attempt,
+            self._summary_rank,
+            line.steps_before,
         )
 
     def _forget_since(self, before: _BeforeTests, line: LogLine) -> None:
-        """Drop all that was found since tests began: they all passed. Steps in them are none after what came before."""
+        """Drop all that was found since tests began: they all passed. Steps in them are none after
+        what came before.
+        """
         self._kept.clear()
         self._processes.clear()
-        self.found, self._killed_by_launcher, self._quit_all = before.found, before.killed_by_launcher, None
-        self.attempt, self._summary_rank = before.attempt, before.summary_rank
-        of_tests = {rank: count - before.steps.get(rank, 0) for rank, count in line.steps_before.items()}
+        self.found = before.found
+        self._killed_by_launcher = before.killed_by_launcher
+        self._quit_all = None
+        self.attempt = before.attempt
+        self._summary_rank = before.summary_rank
+        of_tests = {
+            rank: count - before.steps.get(rank, 0) for rank, count in line.steps_before.items()
+        }
         for piece in self.found.evidence:
-            steps = {r: piece.line.steps_before.get(r, 0) + of_tests.get(r, 0) for r in line.steps_before}
+            steps = {
+                r: piece.line.steps_before.get(r, 0) + of_tests.get(r, 0) for r in line.steps_before
+            }
             piece.line = replace(piece.line, steps_before=steps)
 
     def _process_of(self, line: LogLine) -> Process:
@@ -238,7 +267,10 @@ class _Scan:
     def _match(self, process: Process, line: LogLine, text: str) -> None:
         quiet = QUIET_LEVEL.search(text) is not None
         service = SERVICE.search(text) is not None
-        within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
+        within, process.frame_at = (
+            line.number - process.frame_at < TRACEBACK_LINES,
+            -TRACEBACK_LINES,
+        )
         if within and process.raised and ENDS_TRACEBACK.match(text):
             quiet = False  # a warning that was raised
         exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
@@ -249,16 +281,21 @@ class _Scan:
             return
         if matched is not None and (not quiet or matched[0].in_warnings):
             symptom, match = matched
-            if process.ignored and symptom.kind >= Kind.PEER_LOST:  # of a thread or an object of a process that ends
+            # of a thread or an object of a process that ends
+            if process.ignored and symptom.kind >= Kind.PEER_LOST:
                 process.ignored = False
                 return
             # A trailing _ lets several alternatives of one pattern name the same value.
             values = {
-                name.rstrip("_"): value.rstrip(". ") for name, value in match.groupdict().items() if value is not None
+                name.rstrip("_"): value.rstrip(". ")
+                for name, value in match.groupdict().items()
+                if value is not None
             }
             if within:
                 symptom, values = told_by_traceback(process, symptom, values)
-            if symptom.cause == "shape_mismatch" and (sizes := sizes_of_sample(process, text, self._too_long)):
+            if symptom.cause == "shape_mismatch" and (
+                sizes := sizes_of_sample(process, text, self._too_long)
+            ):
                 symptom, values = SAMPLE_TOO_LONG, sizes
             process.ignored = False
             if process.chained in self.found.evidence:
@@ -283,18 +320,23 @@ class _Scan:
             )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
             if not cascade and exception:
-                placed = symptom_of_place(process.frames if within else [], text, raised=process.raised)
+                placed = symptom_of_place(
+                    process.frames if within else [], text, raised=process.raised
+                )
                 symptom, values = placed or (symptom, values)
         else:
             return
-        process.failed |= not (symptom.needs or symptom.passing)  # else it is a warning, or may pass
+        # else it is a warning, or may pass
+        process.failed |= not (symptom.needs or symptom.passing)
         ends_traceback = within and bool(exception)
         in_request = ends_traceback and self.found.served >= 0 and through_server(process)
         how = {"quiet": quiet, "ends_traceback": ends_traceback, "in_request": in_request}
         self._keep(process, Evidence(symptom, line, values, self.attempt, **how))
 
     def _was_forced(self, line: LogLine, pid: str | None) -> bool:
-        """Whether the launcher, an engine or the scheduler, just before, said that it ends this process."""
+        """Whether the launcher, an engine or the scheduler, just before, said that it ends this
+        process.
+        """
         if pid is not None:
             return pid in self._killed_by_launcher
         quit_all = self._quit_all
@@ -303,8 +345,15 @@ class _Scan:
         return line.steps_since(quit_all.steps_before) == 0
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
-        """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
-        if last is not None and last.symptom in UNKNOWN and continues(line, last.line) and last in self.found.evidence:
+        """Drop an error that was only the beginning of this line, written twice by processes that
+        share the log.
+        """
+        if (
+            last is not None
+            and last.symptom in UNKNOWN
+            and continues(line, last.line)
+            and last in self.found.evidence
+        ):
             self.found.evidence.remove(last)
 
     def _keep(self, process: Process, evidence: Evidence) -> None:
@@ -314,11 +363,18 @@ class _Scan:
             evidence.values.setdefault("rank", str(rank))
         symptom, line = evidence.symptom, evidence.line
         self._drop_torn(process.last, line)
-        kept = self._kept[id(symptom), line.node, line.rank, evidence.attempt, evidence.values.get(symptom.differs)]
+        kept = self._kept[
+            id(symptom),
+            line.node,
+            line.rank,
+            evidence.attempt,
+            evidence.values.get(symptom.differs),
+        ]
         if len(kept) >= KEPT_LINES:
             last = kept[-1]
             last.count += 1
-            if line.steps_before != last.line.steps_before:  # what was got over before has come back
+            # what was got over before has come back
+            if line.steps_before != last.line.steps_before:
                 last.line = line
                 self.found.evidence.remove(last)
                 self.found.evidence.append(last)

@@ -1,4 +1,6 @@
-"""The run's own numbers: settings and sizes that logs and run.yaml mention, for the text of remedies."""
+"""The run's own numbers: settings and sizes that logs and run.yaml mention, for the text of
+remedies.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _FACT = re.compile(
     re.IGNORECASE,
 )
 
-# `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB |` of nvidia-smi.
+# `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB
+# |` of nvidia-smi.
 _HOLDER = re.compile(
     r"^\| +(?P<device>\d+) +(?:(?P<chip>\d+) +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)"
     r"(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
@@ -37,20 +40,29 @@ _HOLDER = re.compile(
 )
 
 
-# Processes count the devices that they see from 0; the tables of smi count all, and NPUs of two chips otherwise.
+# Processes count the devices that they see from 0; the tables of smi count all, and NPUs of two
+# chips otherwise.
 _NUMBERING = re.compile(
-    r"(?P<set>VISIBLE_DEVICES)['\"]?\s*[=:]|^\| +\d+ +(?:(?P<chip>\d+) +\| +|N/A +N/A +)\d{2,} +[|CGM]"
+    r"(?P<set>VISIBLE_DEVICES)['\"]?\s*[=:]|^\| +\d+ +(?:(?P<chip>\d+) +\| +|N/A +N/A +)\d{2,}"
+    r" +[|CGM]"
 )
 
 
 def holder_in(text: str) -> tuple[str, str] | None:
-    """Device and process of a row of npu-smi or nvidia-smi that shows one to hold GiB of memory, Python's left out."""
+    """Device and process of a row of npu-smi or nvidia-smi that shows one to hold GiB of memory,
+    Python's left out.
+    """
     match = _HOLDER.match(text) if text.startswith("|") else None
-    return match and (match["device"], f"{match['pid']} ({match['name']}) has {match['memory']} MiB")
+    return match and (
+        match["device"],
+        f"{match['pid']} ({match['name']}) has {match['memory']} MiB",
+    )
 
 
 def renumbers_devices(text: str) -> bool | None:
-    """Whether, by this line, devices have other numbers in processes than in smi's tables; None where it tells none."""
+    """Whether, by this line, devices have other numbers in processes than in smi's tables; None
+    where it tells none.
+    """
     match = _NUMBERING.search(text)
     return match and bool(match["set"] or (match["chip"] or "0") != "0")
 
@@ -67,7 +79,11 @@ def facts_in(text: str) -> dict[str, str]:
 
 def facts_of_config(config: Mapping[str, Any]) -> dict[str, str]:
     """The same of a run's configuration."""
-    return {_NAMES[name]: str(value) for name, value in config.items() if name in _NAMES and value is not None}
+    return {
+        _NAMES[name]: str(value)
+        for name, value in config.items()
+        if name in _NAMES and value is not None
+    }
 
 
 def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
@@ -79,7 +95,9 @@ def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
             made[f"half_{name}"] = str(int(number) // 2)
     if (own := _gib(facts.get("allocated", ""))) and own < _gib(facts.get("capacity", "")) / 3:
         made["own_share"] = f"{facts['allocated']} of {facts['capacity']}"
-    if (unused := _gib(facts.get("unallocated", ""))) and unused > 2 * _gib(facts.get("wanted", "")):
+    if (unused := _gib(facts.get("unallocated", ""))) and unused > 2 * _gib(
+        facts.get("wanted", "")
+    ):
         made["fragmented"] = facts["unallocated"]
     port = facts.get("port") or facts.get("master_port", "")
     if port.isdigit() and int(port) < 65535:

@@ -1,4 +1,6 @@
-"""What a line of a log is: a training step, a line that a rule or their reading depends on, or neither."""
+"""What a line of a log is: a training step, a line that a rule or their reading depends on, or
+neither.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ from finetune.commands.diagnose.symptoms.rules import possible
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not any(form.search(text) for form in (NOT_A_NUMBER, TRAINED, EXCEPTION)):
+    if STEP.search(text) and not any(
+        form.search(text) for form in (NOT_A_NUMBER, TRAINED, EXCEPTION)
+    ):
         return "step"
-    if matching_symptom(text) is not None or is_failure(text) or any(form.search(text) for form in STRUCTURE):
+    if (
+        matching_symptom(text) is not None
+        or is_failure(text)
+        or any(form.search(text) for form in STRUCTURE)
+    ):
         return "line"
     lowered = text.lower()
     if renumbers_devices(text) is not None:
@@ -35,9 +43,12 @@ def line_kind(text: str) -> LineKind:
 def matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
     """The surest rule; of several the nearest to the root."""
     lowered = text.lower()
-    matches = [(s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None]
+    matches = [
+        (s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None
+    ]
     if QUIET_LEVEL.search(text) and not any(s.in_warnings for s, _ in matches if not s.needs):
-        matches = [pair for pair in matches if pair[0].needs] or matches  # what a warning is the reason of
+        # what a warning is the reason of
+        matches = [pair for pair in matches if pair[0].needs] or matches
     return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
 
 

@@ -1,4 +1,6 @@
-"""What stands before a line: colours, times in the forms of several programs, ranks, nodes, containers."""
+"""What stands before a line: colours, times in the forms of several programs, ranks, nodes,
+containers.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,23 @@ from typing import Literal
 from finetune.plain_text import plain_lines
 
 _STAMP = (
-    r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[ T_-](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+    r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)["
+    r" T_-](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?:[.,](?P<fraction>\d{1,9})(?:\.(?P<micro>\d{3}))?)?(?:Z|[+-]\d\d:?\d\d)?"
 )
 _AMERICAN = (
-    r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d)[ -](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+    r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d)["
+    r" -](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?:[.,](?P<fraction>\d{1,9}))?"
 )
-_GLOG = r"[IWEFDV](?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<fraction>\d{3,9})"
+_GLOG = (
+    r"[IWEFDV](?P<month>\d\d?)(?P<day>\d\d)"
+    r" (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<fraction>\d{3,9})"
+)
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _SYSLOG = (
-    rf"(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d\d?) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+    rf"(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d\d?)"
+    r" (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?: (?P<year>20\d\d))?"
 )
 _EPOCH = r"(?P<epoch>1[6-9]\d{8})\.(?P<fraction>\d{3,6})"
@@ -27,7 +35,9 @@ _ALL = (_STAMP, _AMERICAN, _GLOG, _SYSLOG, _EPOCH)
 _FORMS = tuple(re.compile(rf"(?<![\w.]){form}") for form in _ALL)
 _STAMPS, _US, _GLOGS, _SYS, _SECONDS = (re.sub(r"\?P<\w+>", "?:", form) for form in _ALL)
 _TIMESTAMP = re.compile(rf"(?<![\w.])(?:{_STAMPS}|{_US}|{_GLOGS}|{_SYS}|{_SECONDS})")
-YEAR = re.compile(r"(?<!\d)20\d\d(?=[-/]\d\d[-/]\d\d)|(?<=\d\d/\d\d/)20\d\d|(?<=:\d\d )20\d\d(?!\d)")
+YEAR = re.compile(
+    r"(?<!\d)20\d\d(?=[-/]\d\d[-/]\d\d)|(?<=\d\d/\d\d/)20\d\d|(?<=:\d\d )20\d\d(?!\d)"
+)
 # What a line tells of when it was written: nothing, the time but not the year, all.
 Clock = Literal["", "time", "date"]
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,6})?"
@@ -50,7 +60,8 @@ _PREFIX = re.compile(
     r"|(?P<rank_f>\d{1,5}): (?=\S|  )"  # srun --label
     r"|[Rr]ank ?(?P<rank_g>\d{1,5})(?:: | *\| )"  # ours, foreman and others
     r"|(?P<node_a>\([\w.<>-]+ pid=\d+(?:, ip=[\d.:a-fA-F]+)?\))\s?"  # ray and others
-    rf"|(?P<node_b>{_HOST})(?::\s(?=\S|  )| *\| ?)"  # pdsh, DeepSpeed on several nodes, docker compose
+    # pdsh, DeepSpeed on several nodes, docker compose
+    rf"|(?P<node_b>{_HOST})(?::\s(?=\S|  )| *\| ?)"
     r"|\[(?:pod/)?(?P<node_c>(?!c10d)[a-z][\w./-]*-\d[\w./-]*)\]:?\s"  # kubectl, stern
     r"|(?P<node_d>[\w.-]+) (?=kernel: |slurmstepd\[|systemd\[|dockerd\[|kubelet\[)"  # syslog
     r"|kernel: (?:\[ *\d+\.\d{6}\] )?"
@@ -61,12 +72,16 @@ _RANK_INSIDE = re.compile(r"\[(?:[^][]*\b)?Rank (\d{1,5})\b|RankID:(\d{1,5})\b")
 
 
 def decode(raw: bytes) -> str:
-    """Text without colour codes and whatever else a terminal would obey; what is not UTF-8 is replaced."""
+    """Text without colour codes and whatever else a terminal would obey; what is not UTF-8 is
+    replaced.
+    """
     return plain_lines(raw.decode("utf-8", errors="replace"))
 
 
 def strip_prefixes(text: str) -> tuple[str, int | None, str]:
-    """The line without what launchers and loggers put before it, the rank and the node they name."""
+    """The line without what launchers and loggers put before it, the rank and the node they
+    name.
+    """
     rank, node = None, ""
     for _ in range(6):
         match = _TIME_PREFIX.match(text) or _PREFIX.match(text)
@@ -91,7 +106,9 @@ def clock_in(text: str) -> Clock:
 
 
 def read_time(text: str, year: int) -> float | None:
-    """The first time in a line, by the local clock: seconds since the epoch. Offsets from UTC are not looked at."""
+    """The first time in a line, by the local clock: seconds since the epoch. Offsets from UTC are
+    not looked at.
+    """
     for form in _FORMS:
         if match := form.search(text):
             parts = match.groupdict()
@@ -99,9 +116,13 @@ def read_time(text: str, year: int) -> float | None:
             if parts.get("epoch"):
                 return int(parts["epoch"]) + fraction
             month = int(parts["month"]) if parts.get("month") else _MONTHS.index(parts["name"]) + 1
-            day, hour, minute, second = (int(parts[name]) for name in ("day", "hour", "minute", "second"))
+            day, hour, minute, second = (
+                int(parts[name]) for name in ("day", "hour", "minute", "second")
+            )
             try:
-                seconds = time.mktime((int(parts.get("year") or year), month, day, hour, minute, second, 0, 0, -1))
+                seconds = time.mktime(
+                    (int(parts.get("year") or year), month, day, hour, minute, second, 0, 0, -1)
+                )
             except (OverflowError, ValueError):
                 continue
             return seconds + fraction

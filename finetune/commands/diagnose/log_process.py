@@ -1,4 +1,6 @@
-"""What the lines of one process have been about: a traceback, fixed advice, quoted data, an error before."""
+"""What the lines of one process have been about: a traceback, fixed advice, quoted data, an error
+before.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ class Process:
         self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
-        self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
+        # an unknown error that the next one is said to come from
+        self.chained: Evidence | None = None
         self.chat_until = 0  # the line up to which a conversation is quoted
         self.fence_until = 0  # and what stands between ``` and ```
         self.quoted_at = -1  # the last line of quoted data
@@ -82,11 +85,16 @@ def is_data(process: Process, line: LogLine) -> bool:
         return True
     if CHAT_ENDS.search(line.text):
         process.chat_until = 0
-    if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
+    if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(
+        line.text, begins[-1].end()
+    ):
         process.chat_until = line.number + CHAT_LINES
     quotes = DATA.search(line.text) and not EXCEPTION.match(line.text)
-    # A piece of a traceback in quoted text has no first line. Code under a frame may look like data, but is indented.
-    piece = line.number == process.quoted_at + 1 and bool(FRAME.match(line.text) or EXCEPTION.match(line.text))
+    # A piece of a traceback in quoted text has no first line. Code under a frame may look like
+    # data, but is indented.
+    piece = line.number == process.quoted_at + 1 and bool(
+        FRAME.match(line.text) or EXCEPTION.match(line.text)
+    )
     if piece or (quotes and not line.text[:1].isspace()):
         process.quoted_at = line.number
     return within or bool(begins) or bool(TABLE_ROW.match(line.text) or quotes or piece)
@@ -101,17 +109,25 @@ def without_quotes(line: LogLine) -> LogLine:
 
 
 def _note_crashed(process: Process, text: str) -> None:
-    """Name in the last evidence, of a crash, the package whose frame is the innermost of the crashed thread."""
+    """Name in the last evidence, of a crash, the package whose frame is the innermost of the
+    crashed thread.
+    """
     if thread := CRASHED_THREAD.match(text):
         process.in_crashed_thread = thread["crashed"] == "Current thread"
     elif process.in_crashed_thread and FRAME.match(text):
         process.in_crashed_thread = False
-        if (frame := PACKAGE_FRAME.match(text)) and process.last and process.last.symptom.cause == "native_crash":
+        if (
+            (frame := PACKAGE_FRAME.match(text))
+            and process.last
+            and process.last.symptom.cause == "native_crash"
+        ):
             process.last.values.setdefault("library", frame["package"])
 
 
 def record_frame(process: Process) -> str | None:
-    """The innermost frame of the traceback that reads records, `collate (train.py, line 41)`; None without one."""
+    """The innermost frame of the traceback that reads records, `collate (train.py, line 41)`; None
+    without one.
+    """
     for number in reversed(range(len(process.frames))):
         frame = process.frames[number]
         own = not OF_A_PACKAGE.search(frame)
@@ -125,20 +141,33 @@ def record_frame(process: Process) -> str | None:
 
 
 def _work_outside_training(process: Process) -> dict[str, str]:
-    """The function of evaluation, of loading or of gathering a checkpoint that the traceback goes through, if any."""
+    """The function of evaluation, of loading or of gathering a checkpoint that the traceback goes
+    through, if any.
+    """
     gathering = _innermost(process, GATHERS_STATE)
-    if gathering == "summon_full_params" and not any(OF_SAVING.search(frame) for frame in process.frames):
+    if gathering == "summon_full_params" and not any(
+        OF_SAVING.search(frame) for frame in process.frames
+    ):
         gathering = None  # to generate, or to look at gradients
-    works = {"evaluation": _innermost(process, EVALUATES), "loading": _loading(process), "gathering": gathering}
+    works = {
+        "evaluation": _innermost(process, EVALUATES),
+        "loading": _loading(process),
+        "gathering": gathering,
+    }
     return {work: function for work, function in works.items() if function}
 
 
 def _innermost(process: Process, form: re.Pattern[str]) -> str | None:
-    return next((match["function"] for frame in reversed(process.frames) if (match := form.search(frame))), None)
+    return next(
+        (match["function"] for frame in reversed(process.frames) if (match := form.search(frame))),
+        None,
+    )
 
 
 def _loading(process: Process) -> str | None:
-    """The function that calls torch.load, where the traceback ends in its moving tensors to a device."""
+    """The function that calls torch.load, where the traceback ends in its moving tensors to a
+    device.
+    """
     if not any(LOADS_ONTO_DEVICE.search(frame) for frame in process.frames):
         return None
     number = next(n for n, frame in enumerate(process.frames) if OF_TORCH_LOAD.search(frame))
@@ -169,8 +198,12 @@ def relevant_part(process: Process, line: LogLine) -> str:
     return text[: cut.start()] if cut else text
 
 
-def told_by_traceback(process: Process, symptom: Symptom, values: dict[str, str]) -> tuple[Symptom, dict[str, str]]:
-    """The symptom of the exception that ends a traceback, and its values, with what the frames tell of them."""
+def told_by_traceback(
+    process: Process, symptom: Symptom, values: dict[str, str]
+) -> tuple[Symptom, dict[str, str]]:
+    """The symptom of the exception that ends a traceback, and its values, with what the frames tell
+    of them.
+    """
     if symptom.cause == "device_oom" and (work := _work_outside_training(process)):
         values |= work
         if "loading" in work:
@@ -186,7 +219,8 @@ def through_server(process: Process) -> bool:
 
 
 def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> dict[str, str]:
-    """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty where not.
+    """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty
+    where not.
 
     Args:
         warned: pairs of them that tokenizers warned of.
@@ -202,7 +236,9 @@ def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> 
 
 
 def was_only_said(evidence: Evidence | None) -> bool:
-    """Whether it is an exception that no rule knows, without a traceback, of a line that names no rank."""
+    """Whether it is an exception that no rule knows, without a traceback, of a line that names no
+    rank.
+    """
     if evidence is None or evidence.symptom.patterns or evidence.line.rank is not None:
         return False
     return not evidence.ends_traceback and EXCEPTION.match(evidence.line.text) is not None

@@ -1,4 +1,6 @@
-"""Logs as lines: without prefixes and colours, with rank and time, in bounded memory however large the log is."""
+"""Logs as lines: without prefixes and colours, with rank and time, in bounded memory however large
+the log is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from finetune.commands.diagnose.log_prefixes import YEAR, Clock, clock_in, decode, read_time, strip_prefixes
+from finetune.commands.diagnose.log_prefixes import (
+    YEAR,
+    Clock,
+    clock_in,
+    decode,
+    read_time,
+    strip_prefixes,
+)
 
 BLOCK_BYTES = 1 << 18
 LINE_HEAD_BYTES = 16 << 10  # of a longer line the beginning is kept,
@@ -19,7 +28,8 @@ LINE_TAIL_BYTES = 4 << 10  # and its end
 SHAPES_LIMIT = 50_000
 LAST_LINES = 12
 SHAPE_BYTES = 1 << 10
-# Lines without a time that wait for the next time in their log, and how long after the last time one may be.
+# Lines without a time that wait for the next time in their log, and how long after the last time
+# one may be.
 WAITING_LIMIT = 200
 UNTIMED_SECONDS = 600.0
 # Logged steps after which a process is taken to have survived an error.
@@ -31,7 +41,9 @@ LineKind = Literal["", "step", "line"]
 
 @dataclass(frozen=True)
 class Moment:
-    """A time that a log tells: seconds since the epoch, None where it tells none; of its year or the present one."""
+    """A time that a log tells: seconds since the epoch, None where it tells none; of its year or
+    the present one.
+    """
 
     seconds: float | None
     year_known: bool
@@ -46,8 +58,8 @@ class LogLine:
         number: from 1; pieces that a carriage return separates share one.
         text: without prefixes (rank, time, colours); indentation is kept.
         rank: of the process that wrote it; None where nothing tells.
-        seconds: since the epoch by the clock of the machine that wrote it; of a line without a time that of the
-            nearest line of its log that has one, None where none is near.
+        seconds: since the epoch by the clock of the machine that wrote it; of a line without a time
+            that of the nearest line of its log that has one, None where none is near.
         bounds: the times between which it was written: twice its own time where it has one.
         year_known: whether a line so far told the year; it is the present one otherwise.
         steps_before: logged training steps before it in this log, by rank.
@@ -66,11 +78,15 @@ class LogLine:
 
     def steps_since(self, earlier: Mapping[int | None, int]) -> int:
         """The most steps that a rank logged between an earlier place in the log and this line."""
-        return max((count - earlier.get(rank, 0) for rank, count in self.steps_before.items()), default=0)
+        return max(
+            (count - earlier.get(rank, 0) for rank, count in self.steps_before.items()), default=0
+        )
 
 
 def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of every line, cut in the middle where it is too long; a carriage return ends one too."""
+    """Number and bytes of every line, cut in the middle where it is too long; a carriage return
+    ends one too.
+    """
     number, rest, cut = 1, b"", False
     while block := file.read(BLOCK_BYTES):
         *lines, last = (rest + block).split(b"\n")
@@ -114,18 +130,23 @@ class LogFile:
     """
 
     def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None) -> None:
-        self.source, self.rank = source, rank
+        self.source = source
+        self.rank = rank
         self.steps: dict[int | None, int] = {}
         self.broken_off: LogLine | None = None
         self.last: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)
-        self._file, self._year = file, time.localtime().tm_year  # for times that have none
+        # for times that have none
+        self._file = file
+        self._year = time.localtime().tm_year
         self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
         self._timed: bytes | None = None  # the last line with a time
         self._dated: bytes | None = None  # the last one that tells the year too
         self._step_times: dict[int | None, deque[tuple[bytes | None, bytes | None]]] = {}
 
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
-        """The lines to look at. Lines that differ in digits only are classified once, unless they speak of errors."""
+        """The lines to look at. Lines that differ in digits only are classified once, unless they
+        speak of errors.
+        """
         waiting: list[LogLine] = []
         number, raw, steps_seen = 0, b"", deque([b""], maxlen=2)
         for number, raw in raw_lines(self._file):
@@ -136,7 +157,9 @@ class LogFile:
                 self._dated = raw if clock == "date" else self._dated
             if waiting and (clock or len(waiting) >= WAITING_LIMIT):
                 until, told = (
-                    (self._time(self._timed, self._dated), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                    (self._time(self._timed, self._dated), strip_prefixes(decode(raw))[1])
+                    if clock
+                    else (None, None)
                 )
                 yield from (_placed(line, until, goes_on=line.rank == told) for line in waiting)
                 waiting.clear()
@@ -151,7 +174,16 @@ class LogFile:
                 times.append((self._timed, self._dated))
                 continue
             seconds, steps = self._time(self._timed, self._dated), dict(self.steps)
-            line = LogLine(self.source, number, text, rank, seconds, steps, node, year_known=self._dated is not None)
+            line = LogLine(
+                self.source,
+                number,
+                text,
+                rank,
+                seconds,
+                steps,
+                node,
+                year_known=self._dated is not None,
+            )
             if clock and seconds is not None:
                 yield replace(line, bounds=(seconds, seconds))
             else:
@@ -171,9 +203,17 @@ class LogFile:
         return known
 
     def trained_until(self) -> dict[int | None, Moment]:
-        """By rank the time since which it logged as many steps as show that it survived what came before."""
-        times = {rank: of_rank[0] for rank, of_rank in self._step_times.items() if len(of_rank) == SURVIVED_STEPS}
-        return {rank: Moment(self._time(*first), first[1] is not None) for rank, first in times.items()}
+        """By rank the time since which it logged as many steps as show that it survived what came
+        before.
+        """
+        times = {
+            rank: of_rank[0]
+            for rank, of_rank in self._step_times.items()
+            if len(of_rank) == SURVIVED_STEPS
+        }
+        return {
+            rank: Moment(self._time(*first), first[1] is not None) for rank, first in times.items()
+        }
 
     def _time(self, timed: bytes | None, dated: bytes | None) -> float | None:
         """The time of a line; its year is the last one that a line told."""
@@ -205,9 +245,15 @@ def _placed(line: LogLine, until: float | None, *, goes_on: bool = False) -> Log
 
 
 def _is_cut(line: bytes, whole: bytes) -> bool:
-    """Whether a line is the beginning of another, digits aside, and ends within a word or an early number of it."""
+    """Whether a line is the beginning of another, digits aside, and ends within a word or an early
+    number of it.
+    """
     shape, of_whole = (re.sub(rb"\d+", b"0", raw.rstrip()) for raw in (line, whole))
-    if not of_whole.startswith(shape) or len(shape) < 8 or of_whole[len(shape) :][:1] in (b"", b" "):
+    if (
+        not of_whole.startswith(shape)
+        or len(shape) < 8
+        or of_whole[len(shape) :][:1] in (b"", b" ")
+    ):
         return False
     return shape[-1:].isalpha() or (shape[-1:].isdigit() and len(shape) <= len(of_whole) // 2)
 
@@ -220,6 +266,8 @@ _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,5})(?!\d)|(?:^|/)(\d{1,5})/(?:stdout
 
 
 def rank_in_name(path: Path) -> int | None:
-    """The rank that a log's name or folder tells: `...-rank3.log`, torch elastic's `attempt_0/3/stderr.log`."""
+    """The rank that a log's name or folder tells: `...-rank3.log`, torch elastic's
+    `attempt_0/3/stderr.log`.
+    """
     match = _RANK_IN_NAME.search(str(path))
     return int(match[1] or match[2]) if match else None

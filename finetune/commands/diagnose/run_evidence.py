@@ -1,4 +1,6 @@
-"""What a run folder tells about how its run ended: the logs of its last start, status, settings, out-of-memory note."""
+"""What a run folder tells about how its run ended: the logs of its last start, status, settings,
+out-of-memory note.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,15 @@ class RunFolder:
         if self.status.get("state") == "done":
             return []
         started = {path: _start_time(path) for path in sorted(self.folder.glob("logs/*.log"))}
-        last = max((seconds for path, seconds in started.items() if path.name.endswith("-rank0.log")), default=0.0)
-        return [path for path, seconds in started.items() if seconds >= last and seconds - last < START_SECONDS]
+        last = max(
+            (seconds for path, seconds in started.items() if path.name.endswith("-rank0.log")),
+            default=0.0,
+        )
+        return [
+            path
+            for path, seconds in started.items()
+            if seconds >= last and seconds - last < START_SECONDS
+        ]
 
     def evidence(self) -> LogEvidence:
         """What the status says, as if it were a log."""
@@ -64,9 +73,15 @@ class RunFolder:
             line = f"[ERROR] {self.status.get('error') or 'the run failed'}\n"
         elif state == "stopped":
             line = f"the run was stopped by a signal at step {step}\n"
-        elif state == "running" and (self.folder / LOCK_NAME).exists() and is_held(self.folder) is False:
+        elif (
+            state == "running"
+            and (self.folder / LOCK_NAME).exists()
+            and is_held(self.folder) is False
+        ):
             step = self._last_step() or step
-            line = f"the run's process {self.status.get('pid')} disappeared at or after step {step}\n"
+            line = (
+                f"the run's process {self.status.get('pid')} disappeared at or after step {step}\n"
+            )
         return scan_log(LogFile(str(self.folder / STATUS_NAME), io.BytesIO(line.encode())))
 
     def _last_step(self) -> int:
@@ -82,7 +97,9 @@ class RunFolder:
         facts = facts_of_config(self.config)
         with contextlib.suppress(OSError, ValueError):
             note = json.loads(durable_files.read_bytes(self.folder / OUT_OF_MEMORY_NAME, 1 << 20))
-            facts |= {f"oom_{name}": str(value) for name, value in note.items() if value is not None}
+            facts |= {
+                f"oom_{name}": str(value) for name, value in note.items() if value is not None
+            }
         with contextlib.suppress(OSError, DataError):
             if records := list(islice(self._nonfinite_records(), SHOWN_RECORDS)):
                 facts["nonfinite_records"] = ", ".join(records)
@@ -97,5 +114,7 @@ class RunFolder:
 def _start_time(path: Path) -> float:
     match = _LOG_NAME.search(path.name)
     with contextlib.suppress(ValueError, OSError):
-        return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S")) if match else path.stat().st_mtime
+        return (
+            time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S")) if match else path.stat().st_mtime
+        )
     return 0.0

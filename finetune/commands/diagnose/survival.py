@@ -1,4 +1,6 @@
-"""What a run survived is no failure: it trained on, or reported that it was done, in the same log or in another."""
+"""What a run survived is no failure: it trained on, or reported that it was done, in the same log
+or in another.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ AFTER_THE_END = (Kind.MACHINE, Kind.KILLED, Kind.UNEXPLAINED, Kind.CASCADE)
 
 def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     """Evidence that the run did not survive, in the order of the logs."""
-    left = [(log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)]) for log in logs]
+    left = [
+        (log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)])
+        for log in logs
+    ]
     ends = [log.done for log, of_log in left if log.done and log.steps and not of_log]
-    return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
+    return [
+        e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)
+    ]
 
 
 def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str, bool] | None:
-    """The last result among a log's last lines, the number of its line, and whether the log ends with it; else None.
+    """The last result among a log's last lines, the number of its line, and whether the log ends
+    with it; else None.
 
     Prompts of shells are no lines, and one more may follow, if it speaks of no failure.
     """
@@ -43,13 +51,16 @@ def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str, bool] | None
 
 
 def ends_well(log: LogEvidence) -> bool:
-    """Whether it goes on after all that was found in it, to a result; and no training in it ended there.
+    """Whether it goes on after all that was found in it, to a result; and no training in it ended
+    there.
 
     Processes that were only ended, after a result, ended with it.
     """
     if log.result is None:
         return False
-    if not log.steps and all(e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence):
+    if not log.steps and all(
+        e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence
+    ):
         return True
     last = max((piece.line.number for piece in log.evidence), default=0)
     before = sum(log.evidence[-1].line.steps_before.values()) if log.evidence else 0
@@ -58,7 +69,9 @@ def ends_well(log: LogEvidence) -> bool:
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
-    """Whether its own log goes on: with steps, of that process too if it logs any, or with the end of the run."""
+    """Whether its own log goes on: with steps, of that process too if it logs any, or with the end
+    of the run.
+    """
     rank, before = evidence.line.rank, evidence.line.steps_before
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
@@ -74,26 +87,45 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if evidence.symptom.lasting:
         return False
-    said = was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served))
+    said = was_only_said(evidence) and (
+        most > 0 or number < max(log.ended, log.trained, log.served)
+    )
     if (said or (_is_of_request(evidence) and number < log.served)) and not _is_the_reason(later):
         return True
-    # What is stopped or complains when the training is over, and whoever ran it says that all went well.
+    # What is stopped or complains when the training is over, and whoever ran it says that all went
+    # well.
     after_its_end = 0 <= log.trained <= number and log.steps
-    if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):
+    if (
+        after_its_end
+        and evidence.symptom.kind in AFTER_THE_END
+        and (number < log.ended or not _is_an_end(evidence))
+    ):
         return True
     if after_its_end and evidence.symptom.by_order:  # someone ended what was left of it
         return True
-    if 0 <= log.left <= number and evidence.symptom.cause == "preempted":  # of a job whose program had ended well
+    # of a job whose program had ended well
+    if 0 <= log.left <= number and evidence.symptom.cause == "preempted":
         return True
-    if log.said_well == len(log.evidence) and not log.steps and not any(_fails(piece) for piece in log.evidence):
+    if (
+        log.said_well == len(log.evidence)
+        and not log.steps
+        and not any(_fails(piece) for piece in log.evidence)
+    ):
         return True  # of a program that trains nothing, and said in the end that all went well
     return number < log.finished or (most > 0 and number < log.ended)
 
 
 def _fails(evidence: Evidence) -> bool:
-    """Whether it says that a program ended, or that the machine or the scheduler did something to it."""
+    """Whether it says that a program ended, or that the machine or the scheduler did something to
+    it.
+    """
     kind, text = evidence.symptom.kind, evidence.line.text
-    return evidence.ends_traceback or kind in AFTER_THE_END or is_failure(text) or EXCEPTION.match(text) is not None
+    return (
+        evidence.ends_traceback
+        or kind in AFTER_THE_END
+        or is_failure(text)
+        or EXCEPTION.match(text) is not None
+    )
 
 
 def _has_traceback(later: Sequence[Evidence]) -> bool:
@@ -102,7 +134,9 @@ def _has_traceback(later: Sequence[Evidence]) -> bool:
 
 
 def _is_of_request(evidence: Evidence) -> bool:
-    """Whether it may be one request's: nothing that ends a server, and no rule knows it but as of records."""
+    """Whether it may be one request's: nothing that ends a server, and no rule knows it but as of
+    records.
+    """
     known = evidence.symptom.patterns and not evidence.symptom.cause.startswith("dataset_")
     return evidence.in_request and not known and evidence.line.rank is None
 
@@ -115,13 +149,17 @@ def _is_the_reason(later: Sequence[Evidence]) -> bool:
 
 def _is_an_end(evidence: Evidence) -> bool:
     """Whether it tells of a process that ended, and not only that something complained."""
-    return evidence.symptom.kind in (Kind.MACHINE, Kind.KILLED) or EXCEPTION.match(evidence.line.text) is not None
+    return (
+        evidence.symptom.kind in (Kind.MACHINE, Kind.KILLED)
+        or EXCEPTION.match(evidence.line.text) is not None
+    )
 
 
 def _survived_elsewhere(
     evidence: Evidence, own: LogEvidence, logs: Sequence[LogEvidence], ends: Sequence[Moment]
 ) -> bool:
-    """Whether another log goes on: by time with steps, or by time or its role with the end of the run.
+    """Whether another log goes on: by time with steps, or by time or its role with the end of the
+    run.
 
     Args:
         ends: when logs of training ended well; none of them is the evidence's own.
@@ -129,17 +167,21 @@ def _survived_elsewhere(
     line, kind = evidence.line, evidence.symptom.kind
     tells = line.rank is not None and any(line.rank in log.steps for log in logs)
     others = [log.trained_until.items() for log in logs if log is not own]
-    later = [moment for moments in others for rank, moment in moments if not tells or rank == line.rank]
+    later = [
+        moment for moments in others for rank, moment in moments if not tells or rank == line.rank
+    ]
     if any(_is_before(line, moment, -CLOCK_SLACK_SECONDS) for moment in later):
         return True
     if evidence.symptom.lasting or not ends:
         return False
     timed = [done for done in ends if line.seconds is not None and done.seconds is not None]
-    if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
+    # who looks on reports what happened to others, too, and what was stopped because the run was
+    # done
+    if timed:
         slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED, Kind.CASCADE) else 0.0
         return any(_is_before(line, done, slack) for done in timed)
-    # Without times to compare, of a log that trains nothing: what no rank says and no program of Python ended with is
-    # about something else, or got over.
+    # Without times to compare, of a log that trains nothing: what no rank says and no program of
+    # Python ended with is about something else, or got over.
     told = kind == Kind.MACHINE or own.evidence.index(evidence) < own.ended
     return not own.steps and (told or (line.rank is None and not EXCEPTION.match(line.text)))
 

@@ -1,7 +1,7 @@
 """torch, torch_npu and CANN: which are here, whether they go together, and what to upgrade to.
 
-The pairs are those of the vendor's compatibility table (Ascend/pytorch, COMPATIBILITY.md). A torch_npu fits exactly one
-torch; CANN is compared by its first two numbers.
+The pairs are those of the vendor's compatibility table (Ascend/pytorch, COMPATIBILITY.md). A
+torch_npu fits exactly one torch; CANN is compared by its first two numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ PAIRS: dict[tuple[int, int], tuple[str, ...]] = {
 }
 # What the vendor recommends to new installations.
 RECOMMENDED = ("2.12.0", (9, 1))
-_USUAL_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/latest")
+_USUAL_HOMES = (
+    "usr/local/Ascend/cann",
+    "usr/local/Ascend/ascend-toolkit/latest",
+    "usr/local/Ascend/latest",
+)
 
 
 # ---------------------------------------------------------------- CANN
@@ -71,14 +75,18 @@ def npus_present(root: Path = Path("/")) -> bool:
 
 
 def check_ascend_home(
-    environment: Mapping[str, str], *, needed: bool, builds_operators: bool = False, root: Path = Path("/")
+    environment: Mapping[str, str],
+    *,
+    needed: bool,
+    builds_operators: bool = False,
+    root: Path = Path("/"),
 ) -> Check:
     """Whether CANN's set_env.sh was sourced in this shell.
 
     Args:
         needed: torch_npu is installed, or NPUs are here.
-        builds_operators: the run builds DeepSpeed operators, which read ASCEND_HOME_PATH without asking whether it is
-            set.
+        builds_operators: the run builds DeepSpeed operators, which read ASCEND_HOME_PATH without
+            asking whether it is set.
     """
     name = "ascend_home"
     if not needed:
@@ -86,20 +94,27 @@ def check_ascend_home(
     home = cann_home(environment)
     if home is None:
         verdict = fail if builds_operators else warn
-        what = _("ASCEND_HOME_PATH is not set: CANN's libraries may not be found, and DeepSpeed builds no operator")
+        what = _(
+            "ASCEND_HOME_PATH is not set: CANN's libraries may not be found, and DeepSpeed builds"
+            " no operator"
+        )
         found = next((root / usual for usual in _USUAL_HOMES if (root / usual).is_dir()), None)
         if found is None:
             return verdict(name, what, _("install CANN, then source its set_env.sh in this shell"))
-        return verdict(name, what, f"source {found.parent if found.name == 'latest' else found}/set_env.sh")
+        return verdict(
+            name, what, f"source {found.parent if found.name == 'latest' else found}/set_env.sh"
+        )
     if not Path(home).is_dir():
         what = _("ASCEND_HOME_PATH is {home}, and that folder does not exist").format(home=home)
         return fail(name, what, _("source the set_env.sh of the CANN that is installed"))
     version = cann_version(Path(home))
-    what = _("CANN {version} at {home}").format(version=version or _("(version unknown)"), home=home)
+    what = _("CANN {version} at {home}").format(
+        version=version or _("(version unknown)"), home=home
+    )
     return ok(name, what, cann=version)
 
 
-# ---------------------------------------------------------------- torch, torch_npu and CANN together
+# --------------------------------------------------------------- torch, torch_npu and CANN together
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,9 @@ class AscendSoftware:
     floor: str
 
 
-def check_pairing(here: AscendSoftware, *, torch_cuda: str | None, importable: bool, npus_here: bool) -> Check:
+def check_pairing(
+    here: AscendSoftware, *, torch_cuda: str | None, importable: bool, npus_here: bool
+) -> Check:
     """Whether torch, torch_npu and CANN fit one another and this package.
 
     Args:
@@ -129,7 +146,9 @@ def check_pairing(here: AscendSoftware, *, torch_cuda: str | None, importable: b
     name, values = "torch_npu_pairing", asdict(here)
     if here.torch_npu is None:
         if importable:
-            what = _("torch_npu is on the path, but not installed as a package: its version is unknown")
+            what = _(
+                "torch_npu is on the path, but not installed as a package: its version is unknown"
+            )
             fix = _("pip install the torch_npu that belongs to this torch, unless this is meant")
             return warn(name, what, fix, **values)
         if not npus_here:
@@ -140,13 +159,19 @@ def check_pairing(here: AscendSoftware, *, torch_cuda: str | None, importable: b
         what = _("torch {torch} is built for CUDA {cuda}: torch_npu refuses to work beside it")
         fix = _("pip uninstall torch, then install torch=={release} from PyTorch's CPU wheel index")
         return fail(
-            name, what.format(torch=here.torch, cuda=torch_cuda), fix.format(release=_release(here.torch)), **values
+            name,
+            what.format(torch=here.torch, cuda=torch_cuda),
+            fix.format(release=_release(here.torch)),
+            **values,
         )
     if here.floor and _version(here.torch_npu) < _version(here.floor):
         return _below_floor(name, here.torch_npu, here)
     if _release(here.torch) != _release(here.torch_npu):
         what = _("torch_npu {torch_npu} belongs to torch {release}, but torch {torch} is installed")
-        fix = _("pip install torch=={release}, or the torch_npu of this torch (pip install torch_npu=={own})")
+        fix = _(
+            "pip install torch=={release}, or the torch_npu of this torch (pip install"
+            " torch_npu=={own})"
+        )
         release = _release(here.torch_npu)
         return fail(
             name,
@@ -161,7 +186,8 @@ def _below_floor(name: str, torch_npu: str, here: AscendSoftware) -> Check:
     made = _made_for(here.cann)
     if made and not _fitting(made, here.floor):
         what = _(
-            "torch_npu {torch_npu} is below this package's floor, {floor}; CANN {cann} has torch_npu {made} only"
+            "torch_npu {torch_npu} is below this package's floor, {floor}; CANN {cann} has"
+            " torch_npu {made} only"
         ).format(torch_npu=torch_npu, floor=here.floor, cann=here.cann, made=", ".join(made))
     else:
         what = _("torch_npu {torch_npu} is below this package's floor, {floor}")
@@ -174,8 +200,15 @@ def _with_cann(name: str, torch_npu: str, here: AscendSoftware) -> Check:
     numbers, values = _numbers(here.cann or ""), asdict(here)
     made_for = next((cann for cann, releases in PAIRS.items() if torch_npu in releases), None)
     if numbers is None:
-        what = _("torch_npu {torch_npu} fits torch, but CANN's version is unknown").format(torch_npu=torch_npu)
-        return warn(name, what, _("source CANN's set_env.sh, so that ASCEND_HOME_PATH leads to it"), **values)
+        what = _("torch_npu {torch_npu} fits torch, but CANN's version is unknown").format(
+            torch_npu=torch_npu
+        )
+        return warn(
+            name,
+            what,
+            _("source CANN's set_env.sh, so that ASCEND_HOME_PATH leads to it"),
+            **values,
+        )
     if made_for is None:
         what = _("torch_npu {torch_npu} with CANN {cann} is not in the table of known pairs")
         what = what.format(torch_npu=torch_npu, cann=here.cann)
@@ -196,8 +229,8 @@ def _install(here: AscendSoftware) -> str:
         return f"pip install torch=={_release(fitting)} torch_npu=={fitting}"
     release, needs = RECOMMENDED
     text = _(
-        "upgrade: the NPU driver and firmware that CANN {cann}'s release notes name, then CANN {cann}, then pip "
-        "install torch=={torch} torch_npu=={torch_npu}"
+        "upgrade: the NPU driver and firmware that CANN {cann}'s release notes name, then CANN"
+        " {cann}, then pip install torch=={torch} torch_npu=={torch_npu}"
     )
     return text.format(cann=_show(needs), torch=_release(release), torch_npu=release)
 

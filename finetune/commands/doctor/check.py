@@ -1,4 +1,6 @@
-"""What a check reports: a verdict, what was found, and what to do about it, in the spoken language."""
+"""What a check reports: a verdict, what was found, and what to do about it, in the spoken
+language.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ class Check:
 
     Attributes:
         name: a stable name, for machines and for looking it up in the documentation.
-        verdict: "ok"; "warn": works, but probably not as wanted; "fail": the run will not start or will die; "skip":
-            not asked, because there is nothing here to ask (`what` tells why).
+        verdict: "ok"; "warn": works, but probably not as wanted; "fail": the run will not start or
+            will die; "skip": not asked, because there is nothing here to ask (`what` tells why).
         what: what was found, with the numbers.
         fix: what to do; None for ok and skip.
         values: the numbers behind `what`, plain JSON.
@@ -51,10 +53,16 @@ def fail(name: str, what: str, fix: str, /, **values: Any) -> Check:
 
 
 def failed(name: str, error: FinetuneError) -> list[Check]:
-    """A failed check for each problem that an error reports; its texts are English in both languages."""
+    """A failed check for each problem that an error reports; its texts are English in both
+    languages.
+    """
     problems = error.problems if isinstance(error, Problems) else [error]
     return [
-        fail(name, f"{problem.what} ({problem.where})" if problem.where else problem.what, problem.fix or problem.what)
+        fail(
+            name,
+            f"{problem.what} ({problem.where})" if problem.where else problem.what,
+            problem.fix or problem.what,
+        )
         for problem in problems
     ]
 

@@ -1,4 +1,6 @@
-"""`python -m finetune doctor`: what would keep a run from starting or kill it, found before it starts."""
+"""`python -m finetune doctor`: what would keep a run from starting or kill it, found before it
+starts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.terminal import console as terminal_console
 from finetune.runtime.terminal import libraries_to_stderr
 
-TAGS = {"ok": ("[OK]", "green"), "warn": ("[WARNING]", "yellow"), "fail": ("[ERROR]", "red"), "skip": ("[SKIP]", "dim")}
+TAGS = {
+    "ok": ("[OK]", "green"),
+    "warn": ("[WARNING]", "yellow"),
+    "fail": ("[ERROR]", "red"),
+    "skip": ("[SKIP]", "dim"),
+}
 # Flags of a run that describe the machine and do not make a run by themselves.
 _NO_RUN = {"device_type", "timeout_seconds"}
 
@@ -38,11 +45,13 @@ class DoctorOptions(SpokenOptions):
     """The command line; other arguments are those of the run."""
 
     usage: ClassVar[str] = (
-        "python -m finetune doctor [KIND] [--quick|--full|--launched] [--config FILE] [FLAGS OF A RUN]"
+        "python -m finetune doctor [KIND] [--quick|--full|--launched] [--config FILE] [FLAGS OF A"
+        " RUN]"
     )
     summary: ClassVar[str] = (
-        "Examine this machine, and with a configuration whether that run will start on it.\n"
-        "Writes nothing outside a temporary folder (and where DeepSpeed's operators are built, if the run needs them)."
+        "Examine this machine, and with a configuration whether that run will start on it.\nWrites"
+        " nothing outside a temporary folder (and where DeepSpeed's operators are built, if the run"
+        " needs them)."
     )
     epilog: ClassVar[str] = (
         "The other flags are those of the run: python -m finetune.KIND --help lists them.\n"
@@ -58,17 +67,23 @@ class DoctorOptions(SpokenOptions):
         shown_default="by the run's flags and files",
         description="The kind of run.",
     )
-    quick: bool = setting(False, group="options", description="Only what needs no torch: under two seconds.")
+    quick: bool = setting(
+        False, group="options", description="Only what needs no torch: under two seconds."
+    )
     full: bool = setting(
         False,
         group="options",
-        description="Also build and try DeepSpeed's operators, start --nproc processes (all-reduce, a product compared "
-        "over the ranks), and train, save and resume a tiny model.",
+        description=(
+            "Also build and try DeepSpeed's operators, start --nproc processes (all-reduce, a"
+            " product compared over the ranks), and train, save and resume a tiny model."
+        ),
     )
     launched: bool = setting(
         False,
         group="options",
-        description="Under torchrun or accelerate launch: the checks between processes, in that world.",
+        description=(
+            "Under torchrun or accelerate launch: the checks between processes, in that world."
+        ),
     )
     nproc: int | None = setting(
         None,
@@ -78,15 +93,26 @@ class DoctorOptions(SpokenOptions):
         gt=0,
         description="Processes that the run will have on this machine.",
     )
-    min_devices: int | None = setting(None, group="options", unit="N", gt=0, description="Least number of devices.")
+    min_devices: int | None = setting(
+        None, group="options", unit="N", gt=0, description="Least number of devices."
+    )
     min_free_memory: float | None = setting(
-        None, group="options", unit="GiB", gt=0, description="GiB that must be free on each of them."
+        None,
+        group="options",
+        unit="GiB",
+        gt=0,
+        description="GiB that must be free on each of them.",
     )
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
         if self.kind is not None and self.kind not in kind_names():
-            found.append((f"{self.kind!r} is no kind of run", f"give {' or '.join(kind_names())}, or leave it out"))
+            found.append(
+                (
+                    f"{self.kind!r} is no kind of run",
+                    f"give {' or '.join(kind_names())}, or leave it out",
+                )
+            )
         if self.quick + self.full + self.launched > 1:
             found.append(("--quick, --full and --launched exclude one another", "keep one of them"))
         return found
@@ -107,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "--launched is for processes that a launcher started",
                 "the environment has no RANK",
-                "torchrun --nproc_per_node 2 -m finetune doctor --launched, or use --full, which starts them itself",
+                "torchrun --nproc_per_node 2 -m finetune doctor --launched, or use --full, which"
+                " starts them itself",
             )
         with libraries_to_stderr():
             world, made = check_this_world(_wanted_device(parsed))
@@ -137,11 +164,12 @@ def quick_checks(
 ) -> list[Check]:
     """The checks that need no torch and no process of a minute: for launchers, under two seconds.
 
-    A failed check means that the run will not start or will die; nothing is raised, written or printed. How the nodes
-    meet (port, addresses) is not asked: a launcher does that itself.
+    A failed check means that the run will not start or will die; nothing is raised, written or
+    printed. How the nodes meet (port, addresses) is not asked: a launcher does that itself.
 
     Args:
-        config: a resolved configuration (`resolution.resolve(...).config`); None checks the machine only.
+        config: a resolved configuration (`resolution.resolve(...).config`); None checks the machine
+            only.
         processes: processes that will be started on this machine; None: one.
         environment: the variables that the run will be started with; None: this process's.
         min_devices: least number of devices; None: as many as processes.
@@ -162,7 +190,11 @@ def quick_checks(
 
 
 def examine(
-    options: DoctorOptions, kind: RunKind, arguments: Sequence[str], parsed: Parsed, environment: Mapping[str, str]
+    options: DoctorOptions,
+    kind: RunKind,
+    arguments: Sequence[str],
+    parsed: Parsed,
+    environment: Mapping[str, str],
 ) -> Iterator[Check]:
     """All checks that the options ask for, as they are made.
 
@@ -195,7 +227,9 @@ def examine(
     yield from torch_checks
     yield from suites.quick(context)
     yield from suites.rendezvous(context)
-    torch_failed = any(check.name.startswith("torch") and check.verdict == "fail" for check in torch_checks)
+    torch_failed = any(
+        check.name.startswith("torch") and check.verdict == "fail" for check in torch_checks
+    )
     if options.quick or torch_failed:
         return
     if config is not None:
@@ -211,7 +245,9 @@ def _wanted_device(parsed: Parsed) -> str:
 
 
 def show(checks: Iterable[Check], console: Console) -> list[Check]:
-    """Print each check as it comes, with the fix under what needs one; then a summary. Returns the checks."""
+    """Print each check as it comes, with the fix under what needs one; then a summary. Returns the
+    checks.
+    """
     made = []
     for check in checks:
         made.append(check)

@@ -1,6 +1,8 @@
-"""The configuration of a run, as far as it can be judged without torch: values, batch arithmetic, paths, output folder.
+"""The configuration of a run, as far as it can be judged without torch: values, batch arithmetic,
+paths, output folder.
 
-Also what a configuration asks of the machine: DeepSpeed, its CPU Adam, pinned memory, host memory, disk.
+Also what a configuration asks of the machine: DeepSpeed, its CPU Adam, pinned memory, host memory,
+disk.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_lock import holder, is_held
 
 
-def check_config(arguments: Sequence[str], kind: RunKind, world_size: int) -> tuple[BaseConfig | None, list[Check]]:
+def check_config(
+    arguments: Sequence[str], kind: RunKind, world_size: int
+) -> tuple[BaseConfig | None, list[Check]]:
     """Resolve a configuration: (what it is, or None), and the checks of its values and batch."""
     try:
         resolved = resolve(arguments, world_size=world_size, model_class=kind.config_class)
     except FinetuneError as error:
         return None, failed("config", error)
-    doubts = [note.removeprefix("warning: ") for note in resolved.notes if note.startswith("warning: ")]
+    doubts = [
+        note.removeprefix("warning: ") for note in resolved.notes if note.startswith("warning: ")
+    ]
     batch, values = resolved.config.describe_batch(world_size)
     return resolved.config, [
         ok("config", _("{kind}: the configuration is valid").format(kind=kind.name)),
@@ -40,7 +46,8 @@ def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
     """Files and folders that the configuration names, and what the output folder holds.
 
     Args:
-        waits: the run will be started, and waits a while for another one to leave the output folder.
+        waits: the run will be started, and waits a while for another one to leave the output
+            folder.
     """
     problems = kind_of_config(config).check(config)
     checks = [check for problem in problems for check in failed("paths", problem)]
@@ -62,7 +69,9 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
         return [fail(name, what, _("choose an empty or new --output-dir"))]
     if (other := lock_holder(folder)) is not None:
         what = _("{folder} is in use by another run ({holder})").format(folder=folder, holder=other)
-        return [(warn if waits else fail)(name, what, _("wait for it, or choose another --output-dir"))]
+        return [
+            (warn if waits else fail)(name, what, _("wait for it, or choose another --output-dir"))
+        ]
     status = found.status or {}
     state, step = status.get("state", "unknown"), status.get("step")
     shown = state if step is None else _("{state} at step {step}").format(state=state, step=step)
@@ -71,7 +80,9 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
 
 
 def lock_holder(run_folder: Path) -> str | None:
-    """Who holds a run folder, as signed there; None where nobody does, as far as can be seen. Changes nothing."""
+    """Who holds a run folder, as signed there; None where nobody does, as far as can be seen.
+    Changes nothing.
+    """
     if not is_held(run_folder):
         return None
     facts = holder(run_folder)
@@ -112,7 +123,9 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
         return Demands()
     keys: dict[str, Any] = config.deepspeed or {}
     zero = keys.get("zero_optimization", {})
-    optimizer, parameters = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
+    optimizer, parameters = (
+        zero.get(name) or {} for name in ("offload_optimizer", "offload_param")
+    )
     weights = weight_bytes(config.base_model) if config.base_model is not None else 0
     full = config.trains_all_weights
     host_bytes, host_for = 0, ""
@@ -122,14 +135,17 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
     if parameters.get("device") == "cpu":
         host_bytes, host_for = weights // nodes, _("offloaded weights")
     if full and optimizer.get("device") == "cpu":
-        # float32 weights, gradients and two moments: 16 bytes for each parameter of 2 bytes on disk.
+        # float32 weights, gradients and two moments: 16 bytes for each parameter of 2 bytes on
+        # disk.
         host_bytes += 8 * weights // nodes
         host_for = _("offloaded weights and optimizer")
-    # Float32 weights and two moments in each checkpoint, of which there is one too many while the next is written.
+    # Float32 weights and two moments in each checkpoint, of which there is one too many while the
+    # next is written.
     disk_bytes = (6 * weights * (config.save_total_limit + 1) + weights) if full else 0
     return Demands(
         deepspeed=bool(keys),
-        cpu_adam=optimizer.get("device") == "cpu" and keys.get("zero_force_ds_cpu_optimizer") is True,
+        cpu_adam=optimizer.get("device") == "cpu"
+        and keys.get("zero_force_ds_cpu_optimizer") is True,
         pinned=any(_pins(block, device_type) for block in (optimizer, parameters)),
         loader_workers=config.dataloader_num_workers,
         host_bytes=host_bytes,
@@ -139,7 +155,9 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
 
 
 def _pins(block: dict[str, Any], device_type: str) -> bool:
-    """Whether offload is pinned, or would be if as much memory as that may be locked (`deepspeed_dict`)."""
+    """Whether offload is pinned, or would be if as much memory as that may be locked
+    (`deepspeed_dict`).
+    """
     by_default = device_type in ("npu", "cuda") and block.get("device", "none") != "none"
     return bool(block.get("pin_memory", by_default))
 

@@ -1,11 +1,12 @@
-"""Started by doctor: read model folder, tokenizer, template and data of a configuration as a run would. Trains nothing.
+"""Started by doctor: read model folder, tokenizer, template and data of a configuration as a run
+would. Trains nothing.
 
     python -m finetune.commands.doctor.data_probe REPORT < REQUEST
 
 with the arguments of `probe` as REQUEST, and the language.
 
-Data up to LARGE_BYTES is tokenized whole, into a temporary cache; of larger data only the form of the first
-SAMPLED_RECORDS records of each file is checked.
+Data up to LARGE_BYTES is tokenized whole, into a temporary cache; of larger data only the form of
+the first SAMPLED_RECORDS records of each file is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
-    from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
+    from finetune.modeling.model_config import (
+        check_adapter,
+        check_unquantised,
+        check_weights,
+        load_model_config,
+    )
 
     config = with_model_found(config)
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
@@ -45,16 +51,25 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     check_weights(config.model)
     if config.finetuning == "lora":
         check_adapter(model_config, config)
-    yield ok("model", f"{config.model}: {model_config.model_type}", model_type=model_config.model_type)
-    tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    yield ok(
+        "model", f"{config.model}: {model_config.model_type}", model_type=model_config.model_type
+    )
+    tokenizer = load_tokenizer(
+        config.model, template=config.template, trust_remote_code=config.trust_remote_code
+    )
     what = _("{tokens:,} tokens, template: {template}")
-    yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
+    yield ok(
+        "tokenizer",
+        what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")),
+    )
     yield _check_data(config, "train", model_config, tokenizer)
     if config.validates:
         yield _check_data(config, "valid", model_config, tokenizer)
 
 
-def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any) -> Check:
+def _check_data(
+    config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any
+) -> Check:
     from finetune.data.reading.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
@@ -71,9 +86,15 @@ def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config
         check_ids(model_config, samples, tokenizer)
         report = samples.report
     values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
-    what = _("{files}: {rows:,} records, {samples:,} samples, {tokens:,} tokens").format(files=names, **values)
+    what = _("{files}: {rows:,} records, {samples:,} samples, {tokens:,} tokens").format(
+        files=names, **values
+    )
     doubts = "; ".join(report.warnings())
-    return warn("data", f"{what}; {doubts}", doubts, **values) if doubts else ok("data", what, **values)
+    return (
+        warn("data", f"{what}; {doubts}", doubts, **values)
+        if doubts
+        else ok("data", what, **values)
+    )
 
 
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
@@ -105,7 +126,9 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     from finetune.modeling.hub import with_model_found
 
     folder = (
-        with_model_found(config).model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+        with_model_found(config).model
+        or config.tokenizer
+        or tokenizer_folder(config.train_data_path, split="train")
     )
     tokenizer = None if folder is None else open_tokenizer(folder)
     known: dict[str, Any] = {"vocab_size": config.vocab_size, "tokenizer_hash": None}
@@ -115,11 +138,17 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     else:
         vocabulary = vocabulary_of(tokenizer)
         yield ok("tokenizer", _("{tokens:,} tokens").format(tokens=vocabulary))
-        known = {"vocab_size": config.vocab_size or vocabulary, "tokenizer_hash": tokenizer_hash(tokenizer)}
+        known = {
+            "vocab_size": config.vocab_size or vocabulary,
+            "tokenizer_hash": tokenizer_hash(tokenizer),
+        }
     windows = training_windows(config, **known)
     if len(windows) < config.global_batch_size:
         values = {"tokens": windows.tokens, "windows": len(windows)}
-        what = _("{tokens:,} tokens, {windows:,} windows, fewer than the {needed:,} of one step (--train-data-path)")
+        what = _(
+            "{tokens:,} tokens, {windows:,} windows, fewer than the {needed:,} of one step"
+            " (--train-data-path)"
+        )
         fix = _("give more data, or a --total-batch-size of at most {most}")
         fix = fix.format(most=len(windows) * config.max_seq_len)
         yield fail("data", what.format(needed=config.global_batch_size, **values), fix)
@@ -133,17 +162,24 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
 def _counted(split: str, windows: Windows | JoinedWindows) -> Check:
     values = {"tokens": windows.tokens, "windows": len(windows)}
     what = _("{split}: {tokens:,} tokens, {windows:,} windows, {cut:.1%} of the tokens cut")
-    return ok("data", what.format(split=split, cut=windows.cut_tokens / windows.tokens, **values), **values)
+    return ok(
+        "data",
+        what.format(split=split, cut=windows.cut_tokens / windows.tokens, **values),
+        **values,
+    )
 
 
-def probe(kind: str, module: str, arguments: Sequence[str], world_size: int) -> list[dict[str, Any]]:
+def probe(
+    kind: str, module: str, arguments: Sequence[str], world_size: int
+) -> list[dict[str, Any]]:
     """The checks of a kind's own probe, as JSON.
 
     Args:
         module: the kind's entry; a kind from elsewhere is not in the table of this process.
         arguments: the run's command line.
     """
-    logging.getLogger("finetune").setLevel(logging.ERROR)  # warnings of the data are part of the report
+    # warnings of the data are part of the report
+    logging.getLogger("finetune").setLevel(logging.ERROR)
     register(kind, module)
     found = run_kind(kind)
     config = resolve(arguments, world_size=world_size, model_class=found.config_class).config

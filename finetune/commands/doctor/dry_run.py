@@ -1,9 +1,10 @@
-"""One step for real: a run of the configured kind on a tiny made model, saved, and resumed from the checkpoint.
+"""One step for real: a run of the configured kind on a tiny made model, saved, and resumed from the
+checkpoint.
 
     python -m finetune.commands.doctor.dry_run FOLDER
 
-makes the model, tokenizer and data; doctor starts that, then the runs, as a user would. What each kind trains on stands
-in rehearsals.py.
+makes the model, tokenizer and data; doctor starts that, then the runs, as a user would. What each
+kind trains on stands in rehearsals.py.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ from finetune.runtime.language import _
 
 MODULE = "finetune.commands.doctor.dry_run"
 RUN_TIMEOUT_SECONDS = 600.0
-# The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in another order.
+# The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in
+# another order.
 LOSS_TOLERANCE = 1e-3
 
 
 def check_dry_run(
-    kind: RunKind, processes: int, device_type: str, config: BaseConfig | None, environment: Mapping[str, str]
+    kind: RunKind,
+    processes: int,
+    device_type: str,
+    config: BaseConfig | None,
+    environment: Mapping[str, str],
 ) -> Check:
-    """Train two steps with a checkpoint after each; then resume from the first, and compare the second step."""
+    """Train two steps with a checkpoint after each; then resume from the first, and compare the
+    second step.
+    """
     if kind.rehearsal is None:
         return skip("dry_run", _("{kind} has no small run to rehearse").format(kind=kind.name))
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as temporary:
@@ -47,7 +55,9 @@ def check_dry_run(
         answer = _train(kind, first, processes, environment)
         if answer.code != 0:
             return _failed(_("one step and saving failed: {reason}"), answer)
-        answer = _train(kind, second, processes, environment, "--resume", str(first / "checkpoint-1"))
+        answer = _train(
+            kind, second, processes, environment, "--resume", str(first / "checkpoint-1")
+        )
         if answer.code != 0:
             return _failed(_("resuming failed: {reason}"), answer)
         return compare(kind.name, _loss(first), _loss(second), processes)
@@ -55,18 +65,32 @@ def check_dry_run(
 
 def compare(kind: str, whole: float, resumed: float, processes: int) -> Check:
     """Whether step 2 after a resume is step 2."""
-    name, values = "dry_run", {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes}
+    name, values = (
+        "dry_run",
+        {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes},
+    )
     if not abs(whole - resumed) <= LOSS_TOLERANCE * abs(whole):
         what = _(
-            "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state is not complete"
+            "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state"
+            " is not complete"
         )
-        return fail(name, what.format(resumed=resumed, whole=whole), _("report this with the versions above"), **values)
-    what = _("{kind}: {processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both ways")
+        return fail(
+            name,
+            what.format(resumed=resumed, whole=whole),
+            _("report this with the versions above"),
+            **values,
+        )
+    what = _(
+        "{kind}: {processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both"
+        " ways"
+    )
     return ok(name, what.format(kind=kind, processes=processes, loss=resumed), **values)
 
 
 def _how(folder: Path, device_type: str) -> dict[str, Any]:
-    """What every kind's small run has. The rate is one after which step 2 has another loss than without step 1."""
+    """What every kind's small run has. The rate is one after which step 2 has another loss than
+    without step 1.
+    """
     return {
         "learning_rate": 0.01,
         "warmup_steps": 0,
@@ -79,9 +103,23 @@ def _how(folder: Path, device_type: str) -> dict[str, Any]:
     }
 
 
-def _train(kind: RunKind, output: Path, processes: int, environment: Mapping[str, str], *more: str) -> Answer:
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    run = ["-m", kind.module, "--config", str(output.parent / "run.json"), "--output-dir", str(output), *more]
+def _train(
+    kind: RunKind, output: Path, processes: int, environment: Mapping[str, str], *more: str
+) -> Answer:
+    start = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        if processes > 1
+        else []
+    )
+    run = [
+        "-m",
+        kind.module,
+        "--config",
+        str(output.parent / "run.json"),
+        "--output-dir",
+        str(output),
+        *more,
+    ]
     return run_to_end(
         [sys.executable, *start, *run],
         environment=without_launcher(environment),
@@ -95,14 +133,18 @@ def _loss(output: Path) -> float:
 
 
 def _failed(what: str, answer: Answer) -> Check:
-    return fail("dry_run", what.format(reason=answer.reason), answer.fix, messages=answer.last_lines)
+    return fail(
+        "dry_run", what.format(reason=answer.reason), answer.fix, messages=answer.last_lines
+    )
 
 
-# ---------------------------------------------------------------- what is trained, made in a process of its own
+# ---------------------------------------------------- what is trained, made in a process of its own
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records a form, a corpus."""
+    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records a
+    form, a corpus.
+    """
     import numpy as np
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -117,7 +159,9 @@ def make(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(specials))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=specials[0], eos_token=specials[2])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=specials[0], eos_token=specials[2]
+    )
     fast.chat_template = TEMPLATES["chatml"]
     fast.save_pretrained(folder / "model")
     torch.manual_seed(0)
@@ -137,15 +181,20 @@ def make(folder: Path) -> None:
     sums = [(f"add {n} and {n + 1}", f"{2 * n + 1}" * (n % 5 + 1)) for n in range(16)]
     records: dict[str, list[dict[str, Any]]] = {
         "train": [{"instruction": asked, "output": answer} for asked, answer in sums],
-        "pairs": [{"prompt": asked, "chosen": answer, "rejected": f"{answer}0"} for asked, answer in sums],
+        "pairs": [
+            {"prompt": asked, "chosen": answer, "rejected": f"{answer}0"} for asked, answer in sums
+        ],
         "labels": [
-            {"prompt": asked, "completion": answer, "label": n % 2 == 0} for n, (asked, answer) in enumerate(sums)
+            {"prompt": asked, "completion": answer, "label": n % 2 == 0}
+            for n, (asked, answer) in enumerate(sums)
         ],
     }
     for name, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    ids = fast(" ".join(f"{asked}: {answer}" for asked, answer in sums), add_special_tokens=False)["input_ids"]
+    ids = fast(" ".join(f"{asked}: {answer}" for asked, answer in sums), add_special_tokens=False)[
+        "input_ids"
+    ]
     # Enough for one step of a thousand processes.
     np.resize(np.array(ids, dtype=np.uint16), 2**17).tofile(folder / "tokens.bin")
 

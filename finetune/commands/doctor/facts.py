@@ -15,7 +15,8 @@ class Facts:
         environment: the variables that the run will be started with.
         interfaces: network interfaces that are up, and their addresses.
         device_type: what the run takes: "npu", "cuda", "mps" or "cpu".
-        devices_here: devices of that type on this machine, before any is hidden; None where not known.
+        devices_here: devices of that type on this machine, before any is hidden; None where not
+            known.
         deepspeed: the run is under DeepSpeed.
         processes: processes of the run on this machine.
         cores: CPU cores for this process.

@@ -1,4 +1,6 @@
-"""The host: memory under its cgroup's limit, /dev/shm, locked memory, open files, disk space and inodes, a compiler."""
+"""The host: memory under its cgroup's limit, /dev/shm, locked memory, open files, disk space and
+inodes, a compiler.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from finetune.storage.durable_files import format_bytes
 from finetune.storage.run_lock import try_flock
 from finetune.storage.shared_storage import is_shared, mount_of
 
-# What processes on one machine put into /dev/shm: NCCL and gloo some MiB each, DeepSpeed's CPU collectives 66 MiB each.
+# What processes on one machine put into /dev/shm: NCCL and gloo some MiB each, DeepSpeed's CPU
+# collectives 66 MiB each.
 SHM_PER_PROCESS_BYTES, LEAST_SHM_PER_PROCESS_BYTES = 66 << 20, 8 << 20
 SHM_PER_LOADER_WORKER_BYTES = 16 << 20
 LEAST_HOST_BYTES = 2 << 30
@@ -40,7 +43,11 @@ def check_host_memory(host: HostUse, needed_bytes: int = 0, needed_for: str = ""
     """
     name = "host_memory"
     available = max(0, host.memory_total_bytes - host.memory_used_bytes)
-    values = {"total_bytes": host.memory_total_bytes, "available_bytes": available, "needed_bytes": needed_bytes}
+    values = {
+        "total_bytes": host.memory_total_bytes,
+        "available_bytes": available,
+        "needed_bytes": needed_bytes,
+    }
     what = _("{free} of {total} host memory free").format(
         free=format_bytes(available), total=format_bytes(host.memory_total_bytes)
     )
@@ -55,11 +62,14 @@ def check_host_memory(host: HostUse, needed_bytes: int = 0, needed_for: str = ""
     return ok(name, what, **values)
 
 
-# ---------------------------------------------------------------- /dev/shm, locked memory, open files
+# -------------------------------------------------------------- /dev/shm, locked memory, open files
 
 
-def check_shared_memory(processes: int, loader_workers: int = 0, folder: Path = Path("/dev/shm")) -> Check:
-    """Whether the processes of a run find room in /dev/shm: a bus error ends the run where they do not.
+def check_shared_memory(
+    processes: int, loader_workers: int = 0, folder: Path = Path("/dev/shm")
+) -> Check:
+    """Whether the processes of a run find room in /dev/shm: a bus error ends the run where they do
+    not.
 
     Args:
         processes: processes of the run on this machine.
@@ -72,13 +82,19 @@ def check_shared_memory(processes: int, loader_workers: int = 0, folder: Path = 
         return skip(name, _("no {folder} here").format(folder=folder))
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     several = processes if processes > 1 else 0
-    needed = several * SHM_PER_PROCESS_BYTES + processes * loader_workers * SHM_PER_LOADER_WORKER_BYTES
+    needed = (
+        several * SHM_PER_PROCESS_BYTES + processes * loader_workers * SHM_PER_LOADER_WORKER_BYTES
+    )
     values = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
     if free >= needed:
-        return ok(name, _("{folder}: {free} free").format(folder=folder, free=format_bytes(free)), **values)
+        return ok(
+            name,
+            _("{folder}: {free} free").format(folder=folder, free=format_bytes(free)),
+            **values,
+        )
     what = _(
-        "{folder} has {free} free; {processes} processes with {workers} loader workers each may need {needed}, and die "
-        "of a bus error without"
+        "{folder} has {free} free; {processes} processes with {workers} loader workers each may"
+        " need {needed}, and die of a bus error without"
     ).format(
         folder=folder,
         free=format_bytes(free),
@@ -93,14 +109,17 @@ def check_shared_memory(processes: int, loader_workers: int = 0, folder: Path = 
             "--dataloader-num-workers 0"
         )
     fix = fix.format(size=max(1, -(-2 * needed >> 30)), folder=folder)
-    return (fail if free < several * LEAST_SHM_PER_PROCESS_BYTES else warn)(name, what, fix, **values)
+    return (fail if free < several * LEAST_SHM_PER_PROCESS_BYTES else warn)(
+        name, what, fix, **values
+    )
 
 
 def check_locked_memory(pinned: bool, nodes: int = 1, limit: int | None = None) -> Check:
     """Whether memory can be locked, which pinned offload and RDMA between nodes need.
 
     Args:
-        pinned: offload wants pinned memory: DeepSpeed's `pin_memory` says so, or says nothing and there is a device.
+        pinned: offload wants pinned memory: DeepSpeed's `pin_memory` says so, or says nothing and
+            there is a device.
         limit: bytes; None reads this process's, and -1 means no limit.
     """
     name = "locked_memory"
@@ -121,7 +140,9 @@ def check_open_files(limit: int | None = None) -> Check:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY or limit >= COMFORTABLE_OPEN_FILES:
         return ok(name, _("open files: {limit}").format(limit=limit), limit=limit)
-    what = _("a process may open {limit} files; loaders and sockets may need more").format(limit=limit)
+    what = _("a process may open {limit} files; loaders and sockets may need more").format(
+        limit=limit
+    )
     fix = _("ulimit -n 65535 in the shell that starts the run")
     return (fail if limit < LEAST_OPEN_FILES else warn)(name, what, fix, limit=limit)
 
@@ -145,9 +166,19 @@ def check_disk(use: str, folder: Path, needed_bytes: int = 0) -> Check:
     name, there = f"disk_{use}", existing_parent(folder)
     state = os.statvfs(there)
     free, inodes = state.f_bavail * state.f_frsize, state.f_favail
-    values = {"folder": str(folder), "free_bytes": free, "free_inodes": inodes, "needed_bytes": needed_bytes}
+    values = {
+        "folder": str(folder),
+        "free_bytes": free,
+        "free_inodes": inodes,
+        "needed_bytes": needed_bytes,
+    }
     if state.f_flag & os.ST_RDONLY or not os.access(there, os.W_OK | os.X_OK):
-        return fail(name, _("{folder} cannot be written to").format(folder=there), _("name another folder"), **values)
+        return fail(
+            name,
+            _("{folder} cannot be written to").format(folder=there),
+            _("name another folder"),
+            **values,
+        )
     fix = _("free space there, or name another folder")
     least = max(LEAST_DISK_BYTES, needed_bytes)
     shown = {"folder": there, "free": format_bytes(free)}
@@ -155,7 +186,9 @@ def check_disk(use: str, folder: Path, needed_bytes: int = 0) -> Check:
         what = _("{folder} has {free} free; checkpoints and result need {needed} at least")
         return fail(name, what.format(needed=format_bytes(least), **shown), fix, **values)
     if state.f_files and inodes < COMFORTABLE_INODES:
-        what = _("{folder} has room for {inodes} more files only").format(folder=there, inodes=inodes)
+        what = _("{folder} has room for {inodes} more files only").format(
+            folder=there, inodes=inodes
+        )
         verdict = fail if inodes < LEAST_INODES else warn
         return verdict(name, what, _("remove files there, or name another folder"), **values)
     if free < max(COMFORTABLE_DISK_BYTES, 2 * needed_bytes):
@@ -164,7 +197,8 @@ def check_disk(use: str, folder: Path, needed_bytes: int = 0) -> Check:
 
 
 def check_locks(use: str, folder: Path) -> Iterator[Check]:
-    """Whether a file system that machines share has locks that all of them see; nothing for a disk of this machine.
+    """Whether a file system that machines share has locks that all of them see; nothing for a disk
+    of this machine.
 
     Args:
         use: as for `check_disk`.
@@ -177,13 +211,26 @@ def check_locks(use: str, folder: Path) -> Iterator[Check]:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".locks-") as file:
             locked = try_flock(file.fileno(), fcntl.LOCK_EX, Path(file.name))
     except OSError as error:
-        yield skip(name, _("{folder} ({kind}): no file can be made: {why}").format(folder=there, kind=kind, why=error))
+        yield skip(
+            name,
+            _("{folder} ({kind}): no file can be made: {why}").format(
+                folder=there, kind=kind, why=error
+            ),
+        )
         return
     if locked is not None:
-        yield ok(name, _("{folder} ({kind}) has locks").format(folder=there, kind=kind), filesystem=kind)
+        yield ok(
+            name, _("{folder} ({kind}) has locks").format(folder=there, kind=kind), filesystem=kind
+        )
         return
-    what = _("{folder} ({kind}) has no locks that all machines see: a file stands for one while a run works there")
-    fix = _("mount it with locks (NFS: lockd, no local_lock; Lustre: flock), or remove that file if a machine is lost")
+    what = _(
+        "{folder} ({kind}) has no locks that all machines see: a file stands for one while a run"
+        " works there"
+    )
+    fix = _(
+        "mount it with locks (NFS: lockd, no local_lock; Lustre: flock), or remove that file if a"
+        " machine is lost"
+    )
     yield warn(name, what.format(folder=there, kind=kind), fix, filesystem=kind)
 
 
@@ -191,7 +238,8 @@ def check_locks(use: str, folder: Path) -> Iterator[Check]:
 
 
 def check_compiler(needed_for: str, environment: Mapping[str, str]) -> Check:
-    """Whether there is the C++ compiler that DeepSpeed's operators are built with (CXX, else c++, as torch looks).
+    """Whether there is the C++ compiler that DeepSpeed's operators are built with (CXX, else c++,
+    as torch looks).
 
     Args:
         needed_for: what will be built, in the spoken language; empty where nothing is.
@@ -201,6 +249,12 @@ def check_compiler(needed_for: str, environment: Mapping[str, str]) -> Check:
     if found is not None:
         return ok(name, _("C++ compiler: {path}").format(path=found), path=found)
     if not needed_for:
-        return skip(name, _("no C++ compiler ({program}), and none is needed").format(program=program))
-    what = _("no C++ compiler ({program}): {operator} cannot be built").format(program=program, operator=needed_for)
-    return fail(name, what, _("apt-get install g++ (or your system's package), or set CXX to a compiler"))
+        return skip(
+            name, _("no C++ compiler ({program}), and none is needed").format(program=program)
+        )
+    what = _("no C++ compiler ({program}): {operator} cannot be built").format(
+        program=program, operator=needed_for
+    )
+    return fail(
+        name, what, _("apt-get install g++ (or your system's package), or set CXX to a compiler")
+    )

@@ -1,9 +1,10 @@
-"""Checks that need several processes: started with torch elastic as a run is, or asked in the world that we are in.
+"""Checks that need several processes: started with torch elastic as a run is, or asked in the world
+that we are in.
 
     torchrun --nproc_per_node 2 -m finetune.commands.doctor.launched FOLDER DEVICE_TYPE
 
-is one process of the world that doctor starts. Each rank writes FOLDER/rank-N.json; a rank that is missing there died
-or hung, and its launcher's messages tell how.
+is one process of the world that doctor starts. Each rank writes FOLDER/rank-N.json; a rank that is
+missing there died or hung, and its launcher's messages tell how.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
 MODULE = "finetune.commands.doctor.launched"
 LAUNCH_TIMEOUT_SECONDS = 300.0
 COLLECTIVE_TIMEOUT_SECONDS = 60
-# Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of results and sums it is.
+# Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of
+# results and sums it is.
 MATMUL_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 2e-3}
 MATMUL_SIZE = 512
-# Numbers whose float32 sums over up to 2**15 ranks are exact: a wrong sum is wrong, and not rounding.
+# Numbers whose float32 sums over up to 2**15 ranks are exact: a wrong sum is wrong, and not
+# rounding.
 REDUCED_NUMBERS = 1 << 18
 
 
@@ -46,10 +49,20 @@ def check_launched(processes: int, device_type: str, environment: Mapping[str, s
     """Start as many processes as a run would, on this machine, and judge what they report."""
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={processes}",
+            ),
             *("-m", MODULE, folder, device_type),
         ]
-        answer = run_to_end(command, environment=without_launcher(environment), timeout_seconds=LAUNCH_TIMEOUT_SECONDS)
+        answer = run_to_end(
+            command,
+            environment=without_launcher(environment),
+            timeout_seconds=LAUNCH_TIMEOUT_SECONDS,
+        )
         return judge(read_reports(Path(folder)), processes, answer)
 
 
@@ -64,7 +77,14 @@ def check_this_world(device_type: str) -> tuple[LaunchWorld, list[Check]]:
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what a launcher sets: ours sets it anew."""
-    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launchers = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     return {name: value for name, value in environment.items() if name not in launchers}
 
 
@@ -88,10 +108,18 @@ def judge(reports: Sequence[Mapping[str, Any]], processes: int, answer: Answer) 
     if missing:
         what = _("rank {ranks} of {processes} reported nothing: {reason}")
         what = what.format(ranks=_joined(missing), processes=processes, reason=answer.reason)
-        return [fail("launched_world", what, answer.fix, silent=missing, messages=answer.last_lines)]
+        return [
+            fail("launched_world", what, answer.fix, silent=missing, messages=answer.last_lines)
+        ]
     backends = "/".join(sorted({report["backend"] for report in reports}))
-    what = _("{processes} processes met ({backends})").format(processes=processes, backends=backends)
-    return [ok("launched_world", what, backend=backends), _judge_collectives(reports), _judge_matmul(reports)]
+    what = _("{processes} processes met ({backends})").format(
+        processes=processes, backends=backends
+    )
+    return [
+        ok("launched_world", what, backend=backends),
+        _judge_collectives(reports),
+        _judge_matmul(reports),
+    ]
 
 
 def _joined(ranks: Sequence[int]) -> str:
@@ -101,11 +129,19 @@ def _joined(ranks: Sequence[int]) -> str:
 def _judge_collectives(reports: Sequence[Mapping[str, Any]]) -> Check:
     """All-reduce and all-gather are exact: the numbers are small whole ones."""
     name, expected = "collectives", list(range(len(reports)))
-    wrong = [r["rank"] for r in reports if r["sum_error"] != 0 or list(r["gathered_ranks"]) != expected]
+    wrong = [
+        r["rank"] for r in reports if r["sum_error"] != 0 or list(r["gathered_ranks"]) != expected
+    ]
     if not wrong:
-        return ok(name, _("all-reduce and all-gather are exact on {count} ranks").format(count=len(reports)))
+        return ok(
+            name,
+            _("all-reduce and all-gather are exact on {count} ranks").format(count=len(reports)),
+        )
     what = _("all-reduce or all-gather is wrong on rank {ranks}").format(ranks=_joined(wrong))
-    fix = _("the link or a device is broken: leave that device out, and try NCCL_P2P_DISABLE=1 or another interface")
+    fix = _(
+        "the link or a device is broken: leave that device out, and try NCCL_P2P_DISABLE=1 or"
+        " another interface"
+    )
     return fail(name, what, fix, wrong=wrong)
 
 
@@ -116,9 +152,13 @@ def _judge_matmul(reports: Sequence[Mapping[str, Any]]) -> Check:
     values = {"errors": errors, "dtype": dtype}
     far = [r["rank"] for r in reports if not r["matmul_error"] <= MATMUL_TOLERANCE[r["dtype"]]]
     if far:
-        what = _("a matrix product is wrong on rank {ranks}: off by {error:.1e} of its largest number")
+        what = _(
+            "a matrix product is wrong on rank {ranks}: off by {error:.1e} of its largest number"
+        )
         fix = _("this device computes wrong: leave it out and have it replaced")
-        return fail(name, what.format(ranks=_joined(far), error=max(errors)), fix, wrong=far, **values)
+        return fail(
+            name, what.format(ranks=_joined(far), error=max(errors)), fix, wrong=far, **values
+        )
     odd = []
     for device in {report["device"] for report in reports}:
         alike = [report for report in reports if report["device"] == device]
@@ -126,9 +166,14 @@ def _judge_matmul(reports: Sequence[Mapping[str, Any]]) -> Check:
         odd += [report["rank"] for report in alike if report["matmul_digest"] != usual]
     if odd:
         what = _("equal devices give different bits for one product: rank {ranks} differs")
-        fix = _("look at that device's ECC and health; other drivers or kernels on the nodes differ in bits too")
+        fix = _(
+            "look at that device's ECC and health; other drivers or kernels on the nodes differ in"
+            " bits too"
+        )
         return warn(name, what.format(ranks=_joined(sorted(odd))), fix, odd=sorted(odd), **values)
-    what = _("one {dtype} product has the same bits on {count} ranks").format(dtype=dtype, count=len(reports))
+    what = _("one {dtype} product has the same bits on {count} ranks").format(
+        dtype=dtype, count=len(reports)
+    )
     return ok(name, what, **values)
 
 
@@ -143,7 +188,8 @@ class RankReport:
         sum_error: difference of the all-reduced numbers from their exact sum; 0 is right.
         gathered_ranks: the ranks that an all-gather brought, in order.
         matmul_digest: SHA-256 of the bits of a seeded matrix product; equal on equal devices.
-        matmul_error: largest difference from the product in float64 on the host, relative to its largest number.
+        matmul_error: largest difference from the product in float64 on the host, relative to its
+            largest number.
     """
 
     rank: int
@@ -159,7 +205,8 @@ class RankReport:
 
 
 def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> list[dict[str, Any]]:
-    """Meet the other ranks, reduce, gather, multiply. The process group is made and taken down here.
+    """Meet the other ranks, reduce, gather, multiply. The process group is made and taken down
+    here.
 
     Args:
         exchange: give every rank all reports, by the same collectives; else this rank's alone.
@@ -175,7 +222,10 @@ def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> lis
         device = torch.device(device_type, world.local_rank)
     able = devices.capabilities(device_type)
     dist.init_process_group(
-        backend, rank=world.rank, world_size=world.world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        backend,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
     )
     report = RankReport(world.rank, world.world_size, os.uname().nodename, able.name, backend)
     numbers = torch.full((REDUCED_NUMBERS,), float(world.rank + 1), device=device)
@@ -186,7 +236,9 @@ def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> lis
     gathered = [torch.empty_like(mine) for _rank in range(world.world_size)]
     dist.all_gather(gathered, mine)
     report.gathered_ranks = [int(one.cpu()) for one in gathered]
-    _multiply(report, device, torch.bfloat16 if able.bfloat16 and device_type != "cpu" else torch.float32)
+    _multiply(
+        report, device, torch.bfloat16 if able.bfloat16 and device_type != "cpu" else torch.float32
+    )
     reports = [asdict(report)]
     if exchange:
         reports = all_gather_plain(asdict(report), world.world_size, device=device)
@@ -196,11 +248,15 @@ def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> lis
 
 
 def _multiply(report: RankReport, device: torch.device, dtype: torch.dtype) -> None:
-    """A product in the dtype that training takes, from numbers made on the host: the same on every rank."""
+    """A product in the dtype that training takes, from numbers made on the host: the same on every
+    rank.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator).to(dtype) for _side in range(2))
+    left, right = (
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator).to(dtype) for _side in range(2)
+    )
     product = (left.to(device) @ right.to(device)).cpu().float()
     exact = left.double() @ right.double()
     report.dtype = str(dtype).removeprefix("torch.")

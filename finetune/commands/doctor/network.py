@@ -1,4 +1,6 @@
-"""The nodes of a run: who they are, the port and address at which they meet, and whether the first one answers."""
+"""The nodes of a run: who they are, the port and address at which they meet, and whether the first
+one answers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, list[Chec
 
 
 def first_free_port(first: int) -> int | None:
-    """The first port from there on that can be bound, in as many tries as the launcher makes; None where none can."""
+    """The first port from there on that can be bound, in as many tries as the launcher makes; None
+    where none can.
+    """
     try:
         held = hold_port(first, address="")
     except StateError:
@@ -55,7 +59,11 @@ def holder_of(port: int) -> int | None:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.AccessDenied, OSError):
         return None
-    listening = [one for one in connections if one.laddr and one.laddr.port == port and one.status == "LISTEN"]
+    listening = [
+        one
+        for one in connections
+        if one.laddr and one.laddr.port == port and one.status == "LISTEN"
+    ]
     return listening[0].pid if listening else None
 
 
@@ -64,7 +72,9 @@ def check_port(
     find: Callable[[int], int | None] = first_free_port,
     holder: Callable[[int], int | None] = holder_of,
 ) -> Check:
-    """Whether the processes can meet at MASTER_PORT; asked where it will be bound, on the first node."""
+    """Whether the processes can meet at MASTER_PORT; asked where it will be bound, on the first
+    node.
+    """
     name, port = "port", nodes.port or DEFAULT_PORT
     if nodes.rank != 0:
         return skip(name, _("port {port} is taken on the first node, not here").format(port=port))
@@ -76,8 +86,14 @@ def check_port(
     what = _("port {port} is taken by pid {pid}") if pid else _("port {port} is taken")
     what = what.format(port=port, pid=pid)
     if free is None:
-        return fail(name, what, _("choose a MASTER_PORT far from {port}").format(port=port), **values)
-    fix = _("export MASTER_PORT={free} on every node") if nodes.count > 1 else _("export MASTER_PORT={free}")
+        return fail(
+            name, what, _("choose a MASTER_PORT far from {port}").format(port=port), **values
+        )
+    fix = (
+        _("export MASTER_PORT={free} on every node")
+        if nodes.count > 1
+        else _("export MASTER_PORT={free}")
+    )
     if nodes.port is not None:
         return fail(name, what, fix.format(free=free), **values)
     itself = _("{fix}; python -m finetune launch takes a free one by itself")
@@ -85,7 +101,9 @@ def check_port(
 
 
 def ephemeral_ports(root: Path = Path("/")) -> tuple[int, int] | None:
-    """The ports that the kernel gives away; None where it does not tell, or where some are reserved already."""
+    """The ports that the kernel gives away; None where it does not tell, or where some are reserved
+    already.
+    """
     folder = root / "proc/sys/net/ipv4"
     try:
         low, high = map(int, (folder / "ip_local_port_range").read_text().split())
@@ -132,7 +150,9 @@ def check_master_address(
     interfaces: Mapping[str, Iterable[str]],
     resolve: Callable[[str], list[str]] = lookup,
 ) -> Check:
-    """Whether the master's address resolves, is no loopback for several nodes, and is this machine's on node 0."""
+    """Whether the master's address resolves, is no loopback for several nodes, and is this
+    machine's on node 0.
+    """
     name = "master_address"
     if nodes.count < 2:
         return skip(name, _("one node"))
@@ -140,7 +160,10 @@ def check_master_address(
     values = {"address": nodes.address, "resolved": addresses}
     if not addresses:
         what = _("MASTER_ADDR {address} does not resolve").format(address=nodes.address)
-        fix = _("export MASTER_ADDR as the first node's IP address, or add the name to /etc/hosts on every node")
+        fix = _(
+            "export MASTER_ADDR as the first node's IP address, or add the name to /etc/hosts on"
+            " every node"
+        )
         return fail(name, what, fix, **values)
     if all(map(is_loopback, addresses)):
         what = _("MASTER_ADDR {address} is {resolved}: other nodes would look for it on themselves")
@@ -148,15 +171,24 @@ def check_master_address(
         return fail(name, what.format(address=nodes.address, resolved=addresses[0]), fix, **values)
     own = {address for several in interfaces.values() for address in several}
     if nodes.rank == 0 and not any(address in own or is_loopback(address) for address in addresses):
-        what = _("MASTER_ADDR {address} ({resolved}) is no address of this machine, which is the first node")
+        what = _(
+            "MASTER_ADDR {address} ({resolved}) is no address of this machine, which is the first"
+            " node"
+        )
         fix = _("start NODE_RANK=0 on the machine that MASTER_ADDR names, or correct MASTER_ADDR")
-        return fail(name, what.format(address=nodes.address, resolved=", ".join(addresses)), fix, **values)
-    what = _("MASTER_ADDR {address} is {resolved}").format(address=nodes.address, resolved=addresses[0])
+        return fail(
+            name, what.format(address=nodes.address, resolved=", ".join(addresses)), fix, **values
+        )
+    what = _("MASTER_ADDR {address} is {resolved}").format(
+        address=nodes.address, resolved=addresses[0]
+    )
     return ok(name, what, **values)
 
 
 def reach(host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> str:
-    """How connecting ends: "open", "refused" (the host answers, nobody listens yet), or why it cannot be reached."""
+    """How connecting ends: "open", "refused" (the host answers, nobody listens yet), or why it
+    cannot be reached.
+    """
     try:
         with socket.create_connection((host, port), timeout_seconds):
             return "open"
@@ -169,7 +201,9 @@ def reach(host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
 
 
 def check_master_reachable(nodes: Nodes, connect: Callable[[str, int], str] = reach) -> Check:
-    """Whether the first node answers; asked on the others. Refused is an answer too: it has not started yet."""
+    """Whether the first node answers; asked on the others. Refused is an answer too: it has not
+    started yet.
+    """
     name, address, port = "master_reachable", nodes.address, nodes.port
     if nodes.count < 2:
         return skip(name, _("one node"))
@@ -180,11 +214,14 @@ def check_master_reachable(nodes: Nodes, connect: Callable[[str, int], str] = re
     if result == "open":
         return ok(name, _("{address}:{port} answers").format(address=address, port=port), **values)
     if result == "refused":
-        what = _("{address} answers; nobody listens on {port} yet").format(address=address, port=port)
+        what = _("{address} answers; nobody listens on {port} yet").format(
+            address=address, port=port
+        )
         return ok(name, what, **values)
     what = _("the first node {address}:{port} cannot be reached: {result}")
     fix = _(
-        "open port {port} and the ports above 1024 between the nodes (firewall), and check the address and cable"
+        "open port {port} and the ports above 1024 between the nodes (firewall), and check the"
+        " address and cable"
     ).format(port=port)
     return fail(name, what.format(address=address, port=port, result=result), fix, **values)
 
@@ -195,7 +232,9 @@ def check_own_name(
     resolve: Callable[[str], list[str]] = lookup,
     host_name: str | None = None,
 ) -> Check:
-    """Whether this machine's name leads to an address that others reach: gloo takes it where no interface is named."""
+    """Whether this machine's name leads to an address that others reach: gloo takes it where no
+    interface is named.
+    """
     name = "own_address"
     if nodes.count < 2:
         return skip(name, _("one node"))
@@ -207,10 +246,16 @@ def check_own_name(
         what = _("{host} is {address}").format(host=host, address=addresses[0])
         return ok(name, what, resolved=addresses)
     if addresses:
-        what = _("this machine's name {host} is {address}: gloo would offer the others an address they cannot reach")
+        what = _(
+            "this machine's name {host} is {address}: gloo would offer the others an address they"
+            " cannot reach"
+        )
         what = what.format(host=host, address=addresses[0])
     else:
-        what = _("this machine's name {host} does not resolve: gloo would have no address to offer the others")
+        what = _(
+            "this machine's name {host} does not resolve: gloo would have no address to offer the"
+            " others"
+        )
         what = what.format(host=host)
     fix = _("export GLOO_SOCKET_IFNAME=<the interface between the nodes> (ip -br addr shows them)")
     return warn(name, what, fix, resolved=addresses)

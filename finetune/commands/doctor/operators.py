@@ -1,7 +1,8 @@
-"""DeepSpeed's C++ operators: built (once, for about a minute) and tried, each in a process of its own.
+"""DeepSpeed's C++ operators: built (once, for about a minute) and tried, each in a process of its
+own.
 
-What is started is the training's own code, under the environment that a run prepares, so that what is built here is
-what a run finds.
+What is started is the training's own code, under the environment that a run prepares, so that what
+is built here is what a run finds.
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ def check_cpu_adam(device_type: str, environment: Mapping[str, str]) -> Check:
         return not_built(name, answer)
     difference = answer.report["difference"]
     if not difference <= ADAM_TOLERANCE:
-        what = _("three steps differ from torch's AdamW by {difference:.1e}").format(difference=difference)
+        what = _("three steps differ from torch's AdamW by {difference:.1e}").format(
+            difference=difference
+        )
         fix = _(
-            "remove the built operators (TORCH_EXTENSIONS_DIR) and try again; or leave zero_force_ds_cpu_optimizer out"
+            "remove the built operators (TORCH_EXTENSIONS_DIR) and try again; or leave"
+            " zero_force_ds_cpu_optimizer out"
         )
         return fail(name, what, fix, difference=difference)
     what = _("built, three steps agree with torch's AdamW to {difference:.0e} ({seconds:.0f} s)")
@@ -98,10 +102,14 @@ def _run(script: str, device_type: str, environment: Mapping[str, str]) -> tuple
 
 
 def not_built(name: str, answer: Answer) -> Check:
-    """An operator that cannot be built: the first error of its messages, and whether a compiler is missing."""
+    """An operator that cannot be built: the first error of its messages, and whether a compiler is
+    missing.
+    """
     fix = _("install a C++ compiler (apt-get install g++) and ninja (pip install ninja)")
     if re.search(r"(c\+\+|g\+\+).*(not found|No such file)", answer.messages) is None:
-        fix = _("fix what the reason names, or {fix}; on Ascend source CANN's set_env.sh first").format(fix=fix)
+        fix = _(
+            "fix what the reason names, or {fix}; on Ascend source CANN's set_env.sh first"
+        ).format(fix=fix)
     # What follows the first error is torch and DeepSpeed passing it on.
     causes = re.findall(r"^(?:.*\berror: .*|\w+Error: .*)$", answer.messages, re.M)
     reason = causes[0].strip() if causes and answer.code is not None else answer.reason

@@ -1,4 +1,6 @@
-"""Questions asked in a process of their own: an import that dies, hangs or is killed is an answer too."""
+"""Questions asked in a process of their own: an import that dies, hangs or is killed is an answer
+too.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,25 @@ class Answer:
         """What to do about processes that failed."""
         if self.code is None:
             return _(
-                "the machine may be too busy, or a device hangs: look (top, npu-smi info, nvidia-smi), and try again"
+                "the machine may be too busy, or a device hangs: look (top, npu-smi info,"
+                " nvidia-smi), and try again"
             )
-        return _("the checks above may tell why; --json has the last messages of the processes (values.messages)")
+        return _(
+            "the checks above may tell why; --json has the last messages of the processes"
+            " (values.messages)"
+        )
 
 
-def ask(module: str, request: Mapping[str, Any], *, environment: Mapping[str, str], timeout_seconds: float) -> Answer:
-    """Run `python -m MODULE REPORT`, whose `main` is `answer_with`, with the request on its standard input."""
+def ask(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+) -> Answer:
+    """Run `python -m MODULE REPORT`, whose `main` is `answer_with`, with the request on its
+    standard input.
+    """
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         report = Path(folder) / "report.json"
         answer = run_to_end(
@@ -78,16 +92,23 @@ def ask(module: str, request: Mapping[str, Any], *, environment: Mapping[str, st
 
 
 def answer_with(probe: Callable[..., Any]) -> None:
-    """The other side of `ask`: call the probe with what the request holds, and write what it returns as JSON."""
+    """The other side of `ask`: call the probe with what the request holds, and write what it
+    returns as JSON.
+    """
     request = json.load(sys.stdin)
     speak(request.pop("language"))
     Path(sys.argv[1]).write_text(json.dumps(probe(**request), ensure_ascii=False), encoding="utf-8")
 
 
 def run_to_end(
-    command: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float, standard_input: str = ""
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    standard_input: str = "",
 ) -> Answer:
-    """How a process ended, and both of its streams. One that takes too long gets SIGTERM, then SIGKILL.
+    """How a process ended, and both of its streams. One that takes too long gets SIGTERM, then
+    SIGKILL.
 
     A launcher ends its own workers at SIGTERM, and they end themselves when it is gone.
     """

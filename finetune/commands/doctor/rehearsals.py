@@ -1,6 +1,8 @@
-"""What doctor's dry run trains: a small run of each kind, executed as the configured one would be. Needs no torch.
+"""What doctor's dry run trains: a small run of each kind, executed as the configured one would be.
+Needs no torch.
 
-`dry_run.make` has put into the folder: `model`, `train.jsonl`, `pairs.jsonl`, `labels.jsonl` and `tokens.bin`.
+`dry_run.make` has put into the folder: `model`, `train.jsonl`, `pairs.jsonl`, `labels.jsonl` and
+`tokens.bin`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def fine_tuning(folder: Path, processes: int, config: RunConfig | None) -> dict[
 
 
 def preferences(folder: Path, processes: int, config: PreferenceConfig | None) -> dict[str, Any]:
-    """Of a model that is trained whole the resumed run finds what was said of the answers before."""
+    """Of a model that is trained whole the resumed run finds what was said of the answers
+    before.
+    """
     labelled = config is not None and config.preference_form == "labels"
     loss = _of_config(config, *PreferenceSettings.model_fields)
     data = str(folder / ("labels.jsonl" if labelled else "pairs.jsonl"))

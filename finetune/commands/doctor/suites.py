@@ -1,4 +1,6 @@
-"""Which checks are made, in which order: those that cost nothing, those that need torch, those that need processes."""
+"""Which checks are made, in which order: those that cost nothing, those that need torch, those that
+need processes.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,12 @@ def software(context: CheckContext) -> Iterator[Check]:
         cann=ascend.cann_version(Path(home)) if home else None,
         floor=versions.lowest_torch(requirements),
     )
-    yield ascend.check_pairing(installed, torch_cuda=cuda, importable=importable, npus_here=npus_here)
-    yield versions.check_cuda_build(torch_version, cuda, context.report("cuda"), context.wanted_device == "cuda")
+    yield ascend.check_pairing(
+        installed, torch_cuda=cuda, importable=importable, npus_here=npus_here
+    )
+    yield versions.check_cuda_build(
+        torch_version, cuda, context.report("cuda"), context.wanted_device == "cuda"
+    )
 
 
 def accelerators(context: CheckContext) -> Iterator[Check]:
@@ -195,7 +201,9 @@ def rendezvous(context: CheckContext) -> Iterator[Check]:
 def with_torch(context: CheckContext) -> tuple[list[Check], CheckContext]:
     """What torch sees; and the context, with the device type that torch takes."""
     listed = sum(len(report.devices) for report in context.reports)
-    checks, taken = check_torch(context.environment, context.wanted_device, context.config, listed, context.processes)
+    checks, taken = check_torch(
+        context.environment, context.wanted_device, context.config, listed, context.processes
+    )
     return checks, replace(context, torch_device=taken)
 
 
@@ -215,7 +223,13 @@ def with_data(context: CheckContext) -> list[Check]:
     )
     if answer.report is None:
         what = _("model and data could not be read: {reason}").format(reason=answer.reason)
-        return [fail("data", what, _("python -m finetune inspect shows the records and what is wrong with them"))]
+        return [
+            fail(
+                "data",
+                what,
+                _("python -m finetune inspect shows the records and what is wrong with them"),
+            )
+        ]
     return [Check(**found) for found in answer.report]
 
 
@@ -223,14 +237,17 @@ def with_processes(context: CheckContext) -> Iterator[Check]:
     """--full: operators built and tried, a world started, a step trained, saved and resumed."""
     yield from with_operators(context, everything=True)
     yield from check_launched(context.processes, context.device_type, context.environment)
-    yield check_dry_run(context.kind, context.processes, context.device_type, context.config, context.environment)
+    yield check_dry_run(
+        context.kind, context.processes, context.device_type, context.config, context.environment
+    )
 
 
 def with_operators(context: CheckContext, *, everything: bool = False) -> Iterator[Check]:
     """DeepSpeed's operators, as far as the run builds them.
 
     Args:
-        everything: also those that the run does not need, wherever DeepSpeed is installed; then a failure is a warning.
+        everything: also those that the run does not need, wherever DeepSpeed is installed; then a
+            failure is a warning.
     """
     demands = context.demands
     if find_spec("deepspeed") is None:

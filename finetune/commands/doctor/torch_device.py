@@ -1,9 +1,10 @@
 """torch and torch_npu can be imported, see the devices, and can do what the configuration asks.
 
-    python -m finetune.commands.doctor.torch_device REPORT < {"device_type": "auto", "language": "en"}
+    python -m finetune.commands.doctor.torch_device REPORT < {"device_type": "auto", "language":
+    "en"}
 
-is the process of its own in which that is tried: it imports torch (and torch_npu), multiplies two matrices on the
-device, and reports what the device can do.
+is the process of its own in which that is tried: it imports torch (and torch_npu), multiplies two
+matrices on the device, and reports what the device can do.
 """
 
 from __future__ import annotations
@@ -45,18 +46,26 @@ def check_torch(
         return [_import_failed(answer, environment)], None
     checks = [ok("torch_import", f"torch {report['torch']}", version=report["torch"])]
     if (version := report["torch_npu"]) is not None:
-        checks.append(ok("torch_npu_import", _("torch_npu {version} loads").format(version=version), version=version))
+        checks.append(
+            ok(
+                "torch_npu_import",
+                _("torch_npu {version} loads").format(version=version),
+                version=version,
+            )
+        )
     checks.append(check_device_type(report, device_type, devices_listed, processes))
     return [*checks, check_capabilities(report, config)], report["device_type"]
 
 
 def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
-    """Which of the two it was: torch imports torch_npu by itself, so a torch_npu that cannot load takes torch along."""
+    """Which of the two it was: torch imports torch_npu by itself, so a torch_npu that cannot load
+    takes torch along.
+    """
     if answer.code is None:
         what = _("importing torch and a matrix product on the device did not end in {seconds:g} s")
         fix = _(
-            "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the visible-device "
-            "variable; a slow shared file system shows here too"
+            "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the"
+            " visible-device variable; a slow shared file system shows here too"
         )
         return fail("torch_import", what.format(seconds=TORCH_TIMEOUT_SECONDS), fix)
     if find_spec("torch_npu") is not None:
@@ -67,35 +76,55 @@ def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
             timeout_seconds=TORCH_TIMEOUT_SECONDS,
         )
         if alone.report is not None:
-            what = _("torch_npu is installed but cannot be loaded: {reason}").format(reason=answer.reason)
+            what = _("torch_npu is installed but cannot be loaded: {reason}").format(
+                reason=answer.reason
+            )
             fix = _(
-                "source CANN's set_env.sh in this shell, install the torch_npu that matches this torch, or remove it "
-                "where there is no NPU: pip uninstall torch_npu"
+                "source CANN's set_env.sh in this shell, install the torch_npu that matches this"
+                " torch, or remove it where there is no NPU: pip uninstall torch_npu"
             )
             return fail("torch_npu_import", what, fix)
     what = _("torch cannot be imported: {reason}").format(reason=answer.reason)
     return fail("torch_import", what, _("install torch anew: pip install --force-reinstall torch"))
 
 
-def check_device_type(report: Mapping[str, Any], wanted: str, devices_listed: int, processes: int = 1) -> Check:
-    """Whether the device that is asked for is there, and whether torch sees what the driver lists."""
-    name, chosen, available, count = "torch_device", report["device_type"], report["available"], report.get("count")
+def check_device_type(
+    report: Mapping[str, Any], wanted: str, devices_listed: int, processes: int = 1
+) -> Check:
+    """Whether the device that is asked for is there, and whether torch sees what the driver
+    lists.
+    """
+    name, chosen, available, count = (
+        "torch_device",
+        report["device_type"],
+        report["available"],
+        report.get("count"),
+    )
     values = {"available": available, "device_type": chosen, "count": count}
     if chosen not in available:
         what = _("torch sees no {device_type}; it sees {available}")
         fix = _("leave --device-type out, or install the driver and package that it needs")
-        return fail(name, what.format(device_type=chosen, available=", ".join(available)), fix, **values)
+        return fail(
+            name, what.format(device_type=chosen, available=", ".join(available)), fix, **values
+        )
     if count is not None and count < processes:
         what = _("torch sees {count} {device_type} devices, and {processes} processes are to start")
         fix = _("--nproc {count}, or make more devices visible").format(count=max(1, count))
-        return fail(name, what.format(count=count, device_type=chosen, processes=processes), fix, **values)
+        return fail(
+            name, what.format(count=count, device_type=chosen, processes=processes), fix, **values
+        )
     if report["matmul_error"]:
         what = _("a matrix product on {device_type} fails: {error}")
         fix = _("update the driver, or install a torch that is built for this device")
-        return fail(name, what.format(device_type=chosen, error=report["matmul_error"]), fix, **values)
+        return fail(
+            name, what.format(device_type=chosen, error=report["matmul_error"]), fix, **values
+        )
     if wanted == "auto" and chosen == "cpu" and devices_listed:
         what = _("the driver lists {count} devices, torch sees none: the run takes the CPU")
-        fix = _("install the torch build for them (torch_npu, or a CUDA build), or unset the visible-device variable")
+        fix = _(
+            "install the torch build for them (torch_npu, or a CUDA build), or unset the"
+            " visible-device variable"
+        )
         return warn(name, what.format(count=devices_listed), fix, **values)
     device = report["capabilities"]["name"]
     what = _("torch takes {device} ({device_type}), a matrix product is right").format(
@@ -111,10 +140,14 @@ def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> 
         return skip(name, _("the device is not there"))
     dtype, device = getattr(config, "dtype", "auto"), able["name"]
     if dtype == "bfloat16" and not able["bfloat16"]:
-        what = _("{device} has no bfloat16, and the configuration asks for it").format(device=device)
+        what = _("{device} has no bfloat16, and the configuration asks for it").format(
+            device=device
+        )
         return fail(name, what, _("--dtype float16, or --dtype float32"), **able)
     if dtype == "float16" and report["device_type"] in ("cpu", "mps"):
-        what = _("float16 is not trained on {device_type}").format(device_type=report["device_type"])
+        what = _("float16 is not trained on {device_type}").format(
+            device_type=report["device_type"]
+        )
         return fail(name, what, _("--dtype float32, or --dtype bfloat16"), **able)
     if getattr(config, "fp8", False) and not able["fp8"]:
         what = _("{device} has no fp8: --fp8 is ignored").format(device=device)
@@ -130,10 +163,12 @@ def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> 
 
 
 def probe(device_type: str, *, torch_npu: bool = True) -> dict[str, Any]:
-    """What torch sees here: versions, device types, and the capabilities of the one that a run would take.
+    """What torch sees here: versions, device types, and the capabilities of the one that a run
+    would take.
 
     Args:
-        torch_npu: False leaves torch_npu alone, to see whether torch works without it; then the device is the CPU.
+        torch_npu: False leaves torch_npu alone, to see whether torch works without it; then the
+            device is the CPU.
     """
     import torch
 
@@ -163,7 +198,9 @@ def _matmul_error(device_type: str) -> str:
         product = (left.to(device_type) @ left.to(device_type)).cpu()
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
-    return "" if torch.equal(product, left @ left) else _("a product of small whole numbers is wrong")
+    return (
+        "" if torch.equal(product, left @ left) else _("a product of small whole numbers is wrong")
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Variables that contradict one another, or the machine: a small rule for each. What is right is silent.
+"""Variables that contradict one another, or the machine: a small rule for each. What is right is
+silent.
 
-What the variables mean is the vendors' own: HCCL's in CANN's reference of environment variables, NCCL's and gloo's in
-theirs, the allocators' in those of torch and torch_npu (PYTORCH_*_ALLOC_CONF).
+What the variables mean is the vendors' own: HCCL's in CANN's reference of environment variables,
+NCCL's and gloo's in theirs, the allocators' in those of torch and torch_npu (PYTORCH_*_ALLOC_CONF).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Rule = Callable[[Facts], "Check | None"]
 
 
 def check_variables(facts: Facts) -> list[Check]:
-    """What the rules found; one ok where they found nothing. Variables of another kind of device are not looked at."""
+    """What the rules found; one ok where they found nothing. Variables of another kind of device
+    are not looked at.
+    """
     rules = (*RULES, *RULES_FOR.get(facts.device_type, ()))
     found = [check for rule in rules if (check := rule(facts)) is not None]
     return found or [ok("variables", _("no variables contradict one another"))]
@@ -43,13 +46,16 @@ def stale_world(facts: Facts) -> Check | None:
             _("RANK={rank} is not below WORLD_SIZE={size}").format(rank=rank, size=size),
             _("unset both; launchers set them"),
         )
-    launched = any(facts.get(name) for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    launched = any(
+        facts.get(name) for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    )
     if rank and not launched and processes > 1:
-        # With an address and a port, a platform (Kubernetes) may have started this shell as one rank.
+        # With an address and a port, a platform (Kubernetes) may have started this shell as one
+        # rank.
         verdict = warn if facts.get("MASTER_ADDR") and facts.get("MASTER_PORT") else fail
         text = _(
-            "RANK={rank} and WORLD_SIZE={size} are exported in this shell: a process started here would be rank "
-            "{rank}, and wait for the others"
+            "RANK={rank} and WORLD_SIZE={size} are exported in this shell: a process started here"
+            " would be rank {rank}, and wait for the others"
         )
         fix = _("unset RANK LOCAL_RANK WORLD_SIZE, unless a platform set them for this process")
         return verdict("stale_rank", text.format(rank=rank, size=size), fix)
@@ -63,7 +69,10 @@ def threads(facts: Facts) -> Check | None:
         what = _("OMP_NUM_THREADS is {text!r}, not a number of threads").format(text=text)
         return warn("omp_threads", what, "unset OMP_NUM_THREADS")
     if count and facts.processes > 1 and count * facts.processes > facts.cores:
-        what = _("OMP_NUM_THREADS={count} x {processes} processes on {cores} cores: they wait for one another")
+        what = _(
+            "OMP_NUM_THREADS={count} x {processes} processes on {cores} cores: they wait for one"
+            " another"
+        )
         fix = _("export OMP_NUM_THREADS={fitting}, or unset it")
         return warn(
             "omp_threads",
@@ -90,9 +99,17 @@ def visible_ids(facts: Facts) -> Check | None:
         fix = _("unset {variable}, or --device-type cpu if that is meant").format(variable=variable)
         return warn(name, what.format(variable=variable, value=facts.get(variable)), fix)
     if facts.device_type == "npu" and any(not one.isdigit() for one in ids):
-        return fail(name, _("{setting} must be ids like 0,1,2,3").format(setting=setting), f"export {variable}=0,1")
+        return fail(
+            name,
+            _("{setting} must be ids like 0,1,2,3").format(setting=setting),
+            f"export {variable}=0,1",
+        )
     if len(set(ids)) < len(ids):
-        return fail(name, _("{setting} names a device twice").format(setting=setting), _("name each device once"))
+        return fail(
+            name,
+            _("{setting} names a device twice").format(setting=setting),
+            _("name each device once"),
+        )
     count = facts.devices_here
     beyond = [one for one in ids if one.isdigit() and count is not None and int(one) >= count]
     if not beyond:
@@ -105,12 +122,17 @@ def visible_ids(facts: Facts) -> Check | None:
     return fail(
         name,
         what,
-        _("inside a container ids count from 0 again; name those that npu-smi or nvidia-smi lists, by their position"),
+        _(
+            "inside a container ids count from 0 again; name those that npu-smi or nvidia-smi"
+            " lists, by their position"
+        ),
     )
 
 
 def ascend_visible(facts: Facts) -> Check | None:
-    """The container runtime's variable and the program's, both set: the program's ids count within the container."""
+    """The container runtime's variable and the program's, both set: the program's ids count within
+    the container.
+    """
     outer = [part for part in facts.get("ASCEND_VISIBLE_DEVICES").split(",") if part.strip()]
     inner = facts.get("ASCEND_RT_VISIBLE_DEVICES")
     ids = [int(part) for part in inner.split(",") if part.strip().isdigit()]
@@ -119,13 +141,15 @@ def ascend_visible(facts: Facts) -> Check | None:
     if max(ids) < len(outer):
         return None
     what = _(
-        "ASCEND_RT_VISIBLE_DEVICES={inner} and ASCEND_VISIBLE_DEVICES={outer}: the container has {count} devices, "
-        "numbered from 0"
+        "ASCEND_RT_VISIBLE_DEVICES={inner} and ASCEND_VISIBLE_DEVICES={outer}: the container has"
+        " {count} devices, numbered from 0"
     )
     return fail(
         "ascend_visible_devices",
         what.format(inner=inner, outer=",".join(outer), count=len(outer)),
-        _("export ASCEND_RT_VISIBLE_DEVICES={ids}, or unset it").format(ids=",".join(map(str, range(len(outer))))),
+        _("export ASCEND_RT_VISIBLE_DEVICES={ids}, or unset it").format(
+            ids=",".join(map(str, range(len(outer))))
+        ),
     )
 
 
@@ -134,7 +158,10 @@ def device_choice(facts: Facts) -> Check | None:
     chosen = facts.get("DS_ACCELERATOR")
     if not facts.deepspeed or chosen in ("", facts.device_type):
         return None
-    what = _("DS_ACCELERATOR={chosen}, but the run takes {device_type}: DeepSpeed would work on another device")
+    what = _(
+        "DS_ACCELERATOR={chosen}, but the run takes {device_type}: DeepSpeed would work on another"
+        " device"
+    )
     return fail(
         "ds_accelerator",
         what.format(chosen=chosen, device_type=facts.device_type),
@@ -154,38 +181,51 @@ def npu_allocator(facts: Facts) -> Check | None:
     """torch_npu refuses expandable segments beside limits on splitting or collecting."""
     variable = "PYTORCH_NPU_ALLOC_CONF"
     settings = _allocator_settings(facts.get(variable))
-    others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in settings]
+    others = [
+        key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in settings
+    ]
     if settings.get("expandable_segments", "").lower() == "true" and others:
         what = _("{setting}: {others} cannot go with expandable_segments")
         return fail(
             "npu_allocator",
             what.format(setting=facts.shown(variable), others=", ".join(others)),
             _(
-                "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True (samples of many lengths), or keep "
-                "max_split_size_mb alone"
+                "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True (samples of many lengths),"
+                " or keep max_split_size_mb alone"
             ),
         )
     return _malformed_allocator("npu_allocator", facts, variable, settings)
 
 
 def cuda_allocator(facts: Facts) -> Check | None:
-    """The old and the new name with different settings; a backend that has no expandable segments."""
+    """The old and the new name with different settings; a backend that has no expandable
+    segments.
+    """
     name, names = "cuda_allocator", ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     new, old = (_allocator_settings(facts.get(variable)) for variable in names)
     if old and new and old != new:
         what = _("{old} and {new} differ: the new name wins")
-        what = what.format(old=facts.shown("PYTORCH_CUDA_ALLOC_CONF"), new=facts.shown("PYTORCH_ALLOC_CONF"))
+        what = what.format(
+            old=facts.shown("PYTORCH_CUDA_ALLOC_CONF"), new=facts.shown("PYTORCH_ALLOC_CONF")
+        )
         return warn(name, what, _("keep PYTORCH_ALLOC_CONF alone"))
     for variable, settings in zip(names, (new, old), strict=True):
-        if settings.get("backend") == "cudaMallocAsync" and settings.get("expandable_segments", "").lower() == "true":
-            what = _("{setting}: cudaMallocAsync has no expandable_segments").format(setting=facts.shown(variable))
+        if (
+            settings.get("backend") == "cudaMallocAsync"
+            and settings.get("expandable_segments", "").lower() == "true"
+        ):
+            what = _("{setting}: cudaMallocAsync has no expandable_segments").format(
+                setting=facts.shown(variable)
+            )
             return warn(name, what, _("keep one of the two"))
         if (found := _malformed_allocator(name, facts, variable, settings)) is not None:
             return found
     return None
 
 
-def _malformed_allocator(name: str, facts: Facts, variable: str, settings: Mapping[str, str]) -> Check | None:
+def _malformed_allocator(
+    name: str, facts: Facts, variable: str, settings: Mapping[str, str]
+) -> Check | None:
     """Allocators refuse a key without a value when the first tensor is made."""
     key = next((key for key, value in settings.items() if not value), None)
     if key is None:
@@ -206,7 +246,10 @@ def synchronous_launches(facts: Facts) -> Check | None:
         found.append("TASK_QUEUE_ENABLE")
     if not found:
         return None
-    what = _("{settings}: every operator waits for the device, which is for debugging and several times slower")
+    what = _(
+        "{settings}: every operator waits for the device, which is for debugging and several times"
+        " slower"
+    )
     what = what.format(settings=", ".join(map(facts.shown, found)))
     return warn("synchronous_launches", what, f"unset {' '.join(found)}")
 

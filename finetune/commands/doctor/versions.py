@@ -16,7 +16,8 @@ from finetune.commands.doctor.check import Check, fail, ok, skip, warn
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport
 
-# What the tests of this version ran with (requirements.lock, and constraints.txt for torch; a test compares them).
+# What the tests of this version ran with (requirements.lock, and constraints.txt for torch; a test
+# compares them).
 TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
@@ -45,13 +46,19 @@ def installed_version(name: str) -> str | None:
 
 
 def own_requirements(extras: Sequence[str] = ()) -> list[Requirement]:
-    """What the installed package needs; from a checkout that is not installed, the tested names alone."""
+    """What the installed package needs; from a checkout that is not installed, the tested names
+    alone.
+    """
     try:
         lines = metadata.requires("finetune") or []
     except metadata.PackageNotFoundError:
         lines = [name for name in TESTED if name != "deepspeed" or "deepspeed" in extras]
     found = [Requirement(line) for line in lines]
-    return [one for one in found if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in ("", *extras))]
+    return [
+        one
+        for one in found
+        if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in ("", *extras))
+    ]
 
 
 def lowest_torch(requirements: Sequence[Requirement]) -> str:
@@ -80,24 +87,44 @@ def check_packages(
     installed: Installed = installed_version,
     tested: Mapping[str, str] = TESTED,
 ) -> Check:
-    """Required packages: there, within the stated range, and whether those leaned on are the tested ones."""
+    """Required packages: there, within the stated range, and whether those leaned on are the tested
+    ones.
+    """
     name, versions = "packages", {one.name: installed(one.name) for one in requirements}
     missing = [one for one in requirements if versions[one.name] is None]
     outside = [one for one in requirements if not _within(one, versions[one.name])]
     if missing or outside:
         problems = [_("{name} is not installed").format(name=one.name) for one in missing]
         text = _("{name} {version} is outside {range}")
-        problems += [text.format(name=one.name, version=versions[one.name], range=one.specifier) for one in outside]
-        pins = (f"{one.name}=={tested[one.name]}" if one.name in tested else f"'{one}'" for one in missing + outside)
+        problems += [
+            text.format(name=one.name, version=versions[one.name], range=one.specifier)
+            for one in outside
+        ]
+        pins = (
+            f"{one.name}=={tested[one.name]}" if one.name in tested else f"'{one}'"
+            for one in missing + outside
+        )
         return fail(name, "; ".join(problems), f"pip install {' '.join(pins)}", versions=versions)
-    others = [one for one in LEANED_ON if versions.get(one) and _minor(versions[one]) != _minor(tested[one])]
+    others = [
+        one
+        for one in LEANED_ON
+        if versions.get(one) and _minor(versions[one]) != _minor(tested[one])
+    ]
     if others:
         text = _("{name} {version} (tested {tested})")
-        shown = ", ".join(text.format(name=one, version=versions[one], tested=tested[one]) for one in others)
+        shown = ", ".join(
+            text.format(name=one, version=versions[one], tested=tested[one]) for one in others
+        )
         what = _("other versions than the tested ones: {packages}").format(packages=shown)
-        fix = _("to be sure: pip install {pins}").format(pins=" ".join(f"{one}=={tested[one]}" for one in others))
+        fix = _("to be sure: pip install {pins}").format(
+            pins=" ".join(f"{one}=={tested[one]}" for one in others)
+        )
         return warn(name, what, fix, versions=versions)
-    return ok(name, ", ".join(f"{one} {versions[one]}" for one in LEANED_ON if versions.get(one)), versions=versions)
+    return ok(
+        name,
+        ", ".join(f"{one} {versions[one]}" for one in LEANED_ON if versions.get(one)),
+        versions=versions,
+    )
 
 
 def _within(requirement: Requirement, version: str | None) -> bool:
@@ -114,7 +141,9 @@ def _minor(version: str | None) -> tuple[int, ...]:
 
 
 def torch_build(folder: Path | None = None) -> tuple[str, str | None]:
-    """(version, CUDA version or None) of the installed torch, read from its version.py; ("", None) without torch."""
+    """(version, CUDA version or None) of the installed torch, read from its version.py; ("", None)
+    without torch.
+    """
     if folder is None:
         spec = find_spec("torch")
         if spec is None or not spec.submodule_search_locations:
@@ -129,7 +158,9 @@ def torch_build(folder: Path | None = None) -> tuple[str, str | None]:
     return version[1] if version else "", cuda[1] if cuda else None
 
 
-def check_cuda_build(torch_version: str, cuda: str | None, report: SmiReport | None, wanted: bool) -> Check:
+def check_cuda_build(
+    torch_version: str, cuda: str | None, report: SmiReport | None, wanted: bool
+) -> Check:
     """Whether torch's CUDA and the driver's go together.
 
     Args:
@@ -141,11 +172,17 @@ def check_cuda_build(torch_version: str, cuda: str | None, report: SmiReport | N
     if report is None or not report.devices:
         return skip(name, _("no NVIDIA GPU here"))
     driver, driver_cuda = report.driver_version, report.runtime_version
-    values = {"torch": torch_version, "torch_cuda": cuda, "driver": driver, "driver_cuda": driver_cuda}
+    values = {
+        "torch": torch_version,
+        "torch_cuda": cuda,
+        "driver": driver,
+        "driver_cuda": driver_cuda,
+    }
     if cuda is None:
         what = _("{count} NVIDIA GPUs are here, but torch {torch} is built without CUDA")
         fix = _(
-            "install a CUDA build of the same torch version (pip uninstall torch, then pip install torch=={release})"
+            "install a CUDA build of the same torch version (pip uninstall torch, then pip install"
+            " torch=={release})"
         )
         return (fail if wanted else warn)(
             name,
@@ -155,8 +192,14 @@ def check_cuda_build(torch_version: str, cuda: str | None, report: SmiReport | N
         )
     major = driver_cuda.split(".")[0]
     if major and int(major) < int(cuda.split(".")[0]):
-        what = _("torch is built for CUDA {cuda}, the driver {driver} runs CUDA up to {driver_cuda}")
-        fix = _("update the NVIDIA driver, or install the torch that is built for CUDA {major}").format(major=major)
-        return fail(name, what.format(cuda=cuda, driver=driver, driver_cuda=driver_cuda), fix, **values)
+        what = _(
+            "torch is built for CUDA {cuda}, the driver {driver} runs CUDA up to {driver_cuda}"
+        )
+        fix = _(
+            "update the NVIDIA driver, or install the torch that is built for CUDA {major}"
+        ).format(major=major)
+        return fail(
+            name, what.format(cuda=cuda, driver=driver, driver_cuda=driver_cuda), fix, **values
+        )
     what = _("torch CUDA {cuda}, driver {driver} (CUDA {driver_cuda})")
     return ok(name, what.format(cuda=cuda, driver=driver, driver_cuda=driver_cuda or "?"), **values)

@@ -1,25 +1,35 @@
 """The answer in a text, and whether it is the expected one. Needs no torch.
 
-A text gives its answer after the last `Answer:`, `答案：` or `####` (GSM8K's mark) that begins a line; a text without
-one is the answer as a whole. Two answers are the same if they are after this, and only this:
+A text gives its answer after the last `Answer:`, `答案：` or `####` (GSM8K's mark) that begins a
+line; a text without one is the answer as a whole. Two answers are the same if they are after this,
+and only this:
 
-- full-width signs are read as their ASCII ones, white space around them, quotes, bold and a final stop do not count;
-- a number is its value: 163.80 is 163.8, and 1,440 is 1440. Only where it stands alone or before a unit: addresses,
-  prefixes, versions and names with digits (10.0.0.0, /21, R10) are texts;
-- a unit stays, with its case: 150 kB is 150kB, but neither 150 nor 150 KB nor 150000 B. Only µs is also us;
-- texts are compared without regard to case; the items of a list in their order, whatever comma is between them.
+- full-width signs are read as their ASCII ones, white space around them, quotes, bold and a final
+  stop do not count;
+- a number is its value: 163.80 is 163.8, and 1,440 is 1440. Only where it stands alone or before a
+  unit: addresses, prefixes, versions and names with digits (10.0.0.0, /21, R10) are texts;
+- a unit stays, with its case: 150 kB is 150kB, but neither 150 nor 150 KB nor 150000 B. Only µs is
+  also us;
+- texts are compared without regard to case; the items of a list in their order, whatever comma is
+  between them.
 """
 
 from __future__ import annotations
 
 import re
 
-_MARK = re.compile(r"^[\s*_#>-]*(?:(?:final\s+)?answer[\s*_]*[:：]|(?:最终)?答案[\s*_]*[:：]|#{4}\s)[*_]*", re.I | re.M)
+_MARK = re.compile(
+    r"^[\s*_#>-]*(?:(?:final\s+)?answer[\s*_]*[:：]|(?:最终)?答案[\s*_]*[:：]|#{4}\s)[*_]*",
+    re.I | re.M,
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _QUANTITY = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*([^\W\d_]+(?:/[^\W\d_]+)?|%|°[CF]?)?")
 # Full-width forms of ASCII signs lie together; the others have places of their own.
 _ASCII = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
-_ASCII |= {ord(sign): ord(ascii_sign) for sign, ascii_sign in {"\u3000": " ", "。": ".", "、": ",", "−": "-"}.items()}
+_ASCII |= {
+    ord(sign): ord(ascii_sign)
+    for sign, ascii_sign in {"\u3000": " ", "。": ".", "、": ",", "−": "-"}.items()
+}
 _ASCII |= {ord("µ"): ord("u"), ord("μ"): ord("u")}
 _QUOTES = "\"'`*“”‘’「」 \t"
 

@@ -14,7 +14,9 @@ from finetune.modeling.hub import recorded_model
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model of the comparison; `role` is base, adapter or model, `name` one that no other has."""
+    """One model of the comparison; `role` is base, adapter or model, `name` one that no other
+    has.
+    """
 
     name: str
     role: str
@@ -40,7 +42,11 @@ def find_candidates(model: str | None, adapters: Sequence[str], *, base: bool) -
         found.insert(0, ("base", _base_of(sources[0])))
     names = [("base " if role == "base" else "") + source.name for role, source in found]
     return [
-        Candidate(name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})", role, source)
+        Candidate(
+            name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})",
+            role,
+            source,
+        )
         for number, (name, (role, source)) in enumerate(zip(names, found, strict=True))
     ]
 
@@ -56,21 +62,27 @@ def _base_of(source: Source) -> Source:
     base = run_settings(source).get("model")
     run = find_run(Path(source.base))
     if run is not None and isinstance(base, str):
-        base = recorded_model(run.folder, base) or base  # the commit that was trained, wherever the branch is now
+        # the commit that was trained, wherever the branch is now
+        base = recorded_model(run.folder, base) or base
     if not isinstance(base, str) or Path(base).resolve() == Path(source.base).resolve():
         raise ConfigError(
-            "there is no base to compare with: this is no adapter, and no run says what it was made from",
+            "there is no base to compare with: this is no adapter, and no run says what it was made"
+            " from",
             f"--base, {source.base}",
             "leave --base out, or name an adapter with --adapter",
         )
     if not Path(base).exists() and base.count("/") != 1:
         raise ConfigError(
-            f"the run's base model {base} is not here", "--base", "run from the folder that it was run in"
+            f"the run's base model {base} is not here",
+            "--base",
+            "run from the folder that it was run in",
         )
     return find_source(base)
 
 
 def run_settings(source: Source) -> dict[str, Any]:
-    """The settings of the run that made a model or one of its checkpoints; empty where there is none."""
+    """The settings of the run that made a model or one of its checkpoints; empty where there is
+    none.
+    """
     run = find_run(Path(source.base if source.adapter is None else source.adapter))
     return {} if run is None else run.settings

@@ -1,4 +1,6 @@
-"""`python -m finetune eval`: held-out records, texts and lm_eval's tasks: of a model, its adapters, its base."""
+"""`python -m finetune eval`: held-out records, texts and lm_eval's tasks: of a model, its adapters,
+its base.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from finetune.storage.run_folder import describe_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: evaluated; 1: failed while evaluating; 2: refused before that; 130: interrupted."""
+    """The command. 0: evaluated; 1: failed while evaluating; 2: refused before that; 130:
+    interrupted.
+    """
     options = read_options(EvalOptions, argv)
     _check_output(options.output)
     from finetune.runtime.launch_environment import probe_torch_npu
@@ -26,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.commands.evaluate.candidates import find_candidates
     from finetune.commands.evaluate.evaluation import Evaluation
 
-    evaluation = Evaluation(options, find_candidates(options.model, options.adapter, base=options.base))
+    evaluation = Evaluation(
+        options, find_candidates(options.model, options.adapter, base=options.base)
+    )
     try:
         scores = evaluation.run(options.output)
     except KeyboardInterrupt:
@@ -65,4 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_output(folder: Path | None) -> None:
     """Raise StateError unless the folder is new or empty."""
     if folder is not None and describe_folder(folder).kind != "empty":
-        raise StateError("the output folder is not empty", str(folder), "name a new folder; nothing is overwritten")
+        raise StateError(
+            "the output folder is not empty",
+            str(folder),
+            "name a new folder; nothing is overwritten",
+        )

@@ -1,4 +1,6 @@
-"""An evaluation: records, texts and tasks once, then each candidate in turn, one in memory at a time."""
+"""An evaluation: records, texts and tasks once, then each candidate in turn, one in memory at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,33 @@ from finetune.storage.run_log import JsonLines
 class Evaluation:
     """What candidates are measured on.
 
-    The tokenizer and chat template of the first one that is not the base write the samples, for all candidates: only so
-    do their losses compare. What the options leave open is as in the run that made it.
+    The tokenizer and chat template of the first one that is not the base write the samples, for all
+    candidates: only so do their losses compare. What the options leave open is as in the run that
+    made it.
 
     Raises:
         FinetuneError: data, tasks, template or tokenizer are wrong; before any weights are read.
     """
 
     def __init__(self, options: EvalOptions, candidates: Sequence[Candidate]) -> None:
-        self.options, self.candidates = options, candidates
+        self.options = options
+        self.candidates = candidates
         reference = next(candidate.source for candidate in candidates if candidate.role != "base")
         self.device = torch.device(devices.choose_device_type(options.device_type))
         self.dtype = devices.choose_dtype(options.dtype, self.device.type)
         trust, chats = options.trust_remote_code, bool(options.data or options.apply_chat_template)
-        self.tokenizer = load_tokenizer_of(reference, options.template, trust_remote_code=trust, chats=chats)
+        self.tokenizer = load_tokenizer_of(
+            reference, options.template, trust_remote_code=trust, chats=chats
+        )
         run = run_settings(reference)
         self.records = HeldOutRecords(options, self.tokenizer, run) if options.data else None
         self.texts = Texts(options, self.tokenizer, reference.base, run) if options.text else None
         self.tasks = Tasks(options, self.tokenizer) if options.tasks else None
 
     def facts(self) -> dict[str, Any]:
-        """What was evaluated, as plain JSON without a path of this machine; null for what was not asked for."""
+        """What was evaluated, as plain JSON without a path of this machine; null for what was not
+        asked for.
+        """
         cutoff = None if self.records is None else self.records.cutoff_len
         settings = {"cutoff_len": cutoff, "max_new_tokens": self.options.max_new_tokens}
         parts = {"data": self.records, "text": self.texts, "tasks": self.tasks}
@@ -69,7 +77,9 @@ class Evaluation:
 
     def _measure(self, candidate: Candidate, writer: JsonLines | None) -> ModelScores:
         scores, source = ModelScores(candidate.name, candidate.role), candidate.source
-        model = load_weights(source, self.device, self.dtype, trust_remote_code=self.options.trust_remote_code)
+        model = load_weights(
+            source, self.device, self.dtype, trust_remote_code=self.options.trust_remote_code
+        )
         check_fit(model, self.tokenizer, source)
         if self.records is not None:
             self.records.add_losses(scores, model)

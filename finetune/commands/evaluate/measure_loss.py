@@ -1,5 +1,6 @@
-"""The losses of a loaded model, sample by sample: over supervised tokens, by the microbatch schedule and the definition
-of training."""
+"""The losses of a loaded model, sample by sample: over supervised tokens, by the microbatch
+schedule and the definition of training.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def sample_sums(
 ) -> np.ndarray:
     """What each chosen sample adds up to: float64 `(n, 3)`.
 
-    Columns: its losses; of a pair those of the chosen answer, whether that one has the higher mean log-probability, and
-    by how much.
+    Columns: its losses; of a pair those of the chosen answer, whether that one has the higher mean
+    log-probability, and by how much.
 
     Args:
         chosen: int (n,), indices into `samples`, each once.
@@ -89,9 +90,15 @@ def sample_sums(
 
 
 def _sums(
-    model: PreTrainedModel, step_batches: StepBatches, indices: np.ndarray, head: ChunkedHead | None, longest: int
+    model: PreTrainedModel,
+    step_batches: StepBatches,
+    indices: np.ndarray,
+    head: ChunkedHead | None,
+    longest: int,
 ) -> torch.Tensor:
-    """The rows of one batch, `(SAMPLES_PER_BATCH, 3)`; in smaller microbatches where the device's memory is short."""
+    """The rows of one batch, `(SAMPLES_PER_BATCH, 3)`; in smaller microbatches where the device's
+    memory is short.
+    """
     while True:
         sums = torch.zeros(len(step_batches.groups), 3, dtype=torch.float64)
         try:
@@ -100,7 +107,10 @@ def _sums(
                     losses = microbatch_losses(model, microbatch, model.device, head).double().cpu()
                     groups, columns = microbatch.groups, losses[:, None]
                     if microbatch.answers is not None:
-                        groups, columns = microbatch.answers.groups, _compared(losses, microbatch.answers)
+                        groups, columns = (
+                            microbatch.answers.groups,
+                            _compared(losses, microbatch.answers),
+                        )
                     sums[:, : columns.shape[1]].index_add_(0, groups, columns)
             return sums
         except RuntimeError as error:
@@ -111,7 +121,8 @@ def _sums(
                 raise FinetuneError(
                     f"a sample of {longest} tokens does not fit into the device's memory",
                     "evaluation",
-                    "use a smaller --cutoff-len (--max-seq-len of texts), --dtype bfloat16, or another device",
+                    "use a smaller --cutoff-len (--max-seq-len of texts), --dtype bfloat16, or"
+                    " another device",
                 ) from error
         devices.empty_cache(model.device)
         step_batches.execution = smaller
@@ -127,7 +138,9 @@ def _compared(losses: torch.Tensor, answers: Answers) -> torch.Tensor:
 
 @contextmanager
 def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """The attention that training uses on this device, for a while; whether microbatches may be packed under it."""
+    """The attention that training uses on this device, for a while; whether microbatches may be
+    packed under it.
+    """
     before = model.config._attn_implementation
     attention = choose_attention(model.config)
     if attention is not None:

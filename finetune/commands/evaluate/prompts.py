@@ -42,7 +42,9 @@ class EvalPrompt:
         return tuple({"role": message.role, "content": message.content} for message in self.turns)
 
 
-def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = ()) -> tuple[str, ...]:
+def find_difficulties(
+    paths: Sequence[Path], field: str, known: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The difficulties that records name: those of `known` that occur, then others as they come.
 
     Raises:
@@ -56,11 +58,15 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
                 found[str(value).strip()] += 1
     if len(found) > MOST_DIFFICULTIES:
         raise ConfigError(
-            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be difficulties",
+            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be"
+            " difficulties",
             "--difficulty-field",
             "name a field with a few values, or one that no record has",
         )
-    return (*(name for name in known if name in found), *(name for name in found if name not in known))
+    return (
+        *(name for name in known if name in found),
+        *(name for name in found if name not in known),
+    )
 
 
 _PAIR_KEYS = ("rejected", "rejected_response", "rejected_messages")
@@ -80,7 +86,8 @@ def has_pairs(path: Path, columns: Mapping[str, str] | None) -> bool:
 def read_prompts(
     files: Iterable[tuple[Path, RecordReader]], answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:
-    """The prompts of the records with these numbers, which are known to be good; counted as for training.
+    """The prompts of the records with these numbers, which are known to be good; counted as for
+    training.
 
     A plain text asks nothing, and has none.
 
@@ -96,24 +103,36 @@ def read_prompts(
         for line, record, found in reader.file(path):
             number += 1
             # `prepare_samples` has reported what is bad.
-            if number in wanted and not isinstance(found, RecordProblem) and found.plain_text is None:
+            if (
+                number in wanted
+                and not isinstance(found, RecordProblem)
+                and found.plain_text is None
+            ):
                 answer = _answer(record, reader, answer_field)
                 prompts.append(_prompt(number, f"{path}:{line}", found, answer_field, answer))
     return prompts
 
 
 def _answer(record: Mapping[str, Any], reader: RecordReader, answer_field: str) -> Any:
-    """What a record has under the data's own key; where that is the response, the answer that it gives."""
+    """What a record has under the data's own key; where that is the response, the answer that it
+    gives.
+    """
     answer = reader.value_of(record, answer_field)
-    read_as = next((ours for ours, theirs in reader.columns.items() if theirs == answer_field), None)
+    read_as = next(
+        (ours for ours, theirs in reader.columns.items() if theirs == answer_field), None
+    )
     if read_as is None:
         return answer
     return find_answer(answer) if read_as in _RESPONSES and isinstance(answer, str) else None
 
 
-def _prompt(number: int, location: str, conversation: Conversation, answer_field: str, answer: Any) -> EvalPrompt:
+def _prompt(
+    number: int, location: str, conversation: Conversation, answer_field: str, answer: Any
+) -> EvalPrompt:
     *before, last = conversation.messages
-    if answer is not None and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
+    if answer is not None and (
+        isinstance(answer, bool) or not isinstance(answer, (str, int, float))
+    ):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
             location,
@@ -135,8 +154,9 @@ def warn_of_other_answers(prompts: Sequence[EvalPrompt], answer_field: str) -> N
     wrong = [prompt.record for prompt in prompts if not prompt.consistent]
     if wrong:
         logger.warning(
-            "%d records have another '%s' than their own output gives, first record %d: repeating the output counts as "
-            "wrong (fix: end outputs with 'Answer: ...', or correct the field)",
+            "%d records have another '%s' than their own output gives, first record %d: repeating"
+            " the output counts as wrong (fix: end outputs with 'Answer: ...', or correct the"
+            " field)",
             len(wrong),
             answer_field,
             wrong[0],
@@ -144,7 +164,9 @@ def warn_of_other_answers(prompts: Sequence[EvalPrompt], answer_field: str) -> N
 
 
 def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
-    """Positions of `count` of N items, taken from the difficulties, int (N,), in turn, in order within each."""
+    """Positions of `count` of N items, taken from the difficulties, int (N,), in turn, in order
+    within each.
+    """
     if count is None or count >= len(difficulties):
         return np.arange(len(difficulties))
     turn = np.empty(len(difficulties), dtype=np.int64)  # how many of its difficulty come before it
@@ -155,7 +177,9 @@ def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
 
 
 def spread_evenly(difficulties: np.ndarray, count: int) -> np.ndarray:
-    """As `spread`, with those of each difficulty an even choice of all that it has instead of its first."""
+    """As `spread`, with those of each difficulty an even choice of all that it has instead of its
+    first.
+    """
     taken, positions = difficulties[spread(difficulties, count)], []
     for difficulty in np.unique(taken):
         members = np.flatnonzero(difficulties == difficulty)

@@ -1,4 +1,6 @@
-"""Held-out records: samples and prompts made once, and what a model makes of them: losses and answers."""
+"""Held-out records: samples and prompts made once, and what a model makes of them: losses and
+answers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ BATCHES_WAITING = 4  # answers begun ahead, in batches: the engine always has th
 
 
 class HeldOutRecords:
-    """The samples and prompts of `--data`; what the options leave open is as in the run that made the model.
+    """The samples and prompts of `--data`; what the options leave open is as in the run that made
+    the model.
 
     Args:
         run: that run's settings; empty where there is none.
@@ -55,15 +58,26 @@ class HeldOutRecords:
         FinetuneError: data, template or tokenizer are wrong.
     """
 
-    def __init__(self, options: EvalOptions, tokenizer: PreTrainedTokenizerBase, run: Mapping[str, Any]) -> None:
-        self.options, self.tokenizer = options, tokenizer
-        cutoff, field, curriculum = run.get("cutoff_len"), run.get("difficulty_field"), run.get("curriculum")
-        self.cutoff_len = options.cutoff_len or (cutoff if isinstance(cutoff, int) else DEFAULT_CUTOFF_TOKENS)
+    def __init__(
+        self, options: EvalOptions, tokenizer: PreTrainedTokenizerBase, run: Mapping[str, Any]
+    ) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        cutoff, field, curriculum = (
+            run.get("cutoff_len"),
+            run.get("difficulty_field"),
+            run.get("curriculum"),
+        )
+        self.cutoff_len = options.cutoff_len or (
+            cutoff if isinstance(cutoff, int) else DEFAULT_CUTOFF_TOKENS
+        )
         field = options.difficulty_field or (field if isinstance(field, str) else "difficulty")
         known = curriculum.get("levels") if isinstance(curriculum, dict) else None
         sources = with_columns(as_sources(options.data), options.columns)
         paths = [file.path for file in expand_sources(sources)]
-        difficulties = find_difficulties(paths, field, tuple(map(str, known)) if isinstance(known, list) else ())
+        difficulties = find_difficulties(
+            paths, field, tuple(map(str, known)) if isinstance(known, list) else ()
+        )
         pairs: PreferenceForm | None = "pairs" if has_pairs(paths[0], sources[0].columns) else None
         self.samples = prepare_samples(
             sources,
@@ -81,7 +95,9 @@ class HeldOutRecords:
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
         # All sources have the same columns.
         reader = reader_of(pairs)(difficulties or None, field, sources[0], options.on_media)
-        self.prompts = self._asked(read_prompts([(path, reader) for path in paths], options.answer_field, records))
+        self.prompts = self._asked(
+            read_prompts([(path, reader) for path in paths], options.answer_field, records)
+        )
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:
         """Those that `--generate` asks for."""
@@ -100,7 +116,10 @@ class HeldOutRecords:
 
     def facts(self) -> dict[str, Any]:
         """What is evaluated, as plain JSON without a path of this machine."""
-        files = {"files": [Path(path).name for path in self.options.data], "fingerprint": self.samples.fingerprint}
+        files = {
+            "files": [Path(path).name for path in self.options.data],
+            "fingerprint": self.samples.fingerprint,
+        }
         return {**files, "samples": len(self.chosen), "questions": len(self.prompts)}
 
     def add_losses(self, scores: ModelScores, model: PreTrainedModel) -> None:
@@ -122,16 +141,23 @@ class HeldOutRecords:
                 pad_token_id=self.tokenizer.pad_token_id,
                 on_progress=advance,
             )
-        names = (*samples.difficulty_names, None)  # a sample without difficulty has -1, which is the last
+        # a sample without difficulty has -1, which is the last
+        names = (*samples.difficulty_names, None)
         difficulties = [names[number] for number in samples.difficulties[chosen].tolist()]
         for name in samples.difficulty_names:
             scores.of(name)
         for number in np.unique(samples.difficulties[chosen]).tolist():
             members = samples.difficulties[chosen] == number
             losses, preferred, margin = sums[members].sum(axis=0).tolist()
-            found = Score(samples=int(members.sum()), targets=int(targets[members].sum()), loss_sum=losses)
+            found = Score(
+                samples=int(members.sum()), targets=int(targets[members].sum()), loss_sum=losses
+            )
             if pairs:
-                found.pairs, found.preferred, found.margin_sum = found.samples, int(preferred), margin
+                found.pairs, found.preferred, found.margin_sum = (
+                    found.samples,
+                    int(preferred),
+                    margin,
+                )
             scores.difficulties[names[number]] = scores.of(names[number]) + found
         records = samples.record_ids[chosen]
         scores.measures += ratios("loss", difficulties, sums[:, 0], targets, records)
@@ -141,7 +167,9 @@ class HeldOutRecords:
             scores.measures += ratios("margin", difficulties, sums[:, 2], ones, records)
 
     def ask(self, scores: ModelScores, model: PreTrainedModel, writer: JsonLines | None) -> None:
-        """Let the model answer the prompts, and check the answers; each is a line of generations.jsonl."""
+        """Let the model answer the prompts, and check the answers; each is a line of
+        generations.jsonl.
+        """
         if not self.prompts:
             return
         checked: list[tuple[str | None, bool]] = []
@@ -170,7 +198,8 @@ class HeldOutRecords:
                 advance(1)
         if cut:
             logger.warning(
-                "%s: %d of %d answers were cut off (fix: a larger --max-new-tokens, if the model does end its answers)",
+                "%s: %d of %d answers were cut off "
+                "(fix: a larger --max-new-tokens, if the model does end its answers)",
                 scores.name, cut, len(self.prompts),
             )  # fmt: skip
         if too_long:
@@ -180,13 +209,16 @@ class HeldOutRecords:
             )  # fmt: skip
         if checked:
             right = np.array([correct for _, correct in checked], dtype=np.float64)
-            scores.measures += ratios("exact match", [name for name, _ in checked], right, np.ones(len(right)))
+            scores.measures += ratios(
+                "exact match", [name for name, _ in checked], right, np.ones(len(right))
+            )
 
 
 def answers(
     generator: Generator, prompts: Sequence[EvalPrompt], max_new_tokens: int
 ) -> Iterator[tuple[EvalPrompt, Answer | None]]:
-    """Greedy answers in the order of the prompts, written together; None where the prompt leaves no room.
+    """Greedy answers in the order of the prompts, written together; None where the prompt leaves no
+    room.
 
     Raises:
         GenerationError: an answer failed.

@@ -28,7 +28,9 @@ class Score:
     margin_sum: float = 0.0  # by how much, of all pairs
 
     def __add__(self, other: Score) -> Score:
-        return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return Score(
+            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
+        )
 
     @property
     def loss(self) -> float | None:
@@ -38,12 +40,26 @@ class Score:
     def to_dict(self) -> dict[str, Any]:
         loss = self.loss
         perplexity = None if loss is None else _perplexity(loss)
-        losses = {"samples": self.samples, "targets": self.targets, "loss": loss, "perplexity": perplexity}
+        losses = {
+            "samples": self.samples,
+            "targets": self.targets,
+            "loss": loss,
+            "perplexity": perplexity,
+        }
         exact_match = self.correct / self.answered if self.answered else None
-        known = {**losses, "answered": self.answered, "correct": self.correct, "exact_match": exact_match}
+        known = {
+            **losses,
+            "answered": self.answered,
+            "correct": self.correct,
+            "exact_match": exact_match,
+        }
         if not self.pairs:
             return known
-        return {**known, "accuracy": self.preferred / self.pairs, "margin": self.margin_sum / self.pairs}
+        return {
+            **known,
+            "accuracy": self.preferred / self.pairs,
+            "margin": self.margin_sum / self.pairs,
+        }
 
 
 @dataclass
@@ -53,7 +69,8 @@ class ModelScores:
     name: str
     role: str  # base, adapter or model
     difficulties: dict[str | None, Score] = field(default_factory=dict)
-    measures: list[Measure] = field(default_factory=list)  # all of the comparison, those of the records too
+    # all of the comparison, those of the records too
+    measures: list[Measure] = field(default_factory=list)
     tasks: list[dict[str, Any]] = field(default_factory=list)  # of lm_eval, a metric each
     text: dict[str, Any] | None = None  # bits per byte, of all texts and by text
 
@@ -65,9 +82,17 @@ class ModelScores:
         return self.difficulties.setdefault(difficulty, Score())
 
     def to_dict(self) -> dict[str, Any]:
-        named = {name: score.to_dict() for name, score in self.difficulties.items() if name is not None}
+        named = {
+            name: score.to_dict() for name, score in self.difficulties.items() if name is not None
+        }
         scores = {"overall": self.overall.to_dict(), "levels": named}
-        return {"name": self.name, "role": self.role, **scores, "text": self.text, "tasks": self.tasks}
+        return {
+            "name": self.name,
+            "role": self.role,
+            **scores,
+            "text": self.text,
+            "tasks": self.tasks,
+        }
 
 
 def _perplexity(loss: float) -> float | None:
@@ -85,9 +110,14 @@ def headings(models: Sequence[ModelScores]) -> tuple[str, ...]:
 
 
 def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
-    """The lines of the table: whether it is the last of its difficulty, and its texts as `HEADINGS` says."""
-    names = list(dict.fromkeys(name for model in models for name in model.difficulties if name is not None))
-    # Samples without difficulty are in "all"; a line of their own would say the same where no sample has one.
+    """The lines of the table: whether it is the last of its difficulty, and its texts as `HEADINGS`
+    says.
+    """
+    names = list(
+        dict.fromkeys(name for model in models for name in model.difficulties if name is not None)
+    )
+    # Samples without difficulty are in "all"; a line of their own would say the same where no
+    # sample has one.
     paired = len(headings(models)) > len(HEADINGS)
     for difficulty in [*names, "all"]:
         for number, model in enumerate(models):
@@ -109,7 +139,11 @@ def _figures(score: Score) -> tuple[str, ...]:
         perplexity = _perplexity(loss)
         shown = "inf" if perplexity is None else f"{perplexity:,.3f}"
         losses = (f"{score.samples:,}", f"{score.targets:,}", f"{loss:.4f}", shown)
-    match = f"{score.correct / score.answered:.1%} ({score.correct}/{score.answered})" if score.answered else "-"
+    match = (
+        f"{score.correct / score.answered:.1%} ({score.correct}/{score.answered})"
+        if score.answered
+        else "-"
+    )
     return (*losses, match)
 
 
@@ -123,7 +157,9 @@ def _pair_figures(score: Score) -> tuple[str, ...]:
 def tables(
     models: Sequence[ModelScores], comparison: Sequence[tuple[str, ...]]
 ) -> list[list[tuple[bool, tuple[str, ...]]]]:
-    """The tables that there are: of the records, and the comparison. Lines as `cells` has them, headings first."""
+    """The tables that there are: of the records, and the comparison. Lines as `cells` has them,
+    headings first.
+    """
     found = []
     if any(model.difficulties for model in models):
         found.append([(True, headings(models)), *cells(models)])
@@ -133,7 +169,9 @@ def tables(
 
 
 def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]], console: Console) -> Table:
-    """A table for a terminal: with all its lines where there is room, else narrow, intervals on rows of their own."""
+    """A table for a terminal: with all its lines where there is room, else narrow, intervals on
+    rows of their own.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -144,7 +182,10 @@ def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]], console: Console) 
             shown.add_column(heading, justify="left" if number < 2 else "right", overflow="fold")
     for last, texts in lines[1:]:
         table.add_row(*map(Text, texts), end_section=last)
-        narrow.add_row(*(Text(text.replace(" [", "\n[").replace("], ", "],\n")) for text in texts), end_section=last)
+        narrow.add_row(
+            *(Text(text.replace(" [", "\n[").replace("], ", "],\n")) for text in texts),
+            end_section=last,
+        )
     wanted = console.measure(table, options=console.options.update(width=1000)).maximum
     return table if wanted <= console.width else narrow
 
@@ -154,4 +195,6 @@ def markdown_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> str:
     (_, named), *rest = lines
     sides = ["---"] * 2 + ["---:"] * (len(named) - 2)
     rows = [named, sides, *(texts for _last, texts in rest)]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in rows)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in rows
+    )

@@ -1,8 +1,9 @@
-"""Tasks of lm_eval, EleutherAI's evaluation harness, by its Python API: `lm_eval.evaluate` with our loaded model.
+"""Tasks of lm_eval, EleutherAI's evaluation harness, by its Python API: `lm_eval.evaluate` with our
+loaded model.
 
-What `lm_eval run` measures, with its defaults: no chat template unless asked for, and the seed of its few-shot examples
-(`lm_eval.defaults`). It is not let into this process: what it prints goes nowhere, and random states, environment and
-the level of its logger are afterwards as before.
+What `lm_eval run` measures, with its defaults: no chat template unless asked for, and the seed of
+its few-shot examples (`lm_eval.defaults`). It is not let into this process: what it prints goes
+nowhere, and random states, environment and the level of its logger are afterwards as before.
 """
 
 from __future__ import annotations
@@ -43,18 +44,25 @@ class Tasks:
     """
 
     def __init__(self, options: EvalOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.options, self.tokenizer = options, tokenizer
+        self.options = options
+        self.tokenizer = tokenizer
         names = [name.strip() for entry in options.tasks for name in entry.split(",")]
         self.names = list(dict.fromkeys(filter(None, names)))
         folder = options.tasks_path
         if folder is not None and not folder.is_dir():
-            raise ConfigError("there is no such folder", f"--tasks-path {folder}", "name a folder of lm_eval's YAML")
+            raise ConfigError(
+                "there is no such folder",
+                f"--tasks-path {folder}",
+                "name a folder of lm_eval's YAML",
+            )
         with _contained():
             try:
                 import lm_eval
                 from lm_eval.tasks import TaskManager
             except ImportError as error:
-                raise ConfigError(f"lm_eval cannot be imported: {error}", "--tasks", INSTALL) from error
+                raise ConfigError(
+                    f"lm_eval cannot be imported: {error}", "--tasks", INSTALL
+                ) from error
             self.version = lm_eval.__version__
             # lm_eval's own are thousands of files, which take seconds to look through.
             self.manager = TaskManager(include_path=folder, include_defaults=False)
@@ -81,12 +89,14 @@ class Tasks:
                 loaded = self.manager.load(self.names)
                 # Made when they are first asked for, from the data.
                 documents = {name: len(task.eval_docs) for name, task in loaded["tasks"].items()}
-        except Exception as error:  # of datasets, the hub's client, Jinja, the tasks' own Python, ...
+        # of datasets, the hub's client, Jinja, the tasks' own Python, ...
+        except Exception as error:
             if not refused:
                 raise ConfigError(
                     f"lm_eval cannot make the task: {type(error).__name__}: {_first_line(error)}",
                     f"--tasks {','.join(self.names)}",
-                    "its data must be on this machine, or the hub in reach and HF_HUB_OFFLINE not set",
+                    "its data must be on this machine, or the hub in reach and HF_HUB_OFFLINE"
+                    " not set",
                 ) from error
         if refused:
             raise ConfigError(
@@ -108,7 +118,11 @@ class Tasks:
         return loaded
 
     def facts(self) -> dict[str, Any]:
-        asked = {"names": self.names, "num_fewshot": self.options.num_fewshot, "limit": self.options.limit}
+        asked = {
+            "names": self.names,
+            "num_fewshot": self.options.num_fewshot,
+            "limit": self.options.limit,
+        }
         return {"lm_eval": self.version, **asked, "chat_template": self.options.apply_chat_template}
 
     def measure(self, scores: ModelScores, model: PreTrainedModel) -> None:
@@ -144,11 +158,13 @@ class Tasks:
                 raise FinetuneError(
                     f"lm_eval failed: {type(error).__name__}: {_first_line(error)}",
                     f"--tasks {','.join(self.names)}",
-                    "see lm_eval's documentation of the task; a smaller --batch-size takes less memory",
+                    "see lm_eval's documentation of the task; a smaller --batch-size takes less"
+                    " memory",
                 ) from error
         if cut:
             logger.warning(
-                "%s: lm_eval cut the beginning of %d or more prompts, which were longer than the model's context",
+                "%s: lm_eval cut the beginning of %d or more prompts, which were longer than the"
+                " model's context",
                 scores.name,
                 len(cut),
             )
@@ -207,7 +223,9 @@ def _values(documents: Sequence[Mapping[str, Any]], metric: str, value: float) -
 
 
 class _Cuts(logging.Handler):
-    """Keeps lm_eval's warnings that a prompt was cut, and nothing of what else it says, which may be from prompts."""
+    """Keeps lm_eval's warnings that a prompt was cut, and nothing of what else it says, which may
+    be from prompts.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -220,7 +238,9 @@ class _Cuts(logging.Handler):
 
 @contextlib.contextmanager
 def _contained() -> Iterator[list[str]]:
-    """lm_eval's noise kept from our output, and its settings from the process; what it said of cut prompts."""
+    """lm_eval's noise kept from our output, and its settings from the process; what it said of cut
+    prompts.
+    """
     import datasets
 
     theirs, cuts = logging.getLogger("lm_eval"), _Cuts()
@@ -263,7 +283,9 @@ def _weights_left_alone(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _metrics_of_the_hub(refused: list[str], *, allowed: bool) -> Iterator[None]:
-    """lm_eval takes a metric that it does not know from the hub, as a program: refused unless allowed."""
+    """lm_eval takes a metric that it does not know from the hub, as a program: refused unless
+    allowed.
+    """
     import evaluate
 
     def refuse(name: str, *_: Any, **__: Any) -> None:

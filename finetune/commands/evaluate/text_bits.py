@@ -1,10 +1,11 @@
 """Bits per byte of texts: how well a model predicts them, whatever its tokenizer.
 
-Each document is read alone, after the separator that pretraining puts before it (`data/corpus`). Every token of the
-text is a target once: nats of all of them / (ln 2 x bytes of the text in UTF-8). A document longer than a window is
-read in several. The first has `max_seq_len` targets; each further one has the next `stride` targets, and before them
-as much of the text as fits. With a stride of a whole window, these are the windows of pretraining within a document,
-and those of lm_eval's `loglikelihood_rolling`.
+Each document is read alone, after the separator that pretraining puts before it (`data/corpus`).
+Every token of the text is a target once: nats of all of them / (ln 2 x bytes of the text in UTF-8).
+A document longer than a window is read in several. The first has `max_seq_len` targets; each
+further one has the next `stride` targets, and before them as much of the text as fits. With a
+stride of a whole window, these are the windows of pretraining within a document, and those of
+lm_eval's `loglikelihood_rolling`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,15 @@ class TextWindows:
         self.documents = documents
         # Document, first token, first target, end.
         self.windows = np.array(
-            [(n, *window) for n, ids in enumerate(documents) for window in _windows(len(ids), max_seq_len, stride)]
+            [
+                (n, *window)
+                for n, ids in enumerate(documents)
+                for window in _windows(len(ids), max_seq_len, stride)
+            ]
         )
         self.record_ids, starts, first, ends = self.windows.T
-        self.lengths, self.supervised_counts = ends - starts - 1, ends - first
+        self.lengths = ends - starts - 1
+        self.supervised_counts = ends - first
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -96,7 +102,8 @@ class Texts:
 
     Args:
         base: the model whose context bounds a window.
-        run: settings of the run that made the model, whose windows are the default; empty where there is none.
+        run: settings of the run that made the model, whose windows are the default; empty where
+            there is none.
 
     Raises:
         ConfigError: a window that the model was not made for, or a stride that leaves tokens out.
@@ -104,9 +111,14 @@ class Texts:
     """
 
     def __init__(
-        self, options: EvalOptions, tokenizer: PreTrainedTokenizerBase, base: str, run: Mapping[str, Any]
+        self,
+        options: EvalOptions,
+        tokenizer: PreTrainedTokenizerBase,
+        base: str,
+        run: Mapping[str, Any],
     ) -> None:
-        self.options, self.tokenizer = options, tokenizer
+        self.options = options
+        self.tokenizer = tokenizer
         self.max_seq_len = self._window_of(base, run)
         self.stride = options.stride or self.max_seq_len
         if self.stride > self.max_seq_len:
@@ -125,20 +137,31 @@ class Texts:
                 documents.append(encoder.encode([text], "int32")[0])
                 sizes.append(len(text.encode()))
             if len(documents) == before:
-                raise DataError("there is no text", entry, "name files with text, or their field with --text-field")
+                raise DataError(
+                    "there is no text",
+                    entry,
+                    "name files with text, or their field with --text-field",
+                )
             names += [_names(options.text)[number]] * (len(documents) - before)
-        self.sources, self.bytes = names, np.array(sizes, dtype=np.int64)
+        self.sources = names
+        self.bytes = np.array(sizes, dtype=np.int64)
         self.windows = TextWindows(documents, self.max_seq_len, self.stride)
         unknown = tokenizer.unk_token_id
-        if unknown is not None and unknown != separator and any((ids[1:] == unknown).any() for ids in documents):
+        if (
+            unknown is not None
+            and unknown != separator
+            and any((ids[1:] == unknown).any() for ids in documents)
+        ):
             logger.warning(
-                "the tokenizer does not know all of the text, and predicting '%s' instead is easy: the bits per byte "
-                "are too low (fix: compare with models of this tokenizer only)",
+                "the tokenizer does not know all of the text, and predicting '%s' instead is easy:"
+                " the bits per byte are too low (fix: compare with models of this tokenizer only)",
                 tokenizer.unk_token,
             )
 
     def _window_of(self, base: str, run: Mapping[str, Any]) -> int:
-        config = load_model_config(base, trust_remote_code=self.options.trust_remote_code).get_text_config()
+        config = load_model_config(
+            base, trust_remote_code=self.options.trust_remote_code
+        ).get_text_config()
         made_for = getattr(config, "max_position_embeddings", None) or DEFAULT_WINDOW_TOKENS
         trained = run.get("max_seq_len")
         default = trained if isinstance(trained, int) else min(DEFAULT_WINDOW_TOKENS, made_for)
@@ -165,15 +188,22 @@ class Texts:
                     raise DataError(
                         str(found),
                         where,
-                        "name the field with --text-field, or leave such records out with --on-bad-row drop",
+                        "name the field with --text-field, or leave such records out with"
+                        " --on-bad-row drop",
                     )
                 dropped += 1
         if dropped:
-            logger.warning("%s: %d records or files without text are left out", Path(entry).name, dropped)
+            logger.warning(
+                "%s: %d records or files without text are left out", Path(entry).name, dropped
+            )
 
     def facts(self) -> dict[str, Any]:
         settings = {"max_seq_len": self.max_seq_len, "stride": self.stride}
-        return {"files": list(dict.fromkeys(self.sources)), "documents": len(self.bytes), **settings}
+        return {
+            "files": list(dict.fromkeys(self.sources)),
+            "documents": len(self.bytes),
+            **settings,
+        }
 
     def measure(self, scores: ModelScores, model: PreTrainedModel) -> None:
         """Bits per byte of each text, and of all together.
@@ -195,7 +225,8 @@ class Texts:
         of_document = partial(np.bincount, windows.record_ids, minlength=len(self.bytes))
         nats, tokens = of_document(losses), of_document(windows.supervised_counts)
         bits = ratios("bits per byte", self.sources, nats / math.log(2), self.bytes)
-        scores.measures += bits[:1] if len(bits) == 2 else bits  # "all" of one text would say the same
+        # "all" of one text would say the same
+        scores.measures += bits[:1] if len(bits) == 2 else bits
 
         def sums(members: np.ndarray | slice) -> dict[str, Any]:
             counts = {"documents": len(self.bytes[members]), "tokens": int(tokens[members].sum())}
@@ -213,4 +244,7 @@ class Texts:
 def _names(entries: tuple[str, ...]) -> list[str]:
     """Of each entry a short name that no other has, without the machine's folders."""
     names = [Path(entry).name or entry for entry in entries]
-    return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
+    return [
+        n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})"
+        for i, n in enumerate(names)
+    ]

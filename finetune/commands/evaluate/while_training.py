@@ -1,5 +1,6 @@
-"""`--eval-generate`: answers to validation prompts at each evaluation of a fine-tuning run, greedy, by the model as it
-is trained, compared as `eval` compares them."""
+"""`--eval-generate`: answers to validation prompts at each evaluation of a fine-tuning run, greedy,
+by the model as it is trained, compared as `eval` compares them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
-from finetune.commands.evaluate.prompts import EvalPrompt, read_prompts, spread_evenly, warn_of_other_answers
+from finetune.commands.evaluate.prompts import (
+    EvalPrompt,
+    read_prompts,
+    spread_evenly,
+    warn_of_other_answers,
+)
 from finetune.config.run_config import RunConfig
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.problems import RecordProblem
@@ -36,22 +42,28 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
         data: what the kind's `prepare` returned.
 
     Raises:
-        DataError: no record has an answer to compare with, or none of the difficulty that the run follows.
+        DataError: no record has an answer to compare with, or none of the difficulty that the run
+            follows.
     """
     field = config.answer_field
     difficulties = config.curriculum.levels if config.use_curriculum else None
     files = [
-        (file.path, RecordReader(difficulties, config.difficulty_field, file.source, config.on_media))
+        (
+            file.path,
+            RecordReader(difficulties, config.difficulty_field, file.source, config.on_media),
+        )
         for file in expand_sources(config.held_out)
     ]
     records = np.unique(data.valid.record_ids).tolist()
-    prompts = [prompt for prompt in read_prompts(files, field, records) if prompt.answer is not None]
+    prompts = [
+        prompt for prompt in read_prompts(files, field, records) if prompt.answer is not None
+    ]
     if not prompts:
         raise DataError(
             f"no validation record has '{field}', the answer that a generated one is compared with",
             f"--eval-generate {config.eval_generate}",
-            "give validation records with it (docs/evaluation.md), name their field by --answer-field, or leave "
-            "--eval-generate out",
+            "give validation records with it (docs/evaluation.md), name their field by"
+            " --answer-field, or leave --eval-generate out",
         )
     assert config.eval_generate is not None
     names = sorted({str(prompt.difficulty) for prompt in prompts})
@@ -60,14 +72,21 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
     if len(chosen) < config.eval_generate:
         logger.warning("only %d validation records have '%s': all are asked", len(chosen), field)
     kind, _, followed = config.best_metric.partition("/")
-    if kind == "exact_match" and followed and all(prompt.difficulty != followed for prompt in chosen):
+    if (
+        kind == "exact_match"
+        and followed
+        and all(prompt.difficulty != followed for prompt in chosen)
+    ):
         raise DataError(
-            f"no validation record of difficulty {followed!r} is answered, so no evaluation has {config.best_metric}",
+            f"no validation record of difficulty {followed!r} is answered, so no evaluation has"
+            f" {config.best_metric}",
             "--best-metric",
             f"add such records with '{field}' to --valid-data, or take another metric",
         )
     warn_of_other_answers(chosen, field)
-    return AskedPrompts(chosen, data.tokenizer, cutoff_len=config.cutoff_len, max_new_tokens=config.max_new_tokens)
+    return AskedPrompts(
+        chosen, data.tokenizer, cutoff_len=config.cutoff_len, max_new_tokens=config.max_new_tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -95,16 +114,23 @@ class AskedPrompts:
         cutoff_len: int,
         max_new_tokens: int,
     ) -> None:
-        self.tokenizer, self.total = tokenizer, len(prompts)
+        self.tokenizer = tokenizer
+        self.total = len(prompts)
         self.difficulties = [prompt.difficulty for prompt in prompts]
         written = ((prompt, self._ids(prompt)) for prompt in prompts)
-        asked = [_Asked(prompt, ids, min(max_new_tokens, cutoff_len - len(ids))) for prompt, ids in written]
+        asked = [
+            _Asked(prompt, ids, min(max_new_tokens, cutoff_len - len(ids)))
+            for prompt, ids in written
+        ]
         # Of like length together: the shorter ones of a batch are padded.
-        self.asked = sorted((one for one in asked if one.most_tokens > 0), key=lambda one: len(one.ids))
+        self.asked = sorted(
+            (one for one in asked if one.most_tokens > 0), key=lambda one: len(one.ids)
+        )
         self.too_long = self.total - len(self.asked)
         if self.too_long:
             logger.warning(
-                "%d prompts leave no room for an answer in %d tokens and count as wrong (fix: a larger --cutoff-len)",
+                "%d prompts leave no room for an answer in %d tokens and count as wrong (fix: a"
+                " larger --cutoff-len)",
                 self.too_long,
                 cutoff_len,
             )
@@ -133,11 +159,13 @@ class AskedPrompts:
         gather: Callable[[object], list[Any]],
         going: Callable[[bool], bool],
     ) -> dict[str, float]:
-        """Let the ranks answer the prompts in turn, and measure the answers: the same numbers on every rank.
+        """Let the ranks answer the prompts in turn, and measure the answers: the same numbers on
+        every rank.
 
         Args:
             wrapped: `model` as training calls it.
-            tokens_at_once: most tokens of prompts and answers that are held together, unless one alone has more.
+            tokens_at_once: most tokens of prompts and answers that are held together, unless one
+                alone has more.
             gather: every rank's plain value, by rank.
             going: as for `greedy_tokens`.
         """
@@ -155,7 +183,10 @@ class AskedPrompts:
                 answers = greedy_tokens(
                     wrapped, model, prompts or [[ends["pad_id"]]], rooms or [0], going=going, **ends
                 )  # fmt: skip
-                mine += [self._judged(*pair, ends["stop_ids"]) for pair in zip(batch, answers, strict=False)]
+                mine += [
+                    self._judged(*pair, ends["stop_ids"])
+                    for pair in zip(batch, answers, strict=False)
+                ]
         return self._metrics([judged for of_rank in gather(mine) for judged in of_rank])
 
     def _turns(self, world_size: int, tokens_at_once: int) -> list[list[_Asked]]:
@@ -188,4 +219,8 @@ class AskedPrompts:
                 right = sum(correct for difficulty, correct, _ in judged if difficulty == name)
                 metrics[f"exact_match/{name}"] = right / self.difficulties.count(name)
         cut = sum(not ended for _, _, ended in judged)
-        return metrics | {"answers": self.total, "answers_cut": cut, "prompts_too_long": self.too_long}
+        return metrics | {
+            "answers": self.total,
+            "answers_cut": cut,
+            "prompts_too_long": self.too_long,
+        }

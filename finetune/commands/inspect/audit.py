@@ -1,4 +1,6 @@
-"""`python -m finetune inspect --audit`: what should be known of data before training, as a table or as JSON."""
+"""`python -m finetune inspect --audit`: what should be known of data before training, as a table or
+as JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def audit_data(config: RunConfig, train: Samples, valid: Samples | None, benchmarks: Sequence[str]) -> dict[str, Any]:
+def audit_data(
+    config: RunConfig, train: Samples, valid: Samples | None, benchmarks: Sequence[str]
+) -> dict[str, Any]:
     """The audit of a run's data, as plain JSON.
 
     Args:
@@ -30,7 +34,10 @@ def audit_data(config: RunConfig, train: Samples, valid: Samples | None, benchma
     """
     files = expand_sources(config.sources)
     levels = config.curriculum.levels if config.use_curriculum else None
-    readers = tuple(RecordReader(levels, config.difficulty_field, file.source, config.on_media) for file in files)
+    readers = tuple(
+        RecordReader(levels, config.difficulty_field, file.source, config.on_media)
+        for file in files
+    )
     paths = [file.path for file in files]
     audit = Audit(files, readers, processes_for(paths, config.preprocessing_num_workers))
     scratch = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -41,7 +48,9 @@ def audit_data(config: RunConfig, train: Samples, valid: Samples | None, benchma
         name = f"the validation side of --valid-split {config.valid_split}"
         held_out.insert(0, audit.held_out(name, None, np.unique(valid.record_ids)))
     if config.valid_data:
-        held_out.insert(0, audit.held_out("the validation data", expand_sources(config.valid_sources)))
+        held_out.insert(
+            0, audit.held_out("the validation data", expand_sources(config.valid_sources))
+        )
     report = train.report
     left_out = {"images, video or sound": report.left_out_media} if report.left_out_media else {}
     return {
@@ -85,11 +94,14 @@ def print_audit(result: dict[str, Any], console: Console) -> None:
     for overlap in result["overlap"]:
         table.add_row(
             f"shared with {overlap['name']}",
-            f"{overlap['found']:,} of its {overlap['records']:,} by {overlap['training_records']:,}",
+            f"{overlap['found']:,} of its {overlap['records']:,} by"
+            f" {overlap['training_records']:,}",
         )
     console.print(table)
     pairs = [("says the same as", pair) for pair in result["exact_examples"]]
     pairs += [("says nearly the same as", pair) for pair in result["near_examples"]]
-    pairs += [("is found in", pair) for overlap in result["overlap"] for pair in overlap["examples"]]
+    pairs += [
+        ("is found in", pair) for overlap in result["overlap"] for pair in overlap["examples"]
+    ]
     for words, (one, other) in pairs:
         console.print(f"{one} {words} {other}", markup=False, soft_wrap=True)

@@ -1,4 +1,6 @@
-"""`python -m finetune inspect`: records as the model will see them, with the tokens that are trained marked."""
+"""`python -m finetune inspect`: records as the model will see them, with the tokens that are
+trained marked.
+"""
 
 from __future__ import annotations
 
@@ -33,47 +35,77 @@ class InspectOptions(Options):
     """The command line, but for the flags of training."""
 
     usage: ClassVar[str] = (
-        "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [--audit [--benchmark FILE...] [--json]] "
-        "[FLAGS OF TRAINING]"
+        "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [--audit [--benchmark"
+        " FILE...] [--json]] [FLAGS OF TRAINING]"
     )
     summary: ClassVar[str] = (
-        "Shows how the data becomes samples: a table of what is kept, trimmed and dropped, then samples as the model\n"
-        "sees them. What is trained is green on a terminal and stands in brackets elsewhere. Needs the data and the\n"
-        "model's tokenizer, and tokenizes all of the data as training would (later runs reuse it)."
+        "Shows how the data becomes samples: a table of what is kept, trimmed and dropped, then"
+        " samples as the model\nsees them. What is trained is green on a terminal and stands in"
+        " brackets elsewhere. Needs the data and the\nmodel's tokenizer, and tokenizes all of the"
+        " data as training would (later runs reuse it)."
     )
     epilog: ClassVar[str] = (
-        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough. For preferences\n"
-        "give their loss: --loss dpo shows the chosen answer and behind it the rejected one."
+        "The other flags are those of `python -m finetune sft --help`; --model and --data are"
+        " enough. For preferences\ngive their loss: --loss dpo shows the chosen answer and behind"
+        " it the rejected one."
     )
 
     count: Annotated[int, Field(ge=0)] = setting(
-        5, alias="rows", group="options", unit="N", description="How many samples to show; 0: the table only."
+        5,
+        alias="rows",
+        group="options",
+        unit="N",
+        description="How many samples to show; 0: the table only.",
     )
     record: int | None = setting(
         None,
         alias="row",
         group="options",
         unit="ID",
-        description="Show the samples of this input record; records count from 0 through the files in order.",
+        description=(
+            "Show the samples of this input record; records count from 0 through the files in"
+            " order."
+        ),
     )
     difficulty: str | None = setting(
-        None, alias="level", group="options", unit="NAME", description="Show only records of this difficulty."
+        None,
+        alias="level",
+        group="options",
+        unit="NAME",
+        description="Show only records of this difficulty.",
     )
     audit: bool = setting(
         False,
         group="options",
-        description="Instead of samples: duplicates, scripts, and what validation data and benchmarks share with it.",
+        description=(
+            "Instead of samples: duplicates, scripts, and what validation data and benchmarks share"
+            " with it."
+        ),
     )
     benchmark: Paths = setting(
-        (), group="options", unit="FILE...", description="Files that must not be in the data, of any keys; for --audit."
+        (),
+        group="options",
+        unit="FILE...",
+        description="Files that must not be in the data, of any keys; for --audit.",
     )
     as_json: bool = setting(
-        False, alias="json", group="options", description="Write the audit as one JSON object instead of a table."
+        False,
+        alias="json",
+        group="options",
+        description="Write the audit as one JSON object instead of a table.",
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        alone = [flag for flag, given in (("--benchmark", self.benchmark), ("--json", self.as_json)) if given]
-        return [(f"{flag} belongs to --audit", "give --audit as well") for flag in alone if not self.audit]
+        alone = [
+            flag
+            for flag, given in (("--benchmark", self.benchmark), ("--json", self.as_json))
+            if given
+        ]
+        return [
+            (f"{flag} belongs to --audit", "give --audit as well")
+            for flag in alone
+            if not self.audit
+        ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = conversation_config_class(rest)
     config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
     if options.audit and config.preference_form:
-        raise ConfigError("the audit reads one answer a record", "--audit", "leave it out, or the flags of preferences")
+        raise ConfigError(
+            "the audit reads one answer a record",
+            "--audit",
+            "leave it out, or the flags of preferences",
+        )
     tokenizer = load_tokenizer(
-        from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
+        from_modelscope(config.model, config.hub),
+        config.template,
+        trust_remote_code=config.trust_remote_code,
     )
 
     levels = config.curriculum.levels if config.use_curriculum else None
@@ -111,14 +149,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print_audit(result, console)
         return int(ExitCode.DONE)
-    console.print(samples.report.table(", ".join(Path(source.path).name for source in config.sources)))
-    for index in choose(samples, count=options.count, record=options.record, difficulty=options.difficulty):
+    console.print(
+        samples.report.table(", ".join(Path(source.path).name for source in config.sources))
+    )
+    for index in choose(
+        samples, count=options.count, record=options.record, difficulty=options.difficulty
+    ):
         show(samples, index, tokenizer, console)
     return int(ExitCode.DONE)
 
 
-def choose(samples: Samples, *, count: int, record: int | None, difficulty: str | None) -> list[int]:
-    """Indices of the samples to show, at most `count`; all samples of one input record if that is given.
+def choose(
+    samples: Samples, *, count: int, record: int | None, difficulty: str | None
+) -> list[int]:
+    """Indices of the samples to show, at most `count`; all samples of one input record if that is
+    given.
 
     Raises:
         DataError: no such difficulty, or that record is not among the samples.
@@ -127,7 +172,10 @@ def choose(samples: Samples, *, count: int, record: int | None, difficulty: str 
     if difficulty is not None:
         if difficulty not in samples.difficulty_names:
             known = ", ".join(samples.difficulty_names) or "none"
-            what = f"unknown difficulty {difficulty!r}{did_you_mean(difficulty, samples.difficulty_names)}"
+            what = (
+                "unknown difficulty"
+                f" {difficulty!r}{did_you_mean(difficulty, samples.difficulty_names)}"
+            )
             raise DataError(what, "--level", f"the difficulties are {known}")
         chosen = chosen[samples.difficulties == samples.difficulty_names.index(difficulty)]
     if record is None:
@@ -140,13 +188,18 @@ def choose(samples: Samples, *, count: int, record: int | None, difficulty: str 
     return chosen.tolist()
 
 
-def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print one sample: where it is from, numbers, and text with the trained tokens marked; of a pair both answers."""
+def show(
+    samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> None:
+    """Print one sample: where it is from, numbers, and text with the trained tokens marked; of a
+    pair both answers.
+    """
     input_ids, supervised = samples[index]
     difficulty = samples.difficulties[index]
     named = f"  difficulty {samples.difficulty_names[difficulty]}" if difficulty >= 0 else ""
     console.rule(
-        f"record {samples.record_ids[index]}{named}  {len(input_ids)} tokens, {int(supervised.sum())} trained",
+        f"record {samples.record_ids[index]}{named}  {len(input_ids)} tokens,"
+        f" {int(supervised.sum())} trained",
         align="left",
     )
     console.print(samples.location(index), style="dim", markup=False)
@@ -154,7 +207,9 @@ def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, conso
         if name:
             numbers = f"{here.stop - here.start} tokens, {int(supervised[here].sum())} trained"
             console.print(f"{name}  {numbers}", style="bold")
-        text = marked_text(tokenizer, input_ids[here], supervised[here], brackets=not console.is_terminal)
+        text = marked_text(
+            tokenizer, input_ids[here], supervised[here], brackets=not console.is_terminal
+        )
         console.print(text, soft_wrap=True)
 
 
@@ -170,15 +225,24 @@ def _documents(samples: Samples, index: int, length: int) -> list[tuple[str, sli
 
 
 def marked_text(
-    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, supervised: np.ndarray, *, brackets: bool
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: np.ndarray,
+    supervised: np.ndarray,
+    *,
+    brackets: bool,
 ) -> Text:
-    """The text of one sample; trained parts coloured, and in brackets where colours would be lost."""
+    """The text of one sample; trained parts coloured, and in brackets where colours would be
+    lost.
+    """
     from rich.text import Text
 
     text = Text()
     for trained, part in _parts(tokenizer, input_ids, supervised):
         shown = "\n".join(CONTROLS.sub(_written_out, line) for line in part.split("\n"))
-        text.append(f"[[{shown}]]" if trained and brackets else shown, style=_TRAINED if trained else _CONTEXT)
+        text.append(
+            f"[[{shown}]]" if trained and brackets else shown,
+            style=_TRAINED if trained else _CONTEXT,
+        )
     return text
 
 

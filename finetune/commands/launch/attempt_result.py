@@ -16,27 +16,35 @@ from finetune.runtime.nodes import Nodes
 # `AttemptResult.problem` -> what is said of it.
 _PROBLEMS = {
     "nodes_missing": N_(
-        "node(s) {nodes} of {count} did not come within {seconds} s. fix: start the launch on them as well, with the "
-        "same flags and their own NODE_RANK; see that they reach {address} ports {ports}"
+        "node(s) {nodes} of {count} did not come within {seconds} s. fix: start the launch on them"
+        " as well, with the same flags and their own NODE_RANK; see that they reach {address} ports"
+        " {ports}"
     ),
     "nothing_found": N_(
-        "no launch of this run answered at {address} ports {ports} within {seconds} s{seen}. fix: start node 0 with "
-        "the same flags (MASTER_PORT and NNODES included), and see that its firewall lets these ports through"
+        "no launch of this run answered at {address} ports {ports} within {seconds} s{seen}. fix:"
+        " start node 0 with the same flags (MASTER_PORT and NNODES included), and see that its"
+        " firewall lets these ports through"
     ),
     "no_ranks": N_("node 0 was found, but gave out no ranks within {seconds} s. fix: see its log"),
     "connection_lost": N_(
-        "the connection to node 0 was lost during the rendezvous: {error}. fix: see its log, and the network"
+        "the connection to node 0 was lost during the rendezvous: {error}. fix: see its log, and"
+        " the network"
     ),
     "other_secret": N_(
-        "the launch of this run on {host} (port {port}) does not have this node's secret. fix: set {name} to the same "
-        "text on all nodes, or on none"
+        "the launch of this run on {host} (port {port}) does not have this node's secret. fix: set"
+        " {name} to the same text on all nodes, or on none"
     ),
-    "same_rank": N_("NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"),
-    "agent_ended": N_("the process that starts the workers ended by itself ({code}); the log says why"),
+    "same_rank": N_(
+        "NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"
+    ),
+    "agent_ended": N_(
+        "the process that starts the workers ended by itself ({code}); the log says why"
+    ),
     "agent_killed": N_(
-        "the process that starts this node's workers was ended by {signal}: by somebody, or by the system when memory "
-        "ran out (dmesg says so). The workers were told to stop, and have saved if they could. fix: start the same "
-        "command again on all nodes; it resumes from the last checkpoint"
+        "the process that starts this node's workers was ended by {signal}: by somebody, or by the"
+        " system when memory ran out (dmesg says so). The workers were told to stop, and have saved"
+        " if they could. fix: start the same command again on all nodes; it resumes from the last"
+        " checkpoint"
     ),
     "stopped": N_("stopped before there were workers"),
 }
@@ -58,21 +66,37 @@ class AttemptResult:
 
     @property
     def exit_code(self) -> int:
-        """What the launch ends with: the run's own code, 128 + the signal's number for a run that had not begun."""
+        """What the launch ends with: the run's own code, 128 + the signal's number for a run that
+        had not begun.
+        """
         codes = [*self.exit_codes.values(), *(other["exit_code"] for other in self.others.values())]
-        # One that was told to end because another failed may say that it stopped, but that is not why.
+        # One that was told to end because another failed may say that it stopped, but that is not
+        # why.
         stopped = ExitCode.STOPPED in (codes if self.stop_signal else codes[:1])
-        for decided in ([ExitCode.STOPPED] if stopped else []) + [ExitCode.REFUSED, ExitCode.OUT_OF_MEMORY]:
+        for decided in ([ExitCode.STOPPED] if stopped else []) + [
+            ExitCode.REFUSED,
+            ExitCode.OUT_OF_MEMORY,
+        ]:
             if decided in codes:
                 return int(decided)
         if self.stop_signal:
             return 128 + self.stop_signal
-        return int(ExitCode.FAILED if self.problem or not codes or any(self.exit_codes.values()) else ExitCode.DONE)
+        return int(
+            ExitCode.FAILED
+            if self.problem or not codes or any(self.exit_codes.values())
+            else ExitCode.DONE
+        )
 
     @property
     def killed(self) -> dict[int, int]:
-        """Signals that ended workers, by rank, but for SIGTERM, by which the rest is told to end."""
-        return {rank: -code for rank, code in self.exit_codes.items() if code < 0 and -code != signal.SIGTERM}
+        """Signals that ended workers, by rank, but for SIGTERM, by which the rest is told to
+        end.
+        """
+        return {
+            rank: -code
+            for rank, code in self.exit_codes.items()
+            if code < 0 and -code != signal.SIGTERM
+        }
 
     def lines(self, nodes: Nodes, ports: Sequence[int], timeout_seconds: int) -> list[str]:
         """What happened on this node and, as far as is known, on the others: a line each."""
@@ -84,15 +108,20 @@ class AttemptResult:
             first = _(" (first)") if number == 0 and len(failed) > 1 else ""
             lines.append(_worker_line(rank, code) + first)
         lost = _(
-            "node {node}: no heartbeat for {seconds} s: the connection between the nodes is lost, or that node is "
-            "down. fix: see that it runs and that the nodes reach each other (ping {address}), then start the same "
-            "command again on all of them; it resumes from the last checkpoint"
+            "node {node}: no heartbeat for {seconds} s: the connection between the nodes is lost,"
+            " or that node is down. fix: see that it runs and that the nodes reach each other (ping"
+            " {address}), then start the same command again on all of them; it resumes from the"
+            " last checkpoint"
         )
         if silent := sorted(self.lost_nodes):
             seconds = max(self.lost_nodes.values())
-            lines.append(lost.format(node=name_ranks(silent), seconds=seconds, address=nodes.address))
+            lines.append(
+                lost.format(node=name_ranks(silent), seconds=seconds, address=nodes.address)
+            )
         other = _("on node {node} the workers ended with exit code {code}; its log says why")
-        for code in sorted({how["exit_code"] for how in self.others.values()} - {ExitCode.DONE, ExitCode.STOPPED}):
+        for code in sorted(
+            {how["exit_code"] for how in self.others.values()} - {ExitCode.DONE, ExitCode.STOPPED}
+        ):
             having = sorted(node for node, how in self.others.items() if how["exit_code"] == code)
             lines.append(other.format(node=name_ranks(having), code=code))
         return lines
@@ -101,7 +130,10 @@ class AttemptResult:
         facts = dict(self.facts)
         seen = ", ".join(f"{port}: {what}" for port, what in facts.pop("seen", {}).items())
         unsigned = name_ranks(facts.pop("refused", []))
-        refused = _(". Claims of node(s) {nodes} were refused: they are not signed with this launch's {name}")
+        refused = _(
+            ". Claims of node(s) {nodes} were refused: they are not signed with this launch's"
+            " {name}"
+        )
         values = {
             "name": SECRET_NAME,
             "count": nodes.count,

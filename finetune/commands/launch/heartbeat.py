@@ -1,7 +1,8 @@
-"""Heartbeats: how the nodes of a launch know of one another while their workers work, and agree on a restart.
+"""Heartbeats: how the nodes of a launch know of one another while their workers work, and agree on
+a restart.
 
-Each second a node writes one record, its beat with all it has to tell, and reads those of all others in one request:
-two calls a node and second, however many nodes there are.
+Each second a node writes one record, its beat with all it has to tell, and reads those of all
+others in one request: two calls a node and second, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Heartbeat:
     """
 
     def __init__(self, rendezvous: Rendezvous, agreed: RendezvousResult) -> None:
-        self.rendezvous, self.agreed = rendezvous, agreed
+        self.rendezvous = rendezvous
+        self.agreed = agreed
         node = rendezvous.node
         self.others = [rank for rank in range(node.nodes) if rank != node.rank]
         self.ended: dict[int, dict[str, Any]] = {}
@@ -51,7 +53,9 @@ class Heartbeat:
         self._said[what] = _TOLD[what](**facts)
 
     def lost(self, seconds: float, known: Collection[int]) -> dict[int, int]:
-        """Nodes without a heartbeat for longer than this, with the seconds, but for those that `known` tells of."""
+        """Nodes without a heartbeat for longer than this, with the seconds, but for those that
+        `known` tells of.
+        """
         now = time.monotonic()
         silences = {rank: now - last for rank, last in self._last.items() if rank not in known}
         return {rank: round(silence) for rank, silence in silences.items() if silence > seconds}
@@ -62,9 +66,11 @@ class Heartbeat:
                 store = self.rendezvous.connect(self.agreed.port)
                 launch = self.rendezvous.unseal("launch", LaunchFacts, store.get(PREFIX + "launch"))
                 if (launch.id, launch.attempt) != (self.agreed.launch_id, self.agreed.attempt):
-                    return  # node 0 has begun anew: what this node has to tell is not for that store
+                    # node 0 has begun anew: what this node has to tell is not for that store
+                    return
                 self._keep_in_touch(store)
-            except (RuntimeError, ValueError):  # the connection is lost, or node 0 is gone, or slow for a while
+            # the connection is lost, or node 0 is gone, or slow for a while
+            except (RuntimeError, ValueError):
                 time.sleep(HEARTBEAT_SECONDS)
 
     def _keep_in_touch(self, store: TCPStore) -> None:

@@ -1,4 +1,6 @@
-"""What a launch starts on this node: decided from options, environment and settings, before anything is started."""
+"""What a launch starts on this node: decided from options, environment and settings, before
+anything is started.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,11 @@ class LaunchSpec:
     shutdown_seconds: int  # from the signal to stop to SIGKILL
     environment: Mapping[str, str]  # of the workers, `added` included
     added: Sequence[Variable] = ()
-    stale: Mapping[str, str] = field(default_factory=dict)  # variables that another launcher left, which are ignored
+    # variables that another launcher left, which are ignored
+    stale: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what else people should know
-    secret: str = field(default="", repr=False)  # shared by the nodes; not in the environment of the workers
+    # shared by the nodes; not in the environment of the workers
+    secret: str = field(default="", repr=False)
 
     @property
     def output_dir(self) -> Path:
@@ -70,12 +74,16 @@ class LaunchSpec:
 
     @property
     def digest(self) -> str:
-        """What the nodes of one launch have in common: two launches on the same machines must not be taken for one."""
+        """What the nodes of one launch have in common: two launches on the same machines must not
+        be taken for one.
+        """
         common = {"module": self.module, "flags": self.flags, "nodes": self.nodes.count}
         return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
 
     def worker_arguments(self, attempt: int) -> list[str]:
-        """A worker's command line after the interpreter; another attempt resumes what the first has left."""
+        """A worker's command line after the interpreter; another attempt resumes what the first has
+        left.
+        """
         resumed = attempt > 1 and self.config.resume != "auto" and self._has_come_further()
         return ["-u", "-m", self.module, *self.flags, *(["--resume", "auto"] if resumed else [])]
 
@@ -84,7 +92,9 @@ class LaunchSpec:
         if self.config.resume == "never":
             return (self.output_dir / STATUS_NAME).exists()
         newest, _ = newest_valid(self.output_dir, hashes=False)
-        return newest is not None and (step_of(newest.name) or 0) > (step_of(Path(self.config.resume).name) or 0)
+        return newest is not None and (step_of(newest.name) or 0) > (
+            step_of(Path(self.config.resume).name) or 0
+        )
 
 
 def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec | Resolved:
@@ -96,12 +106,20 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
     """
     if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
         raise ConfigError(
-            "launch starts the workers, and was itself started as a worker (RANK and LOCAL_RANK are set)",
+            "launch starts the workers, and was itself started as a worker (RANK and LOCAL_RANK are"
+            " set)",
             where="the environment",
-            fix="start it once per node, without torchrun or accelerate launch; or unset RANK LOCAL_RANK",
+            fix=(
+                "start it once per node, without torchrun or accelerate launch; or unset RANK"
+                " LOCAL_RANK"
+            ),
         )
     nodes = nodes_here(
-        os.environ, count=options.nnodes, rank=options.node_rank, address=options.master_addr, port=options.master_port
+        os.environ,
+        count=options.nnodes,
+        rank=options.node_rank,
+        address=options.master_addr,
+        port=options.master_port,
     )
     kind = run_kind(options.kind)
     if {"-h", "--help"} & set(flags):
@@ -136,10 +154,16 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         nodes=nodes,
         processes=processes,
         max_restarts=number_of("MAX_RESTARTS", options.max_restarts, os.environ, DEFAULT_RESTARTS),
-        shutdown_seconds=number_of("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None, environment, SHUTDOWN_SECONDS),
+        shutdown_seconds=number_of(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None, environment, SHUTDOWN_SECONDS
+        ),
         environment=environment | {variable.name: variable.value for variable in added},
         added=added,
-        stale={name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
+        stale={
+            name: os.environ[name]
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            if name in os.environ
+        },
         notes=notes,
         secret=secret if nodes.count > 1 else "",
     )
@@ -150,13 +174,18 @@ def _secret(text: str) -> str:
         raise ConfigError(
             f"{SECRET_NAME} has {len(text)} characters: it could be found by trying",
             where=SECRET_NAME,
-            fix=f"give one of {SECRET_CHARACTERS} or more, the same on all nodes: openssl rand -hex 16",
+            fix=(
+                f"give one of {SECRET_CHARACTERS} or more, the same on all nodes: openssl rand"
+                " -hex 16"
+            ),
         )
     return text
 
 
 def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(flags, notes) for TORCH_COMPILE, which older scripts set, where the run has --compile and leaves it open."""
+    """(flags, notes) for TORCH_COMPILE, which older scripts set, where the run has --compile and
+    leaves it open.
+    """
     value = os.environ.get("TORCH_COMPILE")
     if value not in ("0", "1") or getattr(config, "compile", True) is not None:
         return (), ()
@@ -168,13 +197,17 @@ def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]
 def _processes(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"{text!r} processes per node", where="--nproc or NPROC_PER_NODE", fix="give a number from 1, or auto"
+            f"{text!r} processes per node",
+            where="--nproc or NPROC_PER_NODE",
+            fix="give a number from 1, or auto",
         )
     return int(text)
 
 
 def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
-    """--device-type as files and flags have it, without the other settings, which depend on the processes."""
+    """--device-type as files and flags have it, without the other settings, which depend on the
+    processes.
+    """
     parsed = kind.parse(list(flags))
     wanted = "auto"
     for path in parsed.config_files:
@@ -184,10 +217,12 @@ def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
 
 
 def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
-    """The device type that the run will have, and how many devices it sees here; asked in a process of its own.
+    """The device type that the run will have, and how many devices it sees here; asked in a process
+    of its own.
 
     Args:
-        count: whether the number is wanted; else 1 stands for it, and nothing is started where the type is known.
+        count: whether the number is wanted; else 1 stands for it, and nothing is started where the
+            type is known.
 
     Raises:
         ConfigError: torch cannot be loaded.
@@ -196,11 +231,19 @@ def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
         return device_type, 1
     probe_torch_npu()
     probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        [sys.executable, "-c", _PROBE],
+        capture_output=True,
+        text=True,
+        timeout=PROBE_SECONDS,
+        check=False,
     )
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"torch cannot be loaded: {reason}", where="import torch", fix="python -m finetune doctor")
+        raise ConfigError(
+            f"torch cannot be loaded: {reason}",
+            where="import torch",
+            fix="python -m finetune doctor",
+        )
     found, devices = json.loads(probe.stdout.splitlines()[-1])
     if device_type not in ("auto", found):
         return device_type, 1  # the run itself reports that it is not there

@@ -1,7 +1,7 @@
 """The log of a launch: a file that its processes write into, and a console that follows the file.
 
-The processes write into the file themselves, so neither a killed supervisor nor a terminal that is stuck or gone can
-stop or fail them.
+The processes write into the file themselves, so neither a killed supervisor nor a terminal that is
+stuck or gone can stop or fail them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from finetune.runs.line_follower import LineFollower
 FOLLOW_SECONDS = 0.2
 
 _RANK = re.compile(rb"^\[(?:rank|default)\d+\]: ?")
-_TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):|^Exception raised from |^frame #\d+: ")
+_TRACEBACK = re.compile(
+    rb"^Traceback \(most recent call last\):|^Exception raised from |^frame #\d+: "
+)
 # Inside a traceback: indented code, what links two of them, C++ frames, blank lines.
 _INSIDE = re.compile(
-    rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct cause)|^frame #\d+: "
+    rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct"
+    rb" cause)|^frame #\d+: "
 )
 # What torch elastic and C++ print of their own work: of use in the file, not on the console.
 _TORCH_OUTPUT = re.compile(
-    rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S* \S+\.(?:cpp|hpp|h):\d+\]"
+    rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S*"
+    rb" \S+\.(?:cpp|hpp|h):\d+\]"
 )
 
 
@@ -74,8 +78,10 @@ class LaunchLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o666)
         self._console = sys.stdout.buffer if console is None else console
-        self._follower, self._fold = LineFollower(path), TracebackFold()
-        self._turn, self._end = threading.Lock(), threading.Event()
+        self._follower = LineFollower(path)
+        self._fold = TracebackFold()
+        self._turn = threading.Lock()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
 
     def __enter__(self) -> LaunchLog:
@@ -90,7 +96,10 @@ class LaunchLog:
 
     def write(self, tag: str, text: str) -> None:
         """Write `[TAG] text`; further lines of the text are indented."""
-        os.write(self.descriptor, (f"[{tag}] " + text.replace("\n", "\n  ") + "\n").encode("utf-8", "replace"))
+        os.write(
+            self.descriptor,
+            (f"[{tag}] " + text.replace("\n", "\n  ") + "\n").encode("utf-8", "replace"),
+        )
 
     def info(self, text: str) -> None:
         self.write("INFO", text)
@@ -113,7 +122,9 @@ class LaunchLog:
 
     @contextlib.contextmanager
     def since(self, offset_bytes: int) -> Iterator[Path]:
-        """A file that holds what was written after an offset, with the same line numbers as the log."""
+        """A file that holds what was written after an offset, with the same line numbers as the
+        log.
+        """
         if offset_bytes == 0:
             yield self.path
             return

@@ -1,4 +1,6 @@
-"""The command line of a launch: its own options, the kind of run, and the flags of the run as they are."""
+"""The command line of a launch: its own options, the kind of run, and the flags of the run as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,66 @@ def _from_environment(unit: str, default: str, description: str) -> Any:
 
 
 class LaunchOptions(Options):
-    usage: ClassVar[str] = f"python -m finetune launch [options] {'|'.join(kind_names())} [flags of the run]"
-    summary: ClassVar[str] = "Start a run on this machine's devices, or on one of several nodes, and look after it."
+    usage: ClassVar[str] = (
+        f"python -m finetune launch [options] {'|'.join(kind_names())} [flags of the run]"
+    )
+    summary: ClassVar[str] = (
+        "Start a run on this machine's devices, or on one of several nodes, and look after it."
+    )
     epilog: ClassVar[str] = (
-        "Exit code: the run's (0 done, 1 failed, 2 refused, 3 stopped with a checkpoint, 4 out of memory after\n"
-        "the last restart); 128 + n where signal n came before training began. See docs/launching.md."
+        "Exit code: the run's (0 done, 1 failed, 2 refused, 3 stopped with a checkpoint, 4 out of"
+        " memory after\nthe last restart); 128 + n where signal n came before training began. See"
+        " docs/launching.md."
     )
     positional: ClassVar[tuple[str, ...]] = ("kind",)
     aliases: ClassVar[dict[str, str]] = {"nproc_per_node": "nproc"}
 
-    kind: Text = setting(group="options", unit="|".join(kind_names()), description="What to run; its flags follow.")
+    kind: Text = setting(
+        group="options", unit="|".join(kind_names()), description="What to run; its flags follow."
+    )
     nproc: Text | None = _from_environment(
-        "N|auto", "NPROC_PER_NODE, else auto", "Processes on this node; auto: its visible devices, 1 on a CPU."
+        "N|auto",
+        "NPROC_PER_NODE, else auto",
+        "Processes on this node; auto: its visible devices, 1 on a CPU.",
     )
     nnodes: int | None = _from_environment("N", "NNODES, Slurm's, else 1", "Nodes.")
     node_rank: int | None = _from_environment("N", "NODE_RANK, Slurm's", "This node, from 0.")
-    master_addr: Text | None = _from_environment("HOST", "MASTER_ADDR, Slurm's", "Node 0 as all nodes reach it.")
+    master_addr: Text | None = _from_environment(
+        "HOST", "MASTER_ADDR, Slurm's", "Node 0 as all nodes reach it."
+    )
     master_port: int | None = _from_environment(
-        "PORT", "MASTER_PORT, else 29500", "Port of the rendezvous; if it is taken, the next of ten that is free."
+        "PORT",
+        "MASTER_PORT, else 29500",
+        "Port of the rendezvous; if it is taken, the next of ten that is free.",
     )
     max_restarts: int | None = _from_environment(
-        "N", f"MAX_RESTARTS, else {DEFAULT_RESTARTS}", "Attempts after the first, for failures that one can cure."
+        "N",
+        f"MAX_RESTARTS, else {DEFAULT_RESTARTS}",
+        "Attempts after the first, for failures that one can cure.",
     )
-    log_dir: Text | None = _from_environment("FOLDER", "FINETUNE_LOG_DIR, else logs", "Where the log goes.")
+    log_dir: Text | None = _from_environment(
+        "FOLDER", "FINETUNE_LOG_DIR, else logs", "Where the log goes."
+    )
     lang: Literal["en", "zh"] | None = setting(
-        None, group="output", unit="en|zh", shown_default="the locale's", description="Language of the messages."
+        None,
+        group="output",
+        unit="en|zh",
+        shown_default="the locale's",
+        description="Language of the messages.",
     )
-    dry_run: bool = setting(False, group="output", description="Show what would be started, and start nothing.")
+    dry_run: bool = setting(
+        False, group="output", description="Show what would be started, and start nothing."
+    )
 
     def problems(self) -> list[tuple[str, str]]:
         if self.kind in kind_names():
             return []
-        return [(f"{self.kind!r} is no kind of run", f"write {' or '.join(kind_names())}, then its flags")]
+        return [
+            (
+                f"{self.kind!r} is no kind of run",
+                f"write {' or '.join(kind_names())}, then its flags",
+            )
+        ]
 
 
 def read_launch_options(arguments: Sequence[str] | None) -> tuple[LaunchOptions, list[str]]:

@@ -1,9 +1,11 @@
-"""What nodes write into the store of their launch, checked before it is used: whoever reaches the port can write there.
+"""What nodes write into the store of their launch, checked before it is used: whoever reaches the
+port can write there.
 
-A record is JSON of one of the forms below. Where the launch has a secret (FINETUNE_RENDEZVOUS_SECRET), each carries an
-HMAC-SHA256 over its key, the launch and attempt that it belongs to, and its text, so that it can neither be made up nor
-be taken from elsewhere. Each claim has a nonce of its own, which node 0 repeats when it gives out ranks: a record of an
-earlier launch does not pass for an answer.
+A record is JSON of one of the forms below. Where the launch has a secret
+(FINETUNE_RENDEZVOUS_SECRET), each carries an HMAC-SHA256 over its key, the launch and attempt that
+it belongs to, and its text, so that it can neither be made up nor be taken from elsewhere. Each
+claim has a nonce of its own, which node 0 repeats when it gives out ranks: a record of an earlier
+launch does not pass for an answer.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Claim(Record):
 
 
 class Ranks(Record):
-    """`ranks`: the first global rank of each node and, last, the world size; hosts and nonces of the claims by node."""
+    """`ranks`: the first global rank of each node and, last, the world size; hosts and nonces of
+    the claims by node.
+    """
 
     first: list[_Rank] = Field(min_length=2, max_length=_MOST_NODES + 1)
     hosts: list[_Host] = Field(max_length=_MOST_NODES)
@@ -61,7 +65,9 @@ class Ranks(Record):
         """Whether these are ranks for so many nodes, given out after this node's claim was read."""
         if not len(self.first) - 1 == len(self.hosts) == len(self.nonces) == nodes:
             return False
-        rising = self.first[0] == 0 and all(a < b for a, b in zip(self.first, self.first[1:], strict=False))
+        rising = self.first[0] == 0 and all(
+            a < b for a, b in zip(self.first, self.first[1:], strict=False)
+        )
         own = self.first[rank + 1] - self.first[rank]
         return rising and own == claim.processes and self.nonces[rank] == claim.nonce
 
@@ -86,7 +92,9 @@ class Decision(Record):
 
 
 class Alive(Record):
-    """`alive/<n>`: a heartbeat, told from the one before by its number, with all that the node has to tell."""
+    """`alive/<n>`: a heartbeat, told from the one before by its number, with all that the node has
+    to tell.
+    """
 
     beat: int
     ended: Ended | None = None
@@ -104,7 +112,8 @@ def seal(record: Record, *, key: str, launch: str, secret: str) -> str:
     """A record as it is written.
 
     Args:
-        launch: what it belongs to: `<launch id>/<attempt>`; empty for `LaunchFacts`, which say it themselves.
+        launch: what it belongs to: `<launch id>/<attempt>`; empty for `LaunchFacts`, which say it
+            themselves.
         secret: empty for a launch without one.
     """
     text = record.model_dump_json()
@@ -115,7 +124,8 @@ def unseal(raw: bytes, kind: type[R], *, key: str, launch: str, secret: str) -> 
     """A record as it was written.
 
     Raises:
-        ValueError: it does not have its form, or is too large; NotSigned for one that only lacks the right signature.
+        ValueError: it does not have its form, or is too large; NotSigned for one that only lacks
+            the right signature.
     """
     record, signed = read(raw, kind, key=key, launch=launch, secret=secret)
     if not signed:

@@ -1,12 +1,13 @@
 """The rendezvous of a launch's nodes: one TCP store, held by node 0 at the port of the launch.
 
-Node 0 takes the first free of ten ports and writes there which launch this is. The others go through the same ten ports
-until they find it, so a port that was taken needs no second round of configuration. All calls that go over the network
-have a time limit: where a cable is pulled, a call may never return, and signals must still be heard. Nodes that wait
-ask the store to answer when there is something to say, so that a thousand of them do not keep it busy meanwhile.
+Node 0 takes the first free of ten ports and writes there which launch this is. The others go
+through the same ten ports until they find it, so a port that was taken needs no second round of
+configuration. All calls that go over the network have a time limit: where a cable is pulled, a call
+may never return, and signals must still be heard. Nodes that wait ask the store to answer when
+there is something to say, so that a thousand of them do not keep it busy meanwhile.
 
-Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` (what is missing, where there are none), `alive/<n>`; their
-records are in `records`.
+Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` (what is missing, where there are none),
+`alive/<n>`; their records are in `records`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
 
 PREFIX = "finetune/"
 CONNECT_SECONDS = 10.0
-OPEN_SECONDS = 60.0  # node 0 to its own store, which nothing else can answer: longer, for where the machine is busy
+# node 0 to its own store, which nothing else can answer: longer, for where the machine is busy
+OPEN_SECONDS = 60.0
 POLL_SECONDS = 0.3
-SLOWEST_POLL_SECONDS = 3.0  # where node 0 is not there yet: each look is a connection to each of ten ports
+# where node 0 is not there yet: each look is a connection to each of ten ports
+SLOWEST_POLL_SECONDS = 3.0
 WAIT_SECONDS = 5.0  # the store answers earlier where there is something to say
 LATE_SECONDS = 60.0  # between two words on who is still missing
 
@@ -64,9 +67,12 @@ class LaunchNode:
     digest: str  # of what is launched: the same on all nodes of one launch
     command: str  # what is launched, for people
     timeout_seconds: float
-    # Node 0: a name that no other launch has; others: that of the launch they took part in last, if any.
+    # Node 0: a name that no other launch has; others: that of the launch they took part in last, if
+    # any.
     launch_id: str = ""
-    attempt: int = 0  # node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for none
+    # node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for
+    # none
+    attempt: int = 0
     listener: int = -1  # descriptor of node 0's listening socket, -1 on the others
     listens_at: str = "127.0.0.1"  # node 0: an address of its own at which that socket answers
     secret: str = field(default="", repr=False)  # that the nodes share; empty for none
@@ -78,11 +84,14 @@ class LaunchNode:
 
 
 class RendezvousError(Exception):
-    """The nodes did not find each other. `kind` and `facts` tell why; `attempt_result` has the texts."""
+    """The nodes did not find each other. `kind` and `facts` tell why; `attempt_result` has the
+    texts.
+    """
 
     def __init__(self, kind: str, **facts: Any) -> None:
         super().__init__(kind)
-        self.kind, self.facts = kind, facts
+        self.kind = kind
+        self.facts = facts
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,9 @@ class RendezvousResult:
 
 
 def use_libuv() -> bool:
-    """Whether stores use libuv; where this torch is built without, USE_LIBUV=0 is set for the workers as well."""
+    """Whether stores use libuv; where this torch is built without, USE_LIBUV=0 is set for the
+    workers as well.
+    """
     from torch.distributed import TCPStore
 
     if "USE_LIBUV" not in os.environ:
@@ -112,12 +123,16 @@ def use_libuv() -> bool:
 
 
 class Rendezvous:
-    """The store of one attempt: the nodes find each other by `join`, and keep in touch by `heartbeat.Heartbeat`."""
+    """The store of one attempt: the nodes find each other by `join`, and keep in touch by
+    `heartbeat.Heartbeat`.
+    """
 
     def __init__(self, node: LaunchNode) -> None:
-        self.node, self.libuv = node, use_libuv()
+        self.node = node
+        self.libuv = use_libuv()
         self.port = 0
-        self.on_late: Callable[[list[int]], None] = lambda nodes: None  # node 0: called while it waits for these
+        # node 0: called while it waits for these
+        self.on_late: Callable[[list[int]], None] = lambda nodes: None
         self.store: TCPStore | None = None
         self.launch: LaunchFacts | None = None
         self._deadline = time.monotonic() + node.timeout_seconds
@@ -128,7 +143,8 @@ class Rendezvous:
         """Wait for all nodes.
 
         Raises:
-            RendezvousError: they did not come in time, two have the same rank, or they do not share a secret.
+            RendezvousError: they did not come in time, two have the same rank, or they do not share
+                a secret.
         """
         if self.node.rank == 0:
             self._open()
@@ -138,14 +154,18 @@ class Rendezvous:
         ranks = self._give_out() if self.node.rank == 0 else self._wait_for_ranks(claim)
         rank, launch = self.node.rank, self._launch()
         first = ranks.first
-        return RendezvousResult(self.port, launch.id, launch.attempt, first[rank], first[-1], tuple(ranks.hosts))
+        return RendezvousResult(
+            self.port, launch.id, launch.attempt, first[rank], first[-1], tuple(ranks.hosts)
+        )
 
     def connect(self, port: int) -> TCPStore:
         """A further connection to the store at a port."""
         from torch.distributed import TCPStore
 
         seconds = timedelta(seconds=CONNECT_SECONDS)
-        return TCPStore(self.node.store_address, port, is_master=False, timeout=seconds, use_libuv=self.libuv)
+        return TCPStore(
+            self.node.store_address, port, is_master=False, timeout=seconds, use_libuv=self.libuv
+        )
 
     def seal(self, key: str, record: Record) -> str:
         """A record as it is written at a key of this attempt."""
@@ -200,7 +220,9 @@ class Rendezvous:
             pause = min(2 * pause, SLOWEST_POLL_SECONDS)
 
     def _is_ours(self, port: int) -> bool:
-        """Whether node 0's store of this launch and of a new attempt answers at a port; keeps it."""
+        """Whether node 0's store of this launch and of a new attempt answers at a port; keeps
+        it.
+        """
         node = self.node
         if not listens(node.address, port, CONNECT_SECONDS):
             self._seen.pop(port, None)
@@ -220,13 +242,17 @@ class Rendezvous:
             return False  # about to end: the next attempt will answer at the same port
         if not signed:
             raise RendezvousError("other_secret", port=port, host=known.host)
-        self.store, self.port, self.launch = store, port, known
+        self.store = store
+        self.port = port
+        self.launch = known
         return True
 
     def _claim(self) -> Claim:
         """Write down that this node is here; another machine may not have the same rank."""
         host, rank = socket.gethostname(), self.node.rank
-        ours = Claim(host=host, processes=self.node.processes, pid=os.getpid(), nonce=secrets.token_hex(16))
+        ours = Claim(
+            host=host, processes=self.node.processes, pid=os.getpid(), nonce=secrets.token_hex(16)
+        )
         self._write(f"alive/{rank}", Alive(beat=0))  # whoever sees the node sees this
         key, sealed = f"node/{rank}", self.seal(f"node/{rank}", ours)
         found = self._ask(lambda store: store.compare_set(PREFIX + key, "", sealed))
@@ -235,7 +261,8 @@ class Rendezvous:
                 other = self.unseal(key, Claim, found)
                 if other.host != host:
                     raise RendezvousError("same_rank", rank=rank, hosts=[other.host, host])
-                if not self.node.secret:  # started again by hand: ranks may have been given out to it already
+                # started again by hand: ranks may have been given out to it already
+                if not self.node.secret:
                     ours = ours.model_copy(update={"nonce": other.nonce})
             self._write(key, ours)
         return ours
@@ -252,7 +279,8 @@ class Rendezvous:
             if time.monotonic() > tell_at:
                 self.on_late(missing)
                 tell_at += LATE_SECONDS
-            time.sleep(POLL_SECONDS)  # where somebody puts something in a claim's place again and again
+            # where somebody puts something in a claim's place again and again
+            time.sleep(POLL_SECONDS)
         made = [claims[rank] for rank in nodes]
         ranks = Ranks(
             first=[0, *accumulate(claim.processes for claim in made)],
@@ -272,7 +300,9 @@ class Rendezvous:
             keys = [key for key in keys if self._has(key)]
         claims = {}
         for key, raw in zip(
-            keys, self._ask(lambda store: store.multi_get([PREFIX + key for key in keys])), strict=True
+            keys,
+            self._ask(lambda store: store.multi_get([PREFIX + key for key in keys])),
+            strict=True,
         ):
             rank = int(key.removeprefix("node/"))
             try:
@@ -292,13 +322,17 @@ class Rendezvous:
                     if ranks.answers(claim, self.node.rank, self.node.nodes):
                         return ranks
                 with contextlib.suppress(ValueError):
-                    raise RendezvousError("nodes_missing", nodes=self.unseal("ranks", Missing, raw).nodes)
+                    raise RendezvousError(
+                        "nodes_missing", nodes=self.unseal("ranks", Missing, raw).nodes
+                    )
             if not self._has(key):  # node 0 took away what somebody had put in its place
                 self._write(key, claim)
             self._wait("no_ranks", extra_seconds=CONNECT_SECONDS)
 
     def _come(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there, now or within some seconds: one request, which the store answers then."""
+        """Whether all these keys are there, now or within some seconds: one request, which the
+        store answers then.
+        """
         from torch.distributed import DistStoreError
 
         seconds = min(WAIT_SECONDS, max(POLL_SECONDS, self._deadline - time.monotonic()))
@@ -325,7 +359,9 @@ class Rendezvous:
         except (TimeoutError, RuntimeError) as error:
             raise RendezvousError("connection_lost", error=str(error).splitlines()[0]) from error
 
-    def _wait(self, kind: str, extra_seconds: float = 0.0, pause_seconds: float | None = None) -> None:
+    def _wait(
+        self, kind: str, extra_seconds: float = 0.0, pause_seconds: float | None = None
+    ) -> None:
         if time.monotonic() > self._deadline + extra_seconds:
             raise RendezvousError(kind, seen={str(port): what for port, what in self._seen.items()})
         time.sleep(POLL_SECONDS if pause_seconds is None else pause_seconds)

@@ -1,4 +1,6 @@
-"""Whether another attempt can help: decided from how the workers ended and what the log says of the cause."""
+"""Whether another attempt can help: decided from how the workers ended and what the log says of the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from finetune.commands.launch.attempt_result import AttemptResult
 from finetune.errors import ExitCode
 from finetune.runtime.language import _
 
-# Ways for a rendezvous to fail that time can cure; `nodes_missing` and the like have waited the whole time already.
+# Ways for a rendezvous to fail that time can cure; `nodes_missing` and the like have waited the
+# whole time already.
 _PASSING_PROBLEMS = frozenset({"connection_lost"})
 
 
@@ -22,7 +25,12 @@ class RestartDecision:
 
 
 def decide_restart(
-    result: AttemptResult, causes: Sequence[str], curable: Collection[str], *, progressed: bool, attempts_left: int
+    result: AttemptResult,
+    causes: Sequence[str],
+    curable: Collection[str],
+    *,
+    progressed: bool,
+    attempts_left: int,
 ) -> RestartDecision:
     """The decision of this node; a launch of several nodes tries again if all of them want to.
 
@@ -52,10 +60,13 @@ def _decide_failed(
     if result.problem in ("agent_ended", "agent_killed"):  # and with it the word of the other nodes
         return RestartDecision(False, _("the process that starts the workers was lost"))
     if result.problem:
-        return RestartDecision(result.problem in _PASSING_PROBLEMS, _("the rendezvous of the nodes failed"))
+        return RestartDecision(
+            result.problem in _PASSING_PROBLEMS, _("the rendezvous of the nodes failed")
+        )
     if result.lost_nodes:
         return RestartDecision(True, _("another node's heartbeat is lost, and it may come back"))
-    # A run that says itself that memory does not suffice (exit code 1) has no smaller microbatches left.
+    # A run that says itself that memory does not suffice (exit code 1) has no smaller microbatches
+    # left.
     known = next((cause for cause in causes if cause != "unknown"), None)
     if known is not None:
         if known in curable and known != "device_oom":
@@ -65,7 +76,9 @@ def _decide_failed(
         return RestartDecision(True, _("another node failed"))
     if result.killed:
         rank, number = next(iter(result.killed.items()))
-        return RestartDecision(True, _("rank {rank} was ended by signal {number}").format(rank=rank, number=number))
+        return RestartDecision(
+            True, _("rank {rank} was ended by signal {number}").format(rank=rank, number=number)
+        )
     if progressed:
         return RestartDecision(True, _("it had trained before, so the cause may pass"))
     return RestartDecision(False, _("it failed before its first step, and would again"))

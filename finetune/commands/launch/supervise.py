@@ -1,7 +1,8 @@
-"""The supervisor of a launch: starts an agent for each attempt, passes signals on, and decides on restarts.
+"""The supervisor of a launch: starts an agent for each attempt, passes signals on, and decides on
+restarts.
 
-It loads no torch. What the processes print goes into the log without it; while a run works the supervisor only waits,
-so that nothing it does can disturb it.
+It loads no torch. What the processes print goes into the log without it; while a run works the
+supervisor only waits, so that nothing it does can disturb it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from finetune.runtime.language import _
 from finetune.runtime.ports import HeldPort, candidates
 from finetune.storage.launch_record import LaunchRecord
 
-# A batch system signals every process of a job, and a shell passes its own on: signals this close are one request.
+# A batch system signals every process of a job, and a shell passes its own on: signals this close
+# are one request.
 SAME_REQUEST_SECONDS = 3.0
 POLL_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,15 +46,23 @@ class Supervisor:
         held: the port, on node 0.
     """
 
-    def __init__(self, spec: LaunchSpec, held: HeldPort | None, log: LaunchLog, record: LaunchRecord) -> None:
-        self.spec, self.held, self.log, self.record = spec, held, log, record
+    def __init__(
+        self, spec: LaunchSpec, held: HeldPort | None, log: LaunchLog, record: LaunchRecord
+    ) -> None:
+        self.spec = spec
+        self.held = held
+        self.log = log
+        self.record = record
         self._agent: subprocess.Popen[str] | None = None
-        self._stop_signal, self._stop_at = 0, 0.0
+        self._stop_signal = 0
+        self._stop_at = 0.0
         self._launch_id = secrets.token_hex(8) if held is not None else ""
         self._ports = (held.number,) if held is not None else candidates(spec.nodes.port)
 
     def run(self) -> int:
-        """Attempts until the run is done, stopped, or beyond what another attempt cures; the exit code."""
+        """Attempts until the run is done, stopped, or beyond what another attempt cures; the exit
+        code.
+        """
         previous = {number: signal.signal(number, self._on_signal) for number in self._signals()}
         try:
             return self._attempts()
@@ -74,14 +84,19 @@ class Supervisor:
             result, number = self._attempt(number)
             causes = self._explain(result, begin_bytes)
             decision = decide_restart(
-                result, causes, RESTART_CURES, progressed=self._logged_bytes() != steps, attempts_left=allowed - used
+                result,
+                causes,
+                RESTART_CURES,
+                progressed=self._logged_bytes() != steps,
+                attempts_left=allowed - used,
             )
             restart = self._agree(decision)
             code = result.exit_code
             if not restart or self._stop_signal:
                 if code not in (ExitCode.DONE, ExitCode.STOPPED):
                     failed = _(
-                        "the run failed (exit code {code}) and is not started again: {why}. All output is in {log}"
+                        "the run failed (exit code {code}) and is not started again: {why}. All"
+                        " output is in {log}"
                     )
                     self.log.error(failed.format(code=code, why=decision.why, log=self.log.path))
                 return code
@@ -92,7 +107,9 @@ class Supervisor:
     # ------------------------------------------------------------ one attempt
 
     def _attempt(self, before: int) -> tuple[AttemptResult, int]:
-        """Start an agent and wait until it reports how its workers ended; also the number of the attempt."""
+        """Start an agent and wait until it reports how its workers ended; also the number of the
+        attempt.
+        """
         spec, held, number = self.spec, self.held, before + 1
         node = LaunchNode(
             nodes=spec.nodes.count,
@@ -148,28 +165,41 @@ class Supervisor:
                 self._launch_id = report["launch_id"]
                 if self.spec.nodes.count > 1:
                     joined = _("all nodes are here: {hosts}; rendezvous at port {port}")
-                    self.log.info(joined.format(hosts=", ".join(report["hosts"]), port=report["port"]))
+                    self.log.info(
+                        joined.format(hosts=", ".join(report["hosts"]), port=report["port"])
+                    )
             elif event == "workers":
                 number = report["attempt"]
-                self.record.add_all([tuple(worker) for worker in report["workers"]], "worker", number)
+                self.record.add_all(
+                    [tuple(worker) for worker in report["workers"]], "worker", number
+                )
             elif event == "ended":
                 for name in ("exit_codes", "lost_nodes", "others"):
-                    report[name] = {int(rank): value for rank, value in report.get(name, {}).items()}
+                    report[name] = {
+                        int(rank): value for rank, value in report.get(name, {}).items()
+                    }
                 return AttemptResult(**report), number
         # The agent ended without a report: killed, or it failed itself.
         code = self._agent.wait()
         self._wait_for_workers()
         problem, facts = (
-            ("agent_killed", {"signal": signal_name(-code)}) if code < 0 else ("agent_ended", {"code": code})
+            ("agent_killed", {"signal": signal_name(-code)})
+            if code < 0
+            else ("agent_ended", {"code": code})
         )
         return AttemptResult(problem=problem, facts=facts, stop_signal=self._stop_signal), number
 
     def _wait_for_workers(self) -> None:
-        """Their parent's end has told them to stop (runtime/parent_watchdog.py): they save, and end before we do."""
+        """Their parent's end has told them to stop (runtime/parent_watchdog.py): they save, and end
+        before we do.
+        """
         seconds = self.spec.shutdown_seconds
         deadline = time.monotonic() + seconds
         if workers := self.record.running("worker"):
-            lost = _("the process that starts the workers is gone; {count} of them save and stop: up to {seconds} s")
+            lost = _(
+                "the process that starts the workers is gone; {count} of them save and stop: up to"
+                " {seconds} s"
+            )
             self.log.warning(lost.format(count=len(workers), seconds=seconds))
         while self.record.running("worker") and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -198,8 +228,14 @@ class Supervisor:
         return restart
 
     def _explain(self, result: AttemptResult, begin_bytes: int) -> list[str]:
-        """Log how it ended; where it failed, diagnose this attempt's part of the log. The causes, best first."""
-        from finetune.commands.diagnose.command import FindingByPlace, diagnose_logs, render_findings
+        """Log how it ended; where it failed, diagnose this attempt's part of the log. The causes,
+        best first.
+        """
+        from finetune.commands.diagnose.command import (
+            FindingByPlace,
+            diagnose_logs,
+            render_findings,
+        )
 
         if result.exit_code in (ExitCode.DONE, ExitCode.STOPPED) or result.stop_signal:
             return []
@@ -212,14 +248,24 @@ class Supervisor:
         with self.log.since(begin_bytes) as part:
             findings = diagnose_logs([part])
             for finding in findings:
-                finding.evidence = [line.replace(str(part), str(self.log.path)) for line in finding.evidence]
+                finding.evidence = [
+                    line.replace(str(part), str(self.log.path)) for line in finding.evidence
+                ]
         if folded := self.log.folded():
-            omitted = _("{lines} lines of tracebacks and of torch's own output are left out here; they are in {log}")
+            omitted = _(
+                "{lines} lines of tracebacks and of torch's own output are left out here; they are"
+                " in {log}"
+            )
             self.log.info(omitted.format(lines=folded, log=self.log.path))
         if findings:
-            self.log.error(_("diagnosis, the most likely cause first:") + "\n" + render_findings(findings))
+            self.log.error(
+                _("diagnosis, the most likely cause first:") + "\n" + render_findings(findings)
+            )
         # Nobody knows whether starting again cures what only the place of an exception tells.
-        return ["unknown" if isinstance(finding, FindingByPlace) else finding.cause for finding in findings]
+        return [
+            "unknown" if isinstance(finding, FindingByPlace) else finding.cause
+            for finding in findings
+        ]
 
     def _logged_bytes(self) -> int:
         try:
@@ -231,13 +277,17 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._stop_signal:
-            self._stop_signal, self._stop_at = number, time.monotonic()
+            self._stop_signal = number
+            self._stop_at = time.monotonic()
             stopping = _(
-                "{signal}: the run saves a checkpoint and stops; the same again, 3 s later or more, leaves at once"
+                "{signal}: the run saves a checkpoint and stops; the same again, 3 s later or more,"
+                " leaves at once"
             )
             self.log.warning(stopping.format(signal=signal.Signals(number).name))
             if self._agent is not None and self._agent.poll() is None:
-                self._agent.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+                self._agent.send_signal(
+                    signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+                )
         elif time.monotonic() - self._stop_at >= SAME_REQUEST_SECONDS:
             self.log.warning(_("a second signal: leaving at once"))
             self.record.kill()
@@ -247,8 +297,9 @@ class Supervisor:
 
 
 def _reports(descriptor: int) -> Iterator[dict[str, Any]]:
-    """What the agent reports, until it has ended. Never waits long in one call: a signal that comes just before the
-    call would be handled only after it."""
+    """What the agent reports, until it has ended. Never waits long in one call: a signal that comes
+    just before the call would be handled only after it.
+    """
     held = b""
     try:
         while True:

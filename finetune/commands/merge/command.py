@@ -1,5 +1,6 @@
-"""`python -m finetune merge`: an adapter into its base model, tested, with a model card; the folder is there whole or
-not at all."""
+"""`python -m finetune merge`: an adapter into its base model, tested, with a model card; the folder
+is there whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ LARGEST_CONTEXT = 8192  # tokens, where the run was not of longer ones
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: merged and tested; 1: failed, and nothing is left; 2: refused before that; 130: interrupted."""
+    """The command. 0: merged and tested; 1: failed, and nothing is left; 2: refused before that;
+    130: interrupted.
+    """
     options = read_options(MergeOptions, argv)
     output = options.output_dir.expanduser()
     _check_output(output)
@@ -55,17 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_output(folder: Path) -> None:
-    """Raise StateError unless a folder can be put there: the name is free, or an empty folder has it."""
+    """Raise StateError unless a folder can be put there: the name is free, or an empty folder has
+    it.
+    """
     taken = durable_files.is_taken(folder)
     if taken and (folder.is_symlink() or not folder.is_dir() or os.listdir(folder)):
         raise StateError(
-            "the output folder is there already and not empty", str(folder), "name a new folder; nothing is overwritten"
+            "the output folder is there already and not empty",
+            str(folder),
+            "name a new folder; nothing is overwritten",
         )
     parent = folder.resolve().parent
     while not parent.exists():
         parent = parent.parent
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise StateError("the output folder cannot be made: no permission", str(parent), "choose another --output-dir")
+        raise StateError(
+            "the output folder cannot be made: no permission",
+            str(parent),
+            "choose another --output-dir",
+        )
 
 
 def publish(source: Source, output: Path, options: MergeOptions) -> None:
@@ -105,7 +116,9 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         durable_files.remove_tree(staging, missing_ok=True)
 
 
-def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str, test: SelfTest) -> None:
+def make_gguf(
+    folder: Path, source: Source, options: MergeOptions, *, name: str, test: SelfTest
+) -> None:
     """Put a tested GGUF file, its Modelfile and its card in the place of a merged folder's files.
 
     Raises:
@@ -120,7 +133,9 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str,
     from finetune.data.encoding.spans import ChatTemplate
     from finetune.inference.loading import load_tokenizer_of
 
-    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer_of(
+        source, options.template, trust_remote_code=options.trust_remote_code
+    )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     ends = set(trained_end_ids(tokenizer))
     gguf.name_end(folder, tokenizer, ends)
@@ -131,8 +146,9 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str,
     template = ChatTemplate(tokenizer)
     if begins and not writes_first(template, tokenizer.bos_token):
         logger.warning(
-            f"the GGUF begins every prompt with {tokenizer.bos_token}, and the chat template does not: the model was "
-            "not trained so (fix: --override-kv tokenizer.ggml.add_bos_token=bool:false of llama.cpp's server)"
+            f"the GGUF begins every prompt with {tokenizer.bos_token}, and the chat template does"
+            " not: the model was not trained so (fix: --override-kv"
+            " tokenizer.ggml.add_bos_token=bool:false of llama.cpp's server)"
         )
     modelfile = write_modelfile(
         template,
@@ -143,19 +159,24 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str,
     )
     if modelfile is None:
         logger.warning(
-            "no template of Ollama's was shown to write what this chat template writes: there is no Modelfile "
-            "(fix: serve the file with llama.cpp's server, which takes the chat template as it is)"
+            "no template of Ollama's was shown to write what this chat template writes: there is no"
+            " Modelfile (fix: serve the file with llama.cpp's server, which takes the chat template"
+            " as it is)"
         )
     else:
         (folder / "Modelfile").write_text(modelfile.text, encoding="utf-8")
-    write_card(folder, source, name=name, dtype=dtype, self_test=asdict(test), gguf_difference=difference)
+    write_card(
+        folder, source, name=name, dtype=dtype, self_test=asdict(test), gguf_difference=difference
+    )
     for path in folder.iterdir():
         if path.name not in gguf.KEPT:
             path.unlink()
 
 
 def _context_tokens(config: Any, source: Source) -> int | None:
-    """What Ollama is to keep room for: it takes the memory at once, and 128k tokens may be more than the weights."""
+    """What Ollama is to keep room for: it takes the memory at once, and 128k tokens may be more
+    than the weights.
+    """
     from finetune.inference.loading import find_run
 
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -168,11 +189,14 @@ def _context_tokens(config: Any, source: Source) -> int | None:
 
 def _give_name(staging: Path, output: Path) -> None:
     try:
-        durable_files.move(staging, output)  # takes the place of an empty folder, and of nothing else
+        # takes the place of an empty folder, and of nothing else
+        durable_files.move(staging, output)
     except OSError as error:
         if not durable_files.is_taken(output):
             raise
         raise ConfigError(
-            "something else has been put there meanwhile", str(output), "name a new folder; nothing is overwritten"
+            "something else has been put there meanwhile",
+            str(output),
+            "name a new folder; nothing is overwritten",
         ) from error
     durable_files.sync_folder(output.parent)

@@ -1,4 +1,6 @@
-"""A merged folder as one GGUF file, by llama.cpp's own converter; read back by transformers' reader and compared."""
+"""A merged folder as one GGUF file, by llama.cpp's own converter; read back by transformers' reader
+and compared.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def find_converter(given: Path | None) -> Path:
         ConfigError: it is not there, or the package that reads GGUF is not installed.
     """
     if find_spec("gguf") is None:
-        raise ConfigError("GGUF files are checked with a package that is not installed", "--format", "pip install gguf")
+        raise ConfigError(
+            "GGUF files are checked with a package that is not installed",
+            "--format",
+            "pip install gguf",
+        )
     named = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     if named is None:
         found = shutil.which(CONVERTER)
@@ -47,7 +53,9 @@ def find_converter(given: Path | None) -> Path:
             return path.resolve()
     where = str(named) if named is not None else f"--llama-cpp, {VARIABLE}, PATH"
     raise ConfigError(
-        f"llama.cpp's {CONVERTER} is not there", where, "clone llama.cpp and name its folder with --llama-cpp"
+        f"llama.cpp's {CONVERTER} is not there",
+        where,
+        "clone llama.cpp and name its folder with --llama-cpp",
     )
 
 
@@ -59,10 +67,15 @@ def check_architecture(base: str, options: MergeOptions) -> None:
 
     from finetune.modeling.model_config import load_model_config
 
-    kind = load_model_config(base, trust_remote_code=options.trust_remote_code).get_text_config().model_type
+    kind = (
+        load_model_config(base, trust_remote_code=options.trust_remote_code)
+        .get_text_config()
+        .model_type
+    )
     name = _plain(kind.removesuffix("_text"))
     read_back = {_plain(known) for known in (*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS)}
-    written = {_plain(known) for known in MODEL_ARCH_NAMES.values()} | {"mistral"}  # which is written as a llama
+    # which is written as a llama
+    written = {_plain(known) for known in MODEL_ARCH_NAMES.values()} | {"mistral"}
     if name not in read_back & written:
         raise ConfigError(
             f"a GGUF of a {kind} cannot be read back here, so it could not be tested",
@@ -72,18 +85,23 @@ def check_architecture(base: str, options: MergeOptions) -> None:
 
 
 def check_end(source: Source, options: MergeOptions) -> None:
-    """Raise ConfigError where the template writes the EOS, and another token ends answers: a GGUF has one for both."""
+    """Raise ConfigError where the template writes the EOS, and another token ends answers: a GGUF
+    has one for both.
+    """
     from finetune.data.encoding.render import trained_end_ids
     from finetune.inference.loading import load_tokenizer_of
 
-    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer_of(
+        source, options.template, trust_remote_code=options.trust_remote_code
+    )
     ends, template = trained_end_ids(tokenizer), str(tokenizer.chat_template)
     if ends and tokenizer.eos_token_id not in ends and "eos_token" in template:
         raise ConfigError(
-            f"the chat template writes {tokenizer.eos_token} as eos_token, and ends answers with another token: a GGUF "
-            "would lose one of them",
+            f"the chat template writes {tokenizer.eos_token} as eos_token, and ends answers with"
+            " another token: a GGUF would lose one of them",
             source.name,
-            "merge without --format gguf; or write the token itself into the chat template, in the place of eos_token",
+            "merge without --format gguf; or write the token itself into the chat template, in the"
+            " place of eos_token",
         )
 
 
@@ -95,7 +113,8 @@ def _plain(name: str) -> str:
 def name_end(folder: Path, tokenizer: Any, ends: set[int]) -> None:
     """Call the token that ends an answer the folder's EOS, before it is converted.
 
-    The converter takes EOS from there and no other end, and a base's own (<|endoftext|>) ends documents.
+    The converter takes EOS from there and no other end, and a base's own (<|endoftext|>) ends
+    documents.
     """
     if not ends or tokenizer.eos_token_id in ends:
         return
@@ -112,7 +131,15 @@ def convert(folder: Path, converter: Path, dtype: str) -> Path:
         FinetuneError: the converter failed; with its own last words.
     """
     target = folder / FILE_NAME
-    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", OUT_TYPES[dtype]]
+    words = [
+        sys.executable,
+        str(converter),
+        str(folder),
+        "--outfile",
+        str(target),
+        "--outtype",
+        OUT_TYPES[dtype],
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         words, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
@@ -134,13 +161,22 @@ def _why(done: subprocess.CompletedProcess[str]) -> str:
         ended = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
     else:
         ended = "wrote no file" if done.returncode == 0 else f"exit code {done.returncode}"
-    said = [line.strip() for text in (done.stdout, done.stderr) for line in text.splitlines() if line.strip()]
+    said = [
+        line.strip()
+        for text in (done.stdout, done.stderr)
+        for line in text.splitlines()
+        if line.strip()
+    ]
     return f"{ended}: {said[-1][:300]}" if said else ended
 
 
 def begins_prompts(facts: dict[str, Any]) -> bool:
-    """Whether llama.cpp puts BOS before a text; without a word of the file, before SentencePiece's and no others."""
-    return bool(facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama"))
+    """Whether llama.cpp puts BOS before a text; without a word of the file, before SentencePiece's
+    and no others.
+    """
+    return bool(
+        facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
+    )
 
 
 def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, Any], float]:
@@ -155,7 +191,13 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
     Raises:
         FinetuneError: one of them differs.
     """
-    from finetune.commands.merge.self_test import TOLERANCES, distance, load_written, logits, self_test_prompts
+    from finetune.commands.merge.self_test import (
+        TOLERANCES,
+        distance,
+        load_written,
+        logits,
+        self_test_prompts,
+    )
 
     facts = _metadata(folder / FILE_NAME)
     if facts.get("tokenizer.chat_template") != tokenizer.chat_template:
@@ -163,7 +205,9 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
     tokens = facts.pop("tokenizer.ggml.tokens", [])
     ours = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
     if len(tokens) < len(tokenizer) or list(tokens[: len(ours)]) != ours:
-        place = next((n for n, (a, b) in enumerate(zip(tokens, ours, strict=False)) if a != b), len(tokens))
+        place = next(
+            (n for n, (a, b) in enumerate(zip(tokens, ours, strict=False)) if a != b), len(tokens)
+        )
         raise _failed(f"token {place} is another one than the tokenizer's")
     known = {facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     if ends and not ends & known:
@@ -173,8 +217,11 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
     prompts, config = self_test_prompts(merged, tokenizer), merged.config
     expected = logits(merged, prompts)
     del merged
-    # With the folder's settings: transformers does not read all that the file has, rope scaling for one.
-    apart = distance(logits(load_written(folder, gguf_file=FILE_NAME, config=config), prompts), expected)
+    # With the folder's settings: transformers does not read all that the file has, rope scaling for
+    # one.
+    apart = distance(
+        logits(load_written(folder, gguf_file=FILE_NAME, config=config), prompts), expected
+    )
     if not apart <= TOLERANCES["float32"]:
         raise _failed(f"its logits differ from the merged model's by {apart:.1e} of their norm")
     return facts, apart
@@ -189,7 +236,9 @@ def _check_settings(path: Path, facts: Mapping[str, Any], config: Any) -> None:
     stated = load_gguf_checkpoint(path)["config"]
     for name in stated.keys() & own.keys():
         value, ours = stated[name], own[name]
-        is_size = {type(value), type(ours)} <= {int, float} and not name.endswith(("_id", "vocab_size"))
+        is_size = {type(value), type(ours)} <= {int, float} and not name.endswith(
+            ("_id", "vocab_size")
+        )
         if is_size and not math.isclose(value, ours, rel_tol=1e-6):
             raise _failed(f"{name} is {value:g}, in the merged model {ours:g}")
     scaled = facts.get(f"{facts['general.architecture']}.rope.scaling.type", "none")
@@ -201,8 +250,16 @@ def _metadata(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     left_out = ("tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")
-    return {name: field.contents() for name, field in GGUFReader(path).fields.items() if name not in left_out}
+    return {
+        name: field.contents()
+        for name, field in GGUFReader(path).fields.items()
+        if name not in left_out
+    }
 
 
 def _failed(what: str) -> FinetuneError:
-    return FinetuneError(f"self-test of the GGUF failed: {what}", FILE_NAME, "merge without --format gguf; report this")
+    return FinetuneError(
+        f"self-test of the GGUF failed: {what}",
+        FILE_NAME,
+        "merge without --format gguf; report this",
+    )

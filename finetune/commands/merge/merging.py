@@ -1,7 +1,8 @@
 """The merge itself; `self_test` then says whether what was written answers as the adapter did.
 
-The base model is in memory once. Adapted logits are taken, the adapter is added to the weights in place, the result is
-written, dropped, and read again by plain transformers: so what is tested is the files.
+The base model is in memory once. Adapted logits are taken, the adapter is added to the weights in
+place, the result is written, dropped, and read again by plain transformers: so what is tested is
+the files.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ SHARD_SIZE = "5GB"
 
 
 def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str) -> SelfTest:
-    """Write the merged model, its tokenizer and its card, which calls it `name`, into an empty folder.
+    """Write the merged model, its tokenizer and its card, which calls it `name`, into an empty
+    folder.
 
     Raises:
         ConfigError, DataError: files that do not fit, or an adapter that cannot be merged.
@@ -73,27 +75,38 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     dtype = base_dtype if options.dtype == "auto" else options.dtype
     # Added in the base's own dtype and rounded once to another one: not the other way round.
     rounded, before = _quantization(source, options)
-    load = partial(load_weights, Source(source.base, None), device, base_dtype, trust_remote_code=trust)
+    load = partial(
+        load_weights, Source(source.base, None), device, base_dtype, trust_remote_code=trust
+    )
     base = load(rounded=rounded)
     check_fit(base, tokenizer, source)
     warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
     _check_space(folder, base, DTYPES[dtype], files=2 if options.format == "gguf" else 1)
     prompts = self_test_prompts(base, tokenizer)
-    adapted_logits, effect = _write_merged(folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype])
+    adapted_logits, effect = _write_merged(
+        folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype]
+    )
     del base
     gc.collect()
     devices.empty_cache(device)
     rounding = None
     if before != "none":
-        other = with_adapter(load(rounded="none" if rounded != "none" else before), source.adapter).eval()
+        other = with_adapter(
+            load(rounded="none" if rounded != "none" else before), source.adapter
+        ).eval()
         other_logits = logits(other, prompts)
         del other
-        difference, same = distance(other_logits, adapted_logits), agreement(other_logits, adapted_logits)
+        difference, same = (
+            distance(other_logits, adapted_logits),
+            agreement(other_logits, adapted_logits),
+        )
         rounding = Rounding(before, rounded, difference, same)
         logger.info("%s", rounding_text(dataclasses.asdict(rounding)))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
-    written = load_written(folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust)
+    written = load_written(
+        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust
+    )
     written_logits = logits(written.to(device), prompts)
     test = SelfTest(
         prompts=len(prompts),
@@ -119,7 +132,9 @@ def _write_merged(
     prompts: Sequence[Sequence[int]],
     dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], float]:
-    """Merge in place and save; the adapted model's logits before that, and how far they are from the base's."""
+    """Merge in place and save; the adapted model's logits before that, and how far they are from
+    the base's.
+    """
     # The head is its own from here on, for the base's logits as well: they stay what they were.
     tied = base.config.get_text_config().tie_word_embeddings
     adapted = _adapted(base, adapter)
@@ -127,7 +142,10 @@ def _write_merged(
     with adapted.disable_adapter():
         effect = distance(logits(adapted, prompts), adapted_logits)
     if effect == 0:
-        logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
+        logger.warning(
+            "the adapter changes no logit: the merged model will be its base (fix: name a trained"
+            " adapter)"
+        )
     merged = _merge(adapted, adapter).to(dtype)
     if tied:
         _tie_again(merged)
@@ -141,7 +159,8 @@ def _write_merged(
 
 
 def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
-    """How the base's weights are rounded before the adapter is added; and how they were in the adapter's run, if known.
+    """How the base's weights are rounded before the adapter is added; and how they were in the
+    adapter's run, if known.
 
     Raises:
         ConfigError: bitsandbytes is needed and not installed.
@@ -150,7 +169,9 @@ def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
     known = trained_on(source.adapter)
     rounded = known if options.quantization == "auto" else options.quantization
     if (known, rounded) != ("none", "none") and find_spec("bitsandbytes") is None:
-        raise ConfigError("bitsandbytes is not installed", "--quantization", "pip install bitsandbytes")
+        raise ConfigError(
+            "bitsandbytes is not installed", "--quantization", "pip install bitsandbytes"
+        )
     return rounded, known if known != "none" else rounded
 
 
@@ -172,12 +193,15 @@ def _dtype_of(base: str, trust_remote_code: bool) -> str:
 
 
 def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files: int) -> None:
-    """Raise ConfigError where the weights have no room; as GGUF they are there a second time for a while."""
+    """Raise ConfigError where the weights have no room; as GGUF they are there a second time for a
+    while.
+    """
     needed = files * sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = durable_files.free_bytes(folder)
     if needed > free:
         raise ConfigError(
-            f"the merged model takes {durable_files.format_bytes(needed)}, {durable_files.format_bytes(free)} are free",
+            f"the merged model takes {durable_files.format_bytes(needed)},"
+            f" {durable_files.format_bytes(free)} are free",
             "--output-dir",
             "free some space, or choose a folder on another disk",
         )
@@ -187,8 +211,9 @@ def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files
 
 
 def _adapted(base: PreTrainedModel, adapter: Path) -> PeftModel:
-    """The base with the adapter inside it. Where the adapter changes one of two tied embeddings, they are untied first:
-    added to a shared weight, its change would come out at the other end too."""
+    """The base with the adapter inside it. Where the adapter changes one of two tied embeddings,
+    they are untied first: added to a shared weight, its change would come out at the other end too.
+    """
     config = base.config.get_text_config()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -196,8 +221,12 @@ def _adapted(base: PreTrainedModel, adapter: Path) -> PeftModel:
         adapted = with_adapter(base, adapter)
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = adapted.peft_config["default"].peft_type.value
-        raise ConfigError(f"an adapter of kind {kind} cannot be merged", str(adapter), "serve it as an adapter")
-    if tied and (base.get_output_embeddings() is not head or base.get_input_embeddings() is not embedding):
+        raise ConfigError(
+            f"an adapter of kind {kind} cannot be merged", str(adapter), "serve it as an adapter"
+        )
+    if tied and (
+        base.get_output_embeddings() is not head or base.get_input_embeddings() is not embedding
+    ):
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         config.tie_word_embeddings = base.config.tie_word_embeddings = False
     return adapted.eval()
@@ -206,21 +235,27 @@ def _adapted(base: PreTrainedModel, adapter: Path) -> PeftModel:
 def _merge(adapted: PeftModel, adapter: Path) -> PreTrainedModel:
     try:
         with _quiet():
-            # Not safe_merge: it rounds the change to the base's dtype before adding. Numbers that are not finite are
-            # found by the self-test.
+            # Not safe_merge: it rounds the change to the base's dtype before adding. Numbers that
+            # are not finite are found by the self-test.
             return adapted.merge_and_unload()
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"the adapter cannot be merged: {str(error).splitlines()[0]}", str(adapter), "serve it as an adapter"
+            f"the adapter cannot be merged: {str(error).splitlines()[0]}",
+            str(adapter),
+            "serve it as an adapter",
         ) from error
 
 
 def _tie_again(merged: PreTrainedModel) -> None:
-    """Let head and embedding be one weight again, where the adapter changed both in the same way."""
+    """Let head and embedding be one weight again, where the adapter changed both in the same
+    way.
+    """
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     if torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight
-        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = True
+        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = (
+            True
+        )
 
 
 @contextmanager

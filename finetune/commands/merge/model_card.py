@@ -1,7 +1,8 @@
-"""The model card of a merged model: what it was made from, how, and what it scored. Nothing of this machine is in it.
+"""The model card of a merged model: what it was made from, how, and what it scored. Nothing of this
+machine is in it.
 
-Only the settings named here are written, and of paths only the last part: so no key of a tracker and no folder of a
-user can get into a file that will be published.
+Only the settings named here are written, and of paths only the last part: so no key of a tracker
+and no folder of a user can get into a file that will be published.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ SETTINGS = (
     *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quantization"),
     *("total_steps", "global_batch_size", "cutoff_len", "seed"),
     *("learning_rate", "warmup_steps", "lr_scheduler", "weight_decay", "max_grad_norm"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_curriculum", "curriculum_seed", "difficulty_field"),
+    *(
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "dtype",
+        "use_curriculum",
+        "curriculum_seed",
+        "difficulty_field",
+    ),
 )
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors")
 USE = """## Use
@@ -39,7 +48,8 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 """
 USE_OWN_CODE = USE.replace(
-    "CausalLM.from_pretrained(folder)", "CausalLM.from_pretrained(folder, trust_remote_code=True)  # the class is in it"
+    "CausalLM.from_pretrained(folder)",
+    "CausalLM.from_pretrained(folder, trust_remote_code=True)  # the class is in it",
 )
 USE_GGUF = """## Use
 
@@ -49,8 +59,9 @@ ollama create my-model -f Modelfile        # Ollama, where the folder has a Mode
 ```
 """
 GGUF_TEST = (
-    "llama.cpp's own converter made `model.gguf` of these files. Loaded again by transformers, its logits differ by "
-    "{:.1e} of their norm; its tokens, sizes, end of an answer and chat template are the same.\n"
+    "llama.cpp's own converter made `model.gguf` of these files. Loaded again by transformers, its"
+    " logits differ by {:.1e} of their norm; its tokens, sizes, end of an answer and chat template"
+    " are the same.\n"
 )
 
 
@@ -58,7 +69,9 @@ def write_card(folder: Path, source: Source, **facts: Any) -> None:
     """Write README.md beside a merged model; the facts are `model_card`'s."""
     config = folder / "config.json"
     own_code = config.exists() and "auto_map" in json.loads(config.read_text(encoding="utf-8"))
-    durable_files.replace_file(folder / "README.md", model_card(source, own_code=own_code, **facts).encode())
+    durable_files.replace_file(
+        folder / "README.md", model_card(source, own_code=own_code, **facts).encode()
+    )
 
 
 def model_card(
@@ -74,7 +87,8 @@ def model_card(
 
     Args:
         own_code: the model's class is in its folder.
-        gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ from the merged ones.
+        gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ
+            from the merged ones.
     """
     assert source.adapter is not None
     run = find_run(source.adapter)
@@ -87,8 +101,10 @@ def model_card(
             "---",
             *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
             f"---\n\n# {_cell(name)}\n",
-            f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its weights, in {dtype}, by "
-            f"finetune {__version__}.\n",
+            (
+                f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its"
+                f" weights, in {dtype}, by finetune {__version__}.\n"
+            ),
             (USE_OWN_CODE if own_code else USE) if gguf_difference is None else USE_GGUF,
             *(_unknown(source.adapter) if run is None else _training(run)),
             *([] if run is None else _metrics(run, source.adapter)),
@@ -102,9 +118,18 @@ def model_card(
 
 def _unknown(adapter: Path) -> list[str]:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    known = [(name, config[name]) for name in ("r", "lora_alpha", "target_modules") if config.get(name) is not None]
-    return ["## Training", "", "The adapter's folder is not that of a run: of its training nothing is known.", "",
-            *_table(("adapter", "value"), known)]  # fmt: skip
+    known = [
+        (name, config[name])
+        for name in ("r", "lora_alpha", "target_modules")
+        if config.get(name) is not None
+    ]
+    return [
+        "## Training",
+        "",
+        "The adapter's folder is not that of a run: of its training nothing is known.",
+        "",
+        *_table(("adapter", "value"), known),
+    ]
 
 
 def _training(run: Origin) -> list[str]:
@@ -114,13 +139,21 @@ def _training(run: Origin) -> list[str]:
     stages = _stages(run.settings)
     if stages and known.get("use_curriculum"):
         lines += ["Curriculum, where the records have difficulties:", "", *stages]
-    data = {name: [_path(entry) for entry in run.settings.get(name) or []] for name in ("data", "valid_data")}
+    data = {
+        name: [_path(entry) for entry in run.settings.get(name) or []]
+        for name in ("data", "valid_data")
+    }
     split = run.settings.get("valid_split")
-    held_out = ", ".join(map(_short, data["valid_data"])) or (f"{split} of these" if split else "none")
+    held_out = ", ".join(map(_short, data["valid_data"])) or (
+        f"{split} of these" if split else "none"
+    )
     facts = [
         ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
         ("held out", held_out),
-        ("data fingerprint", known.get("data") if isinstance(known.get("data"), str) else "not known"),
+        (
+            "data fingerprint",
+            known.get("data") if isinstance(known.get("data"), str) else "not known",
+        ),
         ("schedule fingerprint", known.get("schedule", "not known")),
     ]
     return [*lines, "## Data", "", *_table(("", ""), facts)]
@@ -131,7 +164,8 @@ def _stages(settings: Mapping[str, Any]) -> list[str]:
     if not isinstance(curriculum, dict):
         return []
     stages = [
-        (f"up to {stage['until']:.0%}", *(f"{weight:g}" for weight in stage["mix"])) for stage in curriculum["stages"]
+        (f"up to {stage['until']:.0%}", *(f"{weight:g}" for weight in stage["mix"]))
+        for stage in curriculum["stages"]
     ]
     return _table(("progress", *curriculum["levels"]), stages)
 
@@ -145,7 +179,10 @@ def _metrics(run: Origin, adapter: Path) -> list[str]:
         return [*lines, "The run measured none: it had no validation data.", ""]
     first, last = evaluations[0], evaluations[-1]
     losses = [
-        (key.partition("/")[2] or "all", *(f"{event.get(key, float('nan')):.4f}" for event in (first, last)))
+        (
+            key.partition("/")[2] or "all",
+            *(f"{event.get(key, float('nan')):.4f}" for event in (first, last)),
+        )
         for key in sorted(last)
         if key.startswith("eval_loss")
     ]
@@ -156,28 +193,45 @@ def _metrics(run: Origin, adapter: Path) -> list[str]:
 def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
     return [
         "## Self-test\n",
-        f"transformers loaded the written files, and they were compared with base and adapter on {test['prompts']} "
-        f"prompts ({test['tokens']} tokens). Logits differ by {test['difference']:.1e} of their norm, and in {dtype} "
-        f"{test['tolerance']:.0e} is allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is "
-        f"the same at {test['agreement']:.2%} of the positions. The tokenizer read {test['texts']} texts as before, "
-        "with the same chat template.\n",
-        *([f"Of the rounding: {rounding_text(test['rounding'])}.\n"] if test.get("rounding") else []),
+        (
+            "transformers loaded the written files, and they were compared with base and adapter"
+            f" on {test['prompts']} prompts ({test['tokens']} tokens). Logits differ by"
+            f" {test['difference']:.1e} of their norm, and in {dtype} {test['tolerance']:.0e} is"
+            f" allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is"
+            f" the same at {test['agreement']:.2%} of the positions. The tokenizer read"
+            f" {test['texts']} texts as before, with the same chat template.\n"
+        ),
+        *(
+            [f"Of the rounding: {rounding_text(test['rounding'])}.\n"]
+            if test.get("rounding")
+            else []
+        ),
     ]
 
 
 def rounding_text(rounding: Mapping[str, Any]) -> str:
     """What the rounding of a quantised base is worth, in a sentence."""
     rounded = rounding["merged_into"] != "none"
-    into, other = ("weights rounded like that", "the base's own") if rounded else ("the base's own", "the rounded ones")
+    into, other = (
+        ("weights rounded like that", "the base's own")
+        if rounded
+        else ("the base's own", "the rounded ones")
+    )
     return (
-        f"the adapter is for a base in {rounding['trained_on']}, and merged into {into}; on {other} the adapted logits "
-        f"differ from these by {rounding['difference']:.1e} of their norm, and the likeliest token is the same at "
-        f"{rounding['agreement']:.2%} of the positions"
+        f"the adapter is for a base in {rounding['trained_on']}, and merged into {into}; on {other}"
+        f" the adapted logits differ from these by {rounding['difference']:.1e} of their norm, and"
+        f" the likeliest token is the same at {rounding['agreement']:.2%} of the positions"
     )
 
 
 def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
-    return [*(f"| {' | '.join(map(_cell, line))} |" for line in (heading, ["---"] * len(heading), *lines)), ""]
+    return [
+        *(
+            f"| {' | '.join(map(_cell, line))} |"
+            for line in (heading, ["---"] * len(heading), *lines)
+        ),
+        "",
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -193,4 +247,6 @@ def _path(entry: str | dict[str, Any]) -> str:
 def _short(name: str) -> str:
     """A hub id as it is; of a path its last part."""
     path = Path(name).expanduser()
-    return _cell(path.resolve().name if path.exists() or path.is_absolute() or name.count("/") > 1 else name)
+    return _cell(
+        path.resolve().name if path.exists() or path.is_absolute() or name.count("/") > 1 else name
+    )

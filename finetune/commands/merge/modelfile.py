@@ -1,9 +1,11 @@
-"""An Ollama Modelfile whose template writes what the chat template writes, shown on 50 conversations.
+"""An Ollama Modelfile whose template writes what the chat template writes, shown on 50
+conversations.
 
-Ollama's templates are Go's text/template over .Messages, where texts of one role that follow one another are joined,
-those of tools excepted. The pieces that stand around contents are read off the chat template by rendering it, and
-written into one fixed form, which `render_go` renders. Chat templates of another form (think blocks, the system text
-inside the first question) come out otherwise, and get no Modelfile.
+Ollama's templates are Go's text/template over .Messages, where texts of one role that follow one
+another are joined, those of tools excepted. The pieces that stand around contents are read off the
+chat template by rendering it, and written into one fixed form, which `render_go` renders. Chat
+templates of another form (think blocks, the system text inside the first question) come out
+otherwise, and get no Modelfile.
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ from finetune.data.tools import Call
 
 CONVERSATIONS = 50
 TEXTS = (
-    "What does a router do?", "请用一句话解释单点故障。", "Answer: 7 ms, 99.5%",
+    "What does a router do?",
+    "请用一句话解释单点故障。",
+    "Answer: 7 ms, 99.5%",
     "def f(x):\n    return {'a': [x, 1e-3]}",
-    "10.0.0.0/8 — “quotes” ₂ 🙂", "{% if x %}{{ .Content }}{% endif %}", "a\n\n\nb", '"""', "0", "\\n \\t $HOME `ls`",
-)  # fmt: skip
+    "10.0.0.0/8 — “quotes” ₂ 🙂",
+    "{% if x %}{{ .Content }}{% endif %}",
+    "a\n\n\nb",
+    '"""',
+    "0",
+    "\\n \\t $HOME `ls`",
+)
 SPACED = ("  two spaces,\ttab\n", "\nline\n\n")
-# Turns by their first letters, c for an answer that calls tools; before each a system turn may stand.
+# Turns by their first letters, c for an answer that calls tools; before each a system turn may
+# stand.
 PLAIN = ("u", "uau", "uauau", "uauauau")
 ORDERS = (*PLAIN, "uasu", "uct", "uctau", "ucttau")
 _ROLES = {role[0]: role for role in ("system", "user", "assistant", "tool")}
@@ -39,7 +49,9 @@ _SYSTEM, _ONE, _ANSWER, _TWO, _RESULT = "\ue000", "\ue001", "\ue002", "\ue003", 
 
 @dataclass(frozen=True)
 class Modelfile:
-    """Its text; whether contents with white space around them, and other turns than `PLAIN` are as in training too."""
+    """Its text; whether contents with white space around them, and other turns than `PLAIN` are as
+    in training too.
+    """
 
     text: str
     keeps_space: bool
@@ -47,7 +59,12 @@ class Modelfile:
 
 
 def write_modelfile(
-    template: ChatTemplate, *, file_name: str, begins: bool, context_tokens: int | None, ends: Sequence[str]
+    template: ChatTemplate,
+    *,
+    file_name: str,
+    begins: bool,
+    context_tokens: int | None,
+    ends: Sequence[str],
 ) -> Modelfile | None:
     """The Modelfile of a GGUF file, or None where no template of Ollama's was shown to be equal.
 
@@ -59,9 +76,13 @@ def write_modelfile(
     first = template.tokenizer.bos_token if begins else ""
     if first and not writes_first(template, first):
         return None  # the engine would begin with a token that training has not seen there
-    sources = [source for closes in (True, False) if (source := go_template(template, first, closes))]
+    sources = [
+        source for closes in (True, False) if (source := go_template(template, first, closes))
+    ]
     forms = itertools.product((ORDERS, PLAIN), (TEXTS + SPACED, TEXTS), sources)
-    shown = next((form for form in forms if _equal(template, form[2], first, form[1], form[0])), None)
+    shown = next(
+        (form for form in forms if _equal(template, form[2], first, form[1], form[0])), None
+    )
     values = None if shown is None else _quoted(shown[2], *ends)
     if shown is None or values is None:
         return None
@@ -69,7 +90,10 @@ def write_modelfile(
     limits = "" if keeps_space else ", of contents without white space around them"
     limits += "" if takes_all_turns else ", without tools and later system turns: those may differ"
     lines = [
-        f"# The template was compared with the model's chat template on {CONVERSATIONS} conversations{limits}.",
+        (
+            f"# The template was compared with the model's chat template on {CONVERSATIONS}"
+            f" conversations{limits}."
+        ),
         f"FROM ./{file_name}",
         f"TEMPLATE {values[0]}",
         *(f"PARAMETER stop {value}" for value in values[1:]),
@@ -80,8 +104,9 @@ def write_modelfile(
 
 
 def _quoted(*texts: str) -> list[str] | None:
-    """Values of a Modelfile, None where one cannot stand there: Ollama takes all between the quotes, knows no escapes,
-    and drops what is not printable."""
+    """Values of a Modelfile, None where one cannot stand there: Ollama takes all between the
+    quotes, knows no escapes, and drops what is not printable.
+    """
     if any('"""' in text or not re.sub(r"[\t\n\r]", "", text).isprintable() for text in texts):
         return None
     return [f'"""{text}"""' for text in texts]
@@ -96,11 +121,12 @@ def writes_first(template: ChatTemplate, first: str) -> bool:
 
 
 def go_template(template: ChatTemplate, first: str, closes: bool) -> str | None:
-    """The chat template in Go's language, by what it writes around contents; None where it cannot be of this form.
+    """The chat template in Go's language, by what it writes around contents; None where it cannot
+    be of this form.
 
     Args:
-        closes: whether an answer ends with what is behind it where it is the last turn; else with what does not belong
-            to every question.
+        closes: whether an answer ends with what is behind it where it is the last turn; else with
+            what does not belong to every question.
     """
     try:
         return _go_template(template, first, closes)
@@ -123,29 +149,44 @@ def _go_template(template: ChatTemplate, first: str, closes: bool) -> str:
         behind_answer = _before(to_next, head)
     # What stands before a first question may be a system turn of the template's own.
     default, lead = _before(before, head), ""
-    turns = {"user": (head, behind_user), "assistant": (_behind(to_answer, behind_user), behind_answer)}
+    turns = {
+        "user": (head, behind_user),
+        "assistant": (_behind(to_answer, behind_user), behind_answer),
+    }
     with suppress(RecordProblem):  # no system turns
         before_system, between, _ = _around(template, [Message("system", _SYSTEM), user], first)
         turns["system"] = (before_system, _before(between, head))
-        with suppress(RecordProblem, ValueError):  # none later on, or what begins the prompt is not known
-            *_, to_system, _, _ = _around(template, [user, answer, Message("system", _SYSTEM), last], first)
+        # none later on, or what begins the prompt is not known
+        with suppress(RecordProblem, ValueError):
+            *_, to_system, _, _ = _around(
+                template, [user, answer, Message("system", _SYSTEM), last], first
+            )
             later = _behind(to_system, behind_answer)
             lead = _before(before_system, later)
             default = _behind(default, lead)
             turns["system"] = (later, turns["system"][1])
     with suppress(RecordProblem, ValueError):  # no results of tools, or in no frame of their own
-        *_, to_result, behind_result = _around(template, [user, answer, Message("tool", _RESULT)], first)
+        *_, to_result, behind_result = _around(
+            template, [user, answer, Message("tool", _RESULT)], first
+        )
         turns["tool"] = (_behind(to_result, behind_answer), _before(behind_result, opening))
     for piece in (lead, default, opening, *itertools.chain(*turns.values())):
         if "{{" in piece or piece.endswith("{"):  # Go's lexer takes the first two of `{{{`
             raise ValueError("a piece of the template that Go would read")
-    branches = [f'if eq .Role "{role}" }}}}{a}{{{{ .Content }}}}{b}' for role, (a, b) in turns.items()]
+    branches = [
+        f'if eq .Role "{role}" }}}}{a}{{{{ .Content }}}}{b}' for role, (a, b) in turns.items()
+    ]
     lead += f"{{{{ {_FIRST} }}}}{default}{{{{ end }}}}" if default else ""
-    return f"{lead}{{{{ range .Messages }}}}{{{{ {'{{ else '.join(branches)}{{{{ end }}}}{{{{ end }}}}{opening}"
+    return (
+        f"{lead}{{{{ range .Messages }}}}{{{{ {'{{ else '.join(branches)}{{{{ end }}}}{{{{ end"
+        f" }}}}{opening}"
+    )
 
 
 def _around(template: ChatTemplate, messages: Sequence[Message], first: str) -> list[str]:
-    """What is written before, between and after the contents, the token that begins the prompt left out."""
+    """What is written before, between and after the contents, the token that begins the prompt left
+    out.
+    """
     text = _without_first(template.render(messages, generation_prompt=True), first)
     parts = re.split("|".join(message.content for message in messages), text)
     if len(parts) != len(messages) + 1:
@@ -182,19 +223,31 @@ def _without_first(text: str, first: str) -> str:
 
 
 def conversations(texts: Sequence[str], orders: Sequence[str] = ORDERS) -> Iterator[list[Message]]:
-    """Without end, of all orders, every second one with a system turn first; always the same ones."""
+    """Without end, of all orders, every second one with a system turn first; always the same
+    ones.
+    """
     chooser = random.Random(0)
     for number in itertools.count():
         order = "s" * (number % 2) + orders[number // 2 % len(orders)]
-        calls = tuple(Call("ping", {"host": "r1"}, f"c{result}") for result in range(order.count("t")))
+        calls = tuple(
+            Call("ping", {"host": "r1"}, f"c{result}") for result in range(order.count("t"))
+        )
         yield [
-            Message("assistant", "", calls=calls) if letter == "c" else Message(_ROLES[letter], chooser.choice(texts))
+            (
+                Message("assistant", "", calls=calls)
+                if letter == "c"
+                else Message(_ROLES[letter], chooser.choice(texts))
+            )
             for letter in order
         ]
 
 
 def _equal(
-    template: ChatTemplate, source: str, first: str, texts: Sequence[str], orders: Sequence[str] = ORDERS
+    template: ChatTemplate,
+    source: str,
+    first: str,
+    texts: Sequence[str],
+    orders: Sequence[str] = ORDERS,
 ) -> bool:
     """Whether both write the same for the first conversations that the chat template takes."""
     compared = 0
@@ -243,7 +296,9 @@ def _action(between: str) -> str:
 
 
 def _render(parts: Sequence[str], place: int, data: Mapping[str, Any], written: list[str]) -> int:
-    """Write from a text on, to the action that ends the block or begins its other branch; the place of that action."""
+    """Write from a text on, to the action that ends the block or begins its other branch; the place
+    of that action.
+    """
     while True:
         written.append(parts[place])
         place += 1
@@ -256,7 +311,11 @@ def _render(parts: Sequence[str], place: int, data: Mapping[str, Any], written: 
             begin, ended = place, place
             for turn in data["Messages"]:
                 ended = _render(parts, begin + 1, turn, written)
-            place = ended if data["Messages"] else _render(parts, begin + 1, {"Role": "", "Content": ""}, [])
+            place = (
+                ended
+                if data["Messages"]
+                else _render(parts, begin + 1, {"Role": "", "Content": ""}, [])
+            )
         elif action == _FIRST or _ROLE.fullmatch(action) and not action.startswith("else"):
             place = _branches(parts, place, data, written)
         elif action == "end" or action.startswith("else if"):
@@ -271,7 +330,9 @@ def _branches(parts: Sequence[str], place: int, data: Mapping[str, Any], written
     done = False
     while (action := _action(parts[place])) != "end":
         role = _ROLE.fullmatch(action)
-        holds = not done and (data["Role"] == role[1] if role else data["Messages"][0]["Role"] != "system")
+        holds = not done and (
+            data["Role"] == role[1] if role else data["Messages"][0]["Role"] != "system"
+        )
         place = _render(parts, place + 1, data, written if holds else [])
         done = done or holds
     return place

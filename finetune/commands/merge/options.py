@@ -14,26 +14,40 @@ option = partial(setting, group="options")
 
 
 class MergeOptions(Options):
-    usage: ClassVar[str] = "python -m finetune merge --adapter FOLDER|ID --output-dir FOLDER [--flag value ...]"
+    usage: ClassVar[str] = (
+        "python -m finetune merge --adapter FOLDER|ID --output-dir FOLDER [--flag value ...]"
+    )
     summary: ClassVar[str] = (
-        "Merge a LoRA adapter into its base model: a folder that transformers and whatever serves its models load\n"
-        "without this package or peft. The folder is tested before it gets its name: its answers must be the adapter's."
+        "Merge a LoRA adapter into its base model: a folder that transformers and whatever serves"
+        " its models load\nwithout this package or peft. The folder is tested before it gets its"
+        " name: its answers must be the adapter's."
     )
     epilog: ClassVar[str] = (
-        "Exit code: 0 merged and tested; 1 failed, and nothing is left; 2 refused before that; 130 interrupted."
+        "Exit code: 0 merged and tested; 1 failed, and nothing is left; 2 refused before that; 130"
+        " interrupted."
     )
     groups: ClassVar[tuple[str, ...]] = ("options",)
 
-    adapter: Text = option(unit="FOLDER|ID", description="Output or checkpoint of a LoRA run, or a hub id.")
+    adapter: Text = option(
+        unit="FOLDER|ID", description="Output or checkpoint of a LoRA run, or a hub id."
+    )
     model: Text | None = option(
-        None, unit="FOLDER|ID", shown_default="the one that the adapter names", description="Its base."
+        None,
+        unit="FOLDER|ID",
+        shown_default="the one that the adapter names",
+        description="Its base.",
     )
     output_dir: PathOption = option(unit="FOLDER", description="New folder for the merged model.")
     quantization: Literal["auto", "none", "nf4", "int8"] = option(
-        "auto", description="Round the base's weights as in QLoRA before; auto: as the run did that made the adapter."
+        "auto",
+        description=(
+            "Round the base's weights as in QLoRA before; auto: as the run did that made the"
+            " adapter."
+        ),
     )
     format: Literal["safetensors", "gguf"] = option(
-        "safetensors", description="gguf: one file for llama.cpp and Ollama instead, with a Modelfile."
+        "safetensors",
+        description="gguf: one file for llama.cpp and Ollama instead, with a Modelfile.",
     )
     llama_cpp: PathOption | None = option(
         None,

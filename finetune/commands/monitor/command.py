@@ -1,4 +1,6 @@
-"""`python -m finetune monitor [RUN | --log FILE]`: how a run goes, for a second terminal. Reads only."""
+"""`python -m finetune monitor [RUN | --log FILE]`: how a run goes, for a second terminal. Reads
+only.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ExitCode
 from finetune.plain_text import plain_text
 from finetune.runs.console_lines import print_anything
-from finetune.runs.event_texts import advice, format_duration, message_text, preference_texts, state_text
+from finetune.runs.event_texts import (
+    advice,
+    format_duration,
+    message_text,
+    preference_texts,
+    state_text,
+)
 from finetune.runs.reader import Reader, open_run
 from finetune.runs.view import ENDED, Message, RunView, is_finite_number
 from finetune.runtime.host import HostMeter
@@ -41,19 +49,26 @@ option = partial(setting, group="options")
 
 
 class MonitorOptions(SpokenOptions):
-    usage: ClassVar[str] = "python -m finetune monitor [RUN | --log FILE] [--interval SECONDS] [--once] [--json]"
+    usage: ClassVar[str] = (
+        "python -m finetune monitor [RUN | --log FILE] [--interval SECONDS] [--once] [--json]"
+    )
     summary: ClassVar[str] = (
-        "Show how a run goes: progress, curves, difficulties, memory, devices, warnings. q quits. Into a pipe or a\n"
-        "file it writes a line whenever a step is logged, and ends when the run does."
+        "Show how a run goes: progress, curves, difficulties, memory, devices, warnings. q quits."
+        " Into a pipe or a\nfile it writes a line whenever a step is logged, and ends when the run"
+        " does."
     )
     epilog: ClassVar[str] = "Exit code: 0; 2 there is no such run or file."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Text | None = option(None, unit="RUN", shown_default="the newest in ./runs", description="The run's folder.")
+    run: Text | None = option(
+        None, unit="RUN", shown_default="the newest in ./runs", description="The run's folder."
+    )
     log: Text | None = option(
         None, unit="FILE", description="A copy of a run's console, where its folder is not at hand."
     )
-    interval: float = option(3.0, unit="seconds", ge=SHORTEST_INTERVAL_SECONDS, description="Time between two looks.")
+    interval: float = option(
+        3.0, unit="seconds", ge=SHORTEST_INTERVAL_SECONDS, description="Time between two looks."
+    )
     once: bool = option(False, description="Look once and leave.")
 
     def problems(self) -> list[tuple[str, str]]:
@@ -63,7 +78,8 @@ class MonitorOptions(SpokenOptions):
 
 
 class MachineWatch:
-    """This machine and its devices. The drivers can take seconds to answer, so a thread of its own asks them.
+    """This machine and its devices. The drivers can take seconds to answer, so a thread of its own
+    asks them.
 
     Args:
         interval_seconds: between two questions to the drivers; None asks once, in this thread.
@@ -74,7 +90,9 @@ class MachineWatch:
         self._host.look()  # the processor's use is counted from here
         self._devices: Sequence[SmiReport] = read_devices() if interval_seconds is None else ()
         if interval_seconds is not None:
-            threading.Thread(target=self._watch, args=(interval_seconds,), name="devices", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(interval_seconds,), name="devices", daemon=True
+            ).start()
         else:
             time.sleep(SHORTEST_INTERVAL_SECONDS)
 
@@ -93,11 +111,18 @@ class MachineWatch:
 
 
 def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
-    """One look as plain values; its form is public (tests/frozen/monitor.txt). Texts are English."""
+    """One look as plain values; its form is public (tests/frozen/monitor.txt). Texts are
+    English.
+    """
     stage, evaluations = view.stage, view.evaluations
     with speaking("en"):
         warnings = [
-            {"time": message.time, "level": message.level, "rank": message.rank, "text": message_text(message)}
+            {
+                "time": message.time,
+                "level": message.level,
+                "rank": message.rank,
+                "text": message_text(message),
+            }
             for message in view.messages[-JSON_MESSAGES:]
         ]
     return {
@@ -109,22 +134,40 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
         "eta_seconds": view.eta_seconds,
         "elapsed_seconds": view.elapsed_seconds,
         "silent_seconds": view.silent_seconds,
-        "stage": None if stage is None else {"number": stage.number, "of": len(view.stages), "shares": stage.shares},
+        "stage": (
+            None
+            if stage is None
+            else {"number": stage.number, "of": len(view.stages), "shares": stage.shares}
+        ),
         "last": view.steps.last or None,
-        "evaluation": {n: v for n, v in evaluations[-1].items() if n not in ("event", "time")} if evaluations else None,
+        "evaluation": (
+            {n: v for n, v in evaluations[-1].items() if n not in ("event", "time")}
+            if evaluations
+            else None
+        ),
         "checkpoint": view.checkpoint.get("name"),
         "error": view.status.get("error"),
         "exit_code": view.status.get("exit_code"),
         "host": None if machine.host is None else asdict(machine.host),
         "devices": [
-            {"type": report.device_type, **_device(device)} for report in machine.devices for device in report.devices
+            {"type": report.device_type, **_device(device)}
+            for report in machine.devices
+            for device in report.devices
         ],
         "warnings": warnings,
     }
 
 
 def _device(device: Any) -> dict[str, Any]:
-    names = ("index", "name", "health", "total_bytes", "used_bytes", "utilization_percent", "temperature_celsius")
+    names = (
+        "index",
+        "name",
+        "health",
+        "total_bytes",
+        "used_bytes",
+        "utilization_percent",
+        "temperature_celsius",
+    )
     return {name: getattr(device, name) for name in names}
 
 
@@ -177,7 +220,10 @@ def _numbers(view: RunView) -> list[str]:
 
 
 def message_line(message: Message) -> str:
-    return f"[{message.level}] {f'rank {message.rank}: ' if message.rank else ''}{message_text(message)}"
+    return (
+        f"[{message.level}]"
+        f" {f'rank {message.rank}: ' if message.rank else ''}{message_text(message)}"
+    )
 
 
 # ---------------------------------------------------------------- ways to watch
@@ -221,11 +267,19 @@ def _watch_json(reader: Reader, watch: MachineWatch, interval_seconds: float) ->
         time.sleep(interval_seconds)
 
 
-def _watch_screen(reader: Reader, watch: MachineWatch, interval_seconds: float, console: Console, note: str) -> None:
+def _watch_screen(
+    reader: Reader, watch: MachineWatch, interval_seconds: float, console: Console, note: str
+) -> None:
     """The dashboard, until `q`; it stays when the run has ended, because that may be resumed."""
     with (
         _single_keys() as key,
-        Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False, redirect_stdout=False) as live,
+        Live(
+            console=console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stderr=False,
+            redirect_stdout=False,
+        ) as live,
     ):
         due, size = 0.0, console.size
         while True:
@@ -238,7 +292,9 @@ def _watch_screen(reader: Reader, watch: MachineWatch, interval_seconds: float, 
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Callable[[], str]]:
-    """Keys without Enter, as a function that waits a moment and returns one or "". The terminal is put back."""
+    """Keys without Enter, as a function that waits a moment and returns one or "". The terminal is
+    put back.
+    """
 
     def no_key() -> str:
         time.sleep(KEY_POLL_SECONDS)
@@ -294,7 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     reader = open_run(options.run, options.log, may_come=not options.once)
     note = " " + _("q quit")
     if options.run is None and options.log is None:
-        newest = _("{run}: the run in {folder} that wrote last").format(run=reader.view.source, folder="runs")
+        newest = _("{run}: the run in {folder} that wrote last").format(
+            run=reader.view.source, folder="runs"
+        )
         note = f"{note}    {newest}"
         print(newest, file=sys.stderr)
     watch = MachineWatch(None if options.once else options.interval)

@@ -12,10 +12,24 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from finetune.commands.monitor.dashboard_parts import Curve, Gauge, Progress, Sparkline, fact, grid, one_line
+from finetune.commands.monitor.dashboard_parts import (
+    Curve,
+    Gauge,
+    Progress,
+    Sparkline,
+    fact,
+    grid,
+    one_line,
+)
 from finetune.config.kinds import kind_title
 from finetune.plain_text import plain_text
-from finetune.runs.event_texts import advice, format_duration, message_text, preference_texts, state_text
+from finetune.runs.event_texts import (
+    advice,
+    format_duration,
+    message_text,
+    preference_texts,
+    state_text,
+)
 from finetune.runs.view import Message, RunView, is_finite_number
 from finetune.runtime.host import HostUse
 from finetune.runtime.language import N_, _
@@ -23,8 +37,13 @@ from finetune.runtime.smi import SmiDevice, SmiReport
 
 DIFFICULTY_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 STATE_COLOURS = {
-    "waiting": "dim", "running": "green", "done": "green", "failed": "red", "stopped": "yellow", "vanished": "red"
-}  # fmt: skip
+    "waiting": "dim",
+    "running": "green",
+    "done": "green",
+    "failed": "red",
+    "stopped": "yellow",
+    "vanished": "red",
+}
 SILENT_AFTER_SECONDS = 120.0  # longer than most steps, evaluations and saves
 TALL, WIDE = 20, 76  # a terminal below these gets the short form
 PRINTED_ROWS = 32
@@ -60,7 +79,11 @@ class Dashboard:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, console.size.height if self.fill else PRINTED_ROWS
-        head: list[RenderableType] = [self._title(options.ascii_only), self._progress(), *self._stage()]
+        head: list[RenderableType] = [
+            self._title(options.ascii_only),
+            self._progress(),
+            *self._stage(),
+        ]
         short = height < TALL or width < WIDE
         layout = Layout()
         layout.split_column(
@@ -83,9 +106,17 @@ class Dashboard:
         rows = min(max(3, height // 4), max(_row_count(parts) for _title, parts, _share in middle))
         messages = self._messages(max(1, height // 7))
         curves, tables = Layout(minimum_size=5), Layout(size=rows + 2)
-        curves.split_row(*(_panel(self._curve_title(number), self._curve(number)) for number in (0, 1)))
-        tables.split_row(*(Layout(_panel(title, Group(*parts)), ratio=share) for title, parts, share in middle))
-        return [curves, tables, Layout(_panel(_("warnings"), Group(*messages)), size=len(messages) + 2)]
+        curves.split_row(
+            *(_panel(self._curve_title(number), self._curve(number)) for number in (0, 1))
+        )
+        tables.split_row(
+            *(Layout(_panel(title, Group(*parts)), ratio=share) for title, parts, share in middle)
+        )
+        return [
+            curves,
+            tables,
+            Layout(_panel(_("warnings"), Group(*messages)), size=len(messages) + 2),
+        ]
 
     def _short(self, height: int, head_rows: int) -> list[Layout]:
         facts = [self._step_facts()[:5], self._machine_facts()]
@@ -98,14 +129,20 @@ class Dashboard:
 
     def _title(self, ascii_only: bool) -> Table:
         view = self.view
-        name = Text.assemble((" finetune ", "bold reverse"), "  ", (plain_text(str(view.source)), "bold"))
+        name = Text.assemble(
+            (" finetune ", "bold reverse"), "  ", (plain_text(str(view.source)), "bold")
+        )
         if view.kind:
             name.append(f"  {plain_text(kind_title(view.kind))}", "dim")
-        state = Text.assemble(("* " if ascii_only else "● ", STATE_COLOURS[view.state]), state_text(view))
+        state = Text.assemble(
+            ("* " if ascii_only else "● ", STATE_COLOURS[view.state]), state_text(view)
+        )
         if view.elapsed_seconds is not None:
             state.append(f"  {format_duration(view.elapsed_seconds)}", "dim")
         if view.silent_seconds > SILENT_AFTER_SECONDS:
-            silent = _("nothing written for {time}").format(time=format_duration(view.silent_seconds))
+            silent = _("nothing written for {time}").format(
+                time=format_duration(view.silent_seconds)
+            )
             state.append(f"  {silent}", "yellow")
         return grid([(name, state)], stretching=0)
 
@@ -114,7 +151,9 @@ class Dashboard:
         done = view.step / total if total else 0.0
         right = Text(f"{done:>5.0%}")
         if view.eta_seconds and view.state == "running":
-            right.append("  " + _("ETA {time}").format(time=format_duration(view.eta_seconds)), "bold")
+            right.append(
+                "  " + _("ETA {time}").format(time=format_duration(view.eta_seconds)), "bold"
+            )
         left = _("step {step}").format(step=f"{view.step:,}" + (f" / {total:,}" if total else ""))
         return grid([(f" {left} ", Progress(done), right)], stretching=1)
 
@@ -140,14 +179,20 @@ class Dashboard:
         title = Text.assemble((_(name) + value, "bold"))
         if number == 0 and evaluated:
             step, loss = evaluated[-1]
-            title.append("  " + _("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"), "dim")
+            title.append(
+                "  " + _("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"), "dim"
+            )
         return title
 
     def _step_facts(self) -> list[tuple[str, str]]:
         """Name and value of the numbers of the last step."""
         view = self.view
         last = view.steps.last
-        facts = [(_(n), form.format(last[key])) for key, n, form in STEP_NUMBERS if is_finite_number(last.get(key))]
+        facts = [
+            (_(n), form.format(last[key]))
+            for key, n, form in STEP_NUMBERS
+            if is_finite_number(last.get(key))
+        ]
         facts[2:2] = preference_texts(view)
         if last.get("mfu", 0) is None:
             facts.append((_("MFU"), _("unknown")))
@@ -155,17 +200,29 @@ class Dashboard:
             facts.append((_("bits per byte"), f"{bits[-1][1]:.4f}"))
         if match := view.evaluated("eval_exact_match"):
             facts.append((_("exact match"), f"{match[-1][1]:.1%}"))
-        return [*facts, (_("checkpoint"), f"@ {view.checkpoint.get('step')}" if view.checkpoint else _("none yet"))]
+        return [
+            *facts,
+            (
+                _("checkpoint"),
+                f"@ {view.checkpoint.get('step')}" if view.checkpoint else _("none yet"),
+            ),
+        ]
 
     def _last_step(self) -> Table:
         shown_above = [_(name) for _key, name, _form in STEP_NUMBERS[:2]]
-        rows = [(Text(name, "dim"), value) for name, value in self._step_facts() if name not in shown_above]
+        rows = [
+            (Text(name, "dim"), value)
+            for name, value in self._step_facts()
+            if name not in shown_above
+        ]
         return grid(rows, stretching=0, right=[1])
 
     def _losses(self, prefix: str, names: Sequence[str]) -> Table:
         """Share and loss of difficulties or, with the prefix of their fields, of sources."""
         view = self.view
-        rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in ("", _("share"), _("loss"), "")]]
+        rows: list[Sequence[RenderableType]] = [
+            [Text(title, "dim") for title in ("", _("share"), _("loss"), "")]
+        ]
         recent = view.steps.last
         for number, name in enumerate(names):
             losses = view.values(f"{prefix}loss/{name}").y
@@ -193,7 +250,9 @@ class Dashboard:
                 cores = _("of {count}").format(count=f"{host.cores:g}")
                 gauge = Gauge(host.cpu_share, alarming=False)
                 rows.append((Text("CPU", "dim"), gauge, f"{host.cpu_share:.0%} {cores}"))
-            memory = f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"
+            memory = (
+                f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"
+            )
             rows.append((Text(_("memory"), "dim"), Gauge(_memory_share(host)), memory))
         room = max(1, most_rows - len(rows))
         shown = devices if len(devices) <= room else devices[: room - 1]
@@ -202,8 +261,14 @@ class Dashboard:
             rows.append((Text(plain_text(device.label), "dim"), Gauge(used), _device_text(device)))
         below = []
         if len(devices) > len(shown):
-            below.append(Text(_("and {count} more devices").format(count=len(devices) - len(shown)), "dim"))
-        below += [Text(plain_text(report.problem), "yellow") for report in self.machine.devices if report.problem]
+            below.append(
+                Text(_("and {count} more devices").format(count=len(devices) - len(shown)), "dim")
+            )
+        below += [
+            Text(plain_text(report.problem), "yellow")
+            for report in self.machine.devices
+            if report.problem
+        ]
         if not devices:
             below.append(Text(_("no accelerator here"), "dim"))
         return [*([grid(rows, stretching=1)] if rows else []), *below]
@@ -221,7 +286,10 @@ class Dashboard:
     def _messages(self, count: int) -> list[Text]:
         """The last warnings, the error that ended the run, and what to do; at least one line."""
         error = self.view.status.get("error")
-        messages = [*self.view.messages, *([Message(None, "ERROR", 0, str(error))] if error else [])]
+        messages = [
+            *self.view.messages,
+            *([Message(None, "ERROR", 0, str(error))] if error else []),
+        ]
         lines = [_message_line(message) for message in messages]
         if to_do := advice(self.view):
             lines.append(Text(to_do))

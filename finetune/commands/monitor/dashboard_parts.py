@@ -1,4 +1,6 @@
-"""What the dashboard is made of: curves, bars, tables. Each fits the room it is given, without Unicode too."""
+"""What the dashboard is made of: curves, bars, tables. Each fits the room it is given, without
+Unicode too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Curve(_Stretching):
         if has_axis and self.points:
             first, last = f"{self.points[0][0]:,}", f"{self.points[-1][0]:,}"
             gap = max(1, width - len(first) - len(last))
-            yield Text(f"{'':>{margin}} {first}{' ' * gap}{last}", style="dim", no_wrap=True, overflow="crop")
+            yield Text(
+                f"{'':>{margin}} {first}{' ' * gap}{last}",
+                style="dim",
+                no_wrap=True,
+                overflow="crop",
+            )
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class Sparkline(_Stretching):
     colour: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(sparkline(self.values, options.max_width, unicode=not options.ascii_only), self.colour)
+        yield Text(
+            sparkline(self.values, options.max_width, unicode=not options.ascii_only), self.colour
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,9 @@ class Progress(_Stretching):
         yield Text.assemble((done * filled, "cyan"), (left * (options.max_width - filled), "dim"))
 
 
-def grid(rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Sequence[int] = ()) -> Table:
+def grid(
+    rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Sequence[int] = ()
+) -> Table:
     """A table without lines; each row is one line on the screen.
 
     Args:
@@ -99,9 +110,16 @@ def grid(rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Se
     table = Table.grid(padding=(0, 1), expand=True)
     for column, cells in enumerate(zip(*rows, strict=True)):
         is_last = column == len(rows[0]) - 1
-        whole = None if is_last or column == stretching else max(cell_len(str(cell)) for cell in cells)
+        whole = (
+            None if is_last or column == stretching else max(cell_len(str(cell)) for cell in cells)
+        )
         justify: JustifyMethod = "right" if column in right else "left"
-        table.add_column(no_wrap=True, justify=justify, min_width=whole, ratio=1 if column == stretching else None)
+        table.add_column(
+            no_wrap=True,
+            justify=justify,
+            min_width=whole,
+            ratio=1 if column == stretching else None,
+        )
     for row in rows:
         table.add_row(*row)
     return table

@@ -18,7 +18,10 @@ from finetune.storage.run_log import read_jsonl_tolerant
 LIMIT = 0.15
 WARM_UP_STEPS = 2
 MIB = 2**20
-NAMES = {"device": N_("peak of a device: {numbers}"), "host": N_("peak of a process on the host: {numbers}")}
+NAMES = {
+    "device": N_("peak of a device: {numbers}"),
+    "host": N_("peak of a process on the host: {numbers}"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Compared:
 class Checked:
     """A run against its plan.
 
-    Attributes:
-        tokens_per_second, flops_per_second: medians over the logged steps after the first two; of all devices; None
+    Attributes: tokens_per_second, flops_per_second: medians over the logged steps after the first
+        two; of all devices; None
             where the run logged none.
         efficiency: of the devices' peak; None where it is not known.
     """
@@ -63,7 +66,12 @@ class Checked:
             "agrees": self.agrees,
             "limit": LIMIT,
             "compared": [
-                {"name": n.name, "predicted_bytes": n.predicted, "measured_bytes": n.measured, "error": n.error}
+                {
+                    "name": n.name,
+                    "predicted_bytes": n.predicted,
+                    "measured_bytes": n.measured,
+                    "error": n.error,
+                }
                 for n in self.compared
             ],
             "tokens_per_second": self.tokens_per_second,
@@ -77,14 +85,23 @@ class Checked:
         lines = [
             _(NAMES[number.name]).format(
                 numbers=numbers.format(
-                    predicted=number.predicted / MIB, measured=number.measured / MIB, error=number.error
+                    predicted=number.predicted / MIB,
+                    measured=number.measured / MIB,
+                    error=number.error,
                 )
             )
             for number in self.compared
         ]
         if self.tokens_per_second is not None and self.flops_per_second is not None:
-            share = "" if self.efficiency is None else _(", {share:.1%} of the peak").format(share=self.efficiency)
-            lines.append(f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s{share}")
+            share = (
+                ""
+                if self.efficiency is None
+                else _(", {share:.1%} of the peak").format(share=self.efficiency)
+            )
+            lines.append(
+                f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g}"
+                f" TFLOP/s{share}"
+            )
         if any(number.name == "host" and number.error < -LIMIT for number in self.compared):
             lines.append(_(KEPT_BY_GLIBC))
         return "\n".join([*lines, _("within 15%") if self.agrees else _("missed by more than 15%")])
@@ -110,7 +127,8 @@ def compare_memory(run: Path) -> tuple[Compared, ...]:
     """The memory of a finished run beside its plan. Raises as `check_run` does."""
     events = read_events(run)
     end = _end(run, events)
-    # The run itself writes it, since 0.2: to plan again takes torch and the model's code, seconds for any reader.
+    # The run itself writes it, since 0.2: to plan again takes torch and the model's code, seconds
+    # for any reader.
     return _compared(end.get("planned_peak_bytes") or peaks_of(*planned_of_run(run, events)), end)
 
 
@@ -118,7 +136,8 @@ def _end(run: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
     end = last_event([event for event in events if "peak_host_bytes" in event], "end")
     if end is None:
         raise DataError(
-            "this run did not log its peak memory: it has not ended, failed, or is of an older version",
+            "this run did not log its peak memory: it has not ended, failed, or is of an older"
+            " version",
             where=str(run),
             fix="check a run that trained to its end or to a signal with this version",
         )
@@ -127,7 +146,11 @@ def _end(run: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _compared(planned: dict[str, int], end: dict[str, Any]) -> tuple[Compared, ...]:
     measured = {name: [peak for peak in end[f"peak_{name}_bytes"] if peak] for name in planned}
-    return tuple(Compared(name, bytes_, max(measured[name])) for name, bytes_ in planned.items() if measured[name])
+    return tuple(
+        Compared(name, bytes_, max(measured[name]))
+        for name, bytes_ in planned.items()
+        if measured[name]
+    )
 
 
 def _speed(run: Path) -> float | None:

@@ -1,5 +1,6 @@
-"""`python -m finetune plan`: whether a run fits the machines it is meant for, and how long a step takes, before either
-is booked. Computes from the configuration and the model's config.json; `--check RUN` compares with a run that was made.
+"""`python -m finetune plan`: whether a run fits the machines it is meant for, and how long a step
+takes, before either is booked. Computes from the configuration and the model's config.json;
+`--check RUN` compares with a run that was made.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def bytes_of(text: str) -> int:
         PydanticCustomError: not a size above 0; in a command's options it becomes a ConfigError.
     """
     if not isinstance(text, str):  # a number of a caller in Python
-        raise rule_broken([(f"{text!r} has no unit", "write for example '64GiB', '512GB' or '25GB'")])
+        raise rule_broken(
+            [(f"{text!r} has no unit", "write for example '64GiB', '512GB' or '25GB'")]
+        )
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
-        raise rule_broken([(f"{text!r} is not a size above 0", "write for example 64GiB, 512GB or 25GB")])
+        raise rule_broken(
+            [(f"{text!r} is not a size above 0", "write for example 64GiB, 512GB or 25GB")]
+        )
     return int(float(match.group(1)) * unit)
 
 
@@ -52,68 +57,103 @@ MACHINES = "the machines"
 
 
 def _of_run(unit: str, description: str, shown_default: str = "", **rules: Any) -> Any:
-    return setting(None, group="the run", unit=unit, description=description, shown_default=shown_default, **rules)
+    return setting(
+        None,
+        group="the run",
+        unit=unit,
+        description=description,
+        shown_default=shown_default,
+        **rules,
+    )
 
 
 def _of_machines(unit: str, description: str, shown_default: str) -> Any:
-    return setting(None, group=MACHINES, unit=unit, description=description, shown_default=shown_default)
+    return setting(
+        None, group=MACHINES, unit=unit, description=description, shown_default=shown_default
+    )
 
 
 class PlanOptions(SpokenOptions):
     """The command line, without the flags of the run."""
 
     usage: ClassVar[str] = (
-        "python -m finetune plan [sft|pretrain] [--config FILE...] [FLAGS OF TRAINING] [THE MACHINES]\n"
-        "       python -m finetune plan --check RUN [THE MACHINES]"
+        "python -m finetune plan [sft|pretrain] [--config FILE...] [FLAGS OF TRAINING] [THE"
+        " MACHINES]\n       python -m finetune plan --check RUN [THE MACHINES]"
     )
     summary: ClassVar[str] = """\
 Says what a run needs of each device and each host, term by term, how long a step takes, the largest microbatch that
 fits, and how to shard and offload. Needs no weights, no device and no network; writes nothing.
 The other flags are those of `python -m finetune sft --help` or `pretrain --help`."""
     epilog: ClassVar[str] = (
-        "Exit code: 0 it fits (or no memory was given), 1 it does not, or a --check missed by more than 15%; "
-        "2 wrong input."
+        "Exit code: 0 it fits (or no memory was given), 1 it does not, or a --check missed by more"
+        " than 15%; 2 wrong input."
     )
     groups: ClassVar[tuple[str, ...]] = ("the run", MACHINES, "output")
     positional: ClassVar[tuple[str, ...]] = ("run_kind",)
     aliases: ClassVar[Mapping[str, str]] = {"nnodes": "nodes", "nproc_per_node": "devices_per_node"}
 
-    run_kind: Text | None = _of_run("|".join(kind_names()), "Which command the configuration is for.", "by its names")
+    run_kind: Text | None = _of_run(
+        "|".join(kind_names()), "Which command the configuration is for.", "by its names"
+    )
     kind: Text | None = _of_run("|".join(kind_names()), "The same, as a flag; it wins.")
     # `model_config` itself belongs to pydantic's models.
-    model_file: PathOption | None = _of_run("FILE", "A config.json.", "the model's own", alias="model_config")
+    model_file: PathOption | None = _of_run(
+        "FILE", "A config.json.", "the model's own", alias="model_config"
+    )
     check: PathOption | None = _of_run("RUN", "Compare with what this run's folder logged.")
     nodes: int = setting(1, group=MACHINES, ge=1, description="Machines.")
     devices_per_node: int | None = setting(
-        None, group=MACHINES, ge=1, shown_default="those of this machine, else 1", description="Devices of each."
+        None,
+        group=MACHINES,
+        ge=1,
+        shown_default="those of this machine, else 1",
+        description="Devices of each.",
     )
     device_name: Text | None = _of_machines(
-        "NAME", 'E.g. 910B3 or "H100 PCIe"; decides the peak and, where auto, the device type.', "this machine's"
+        "NAME",
+        'E.g. 910B3 or "H100 PCIe"; decides the peak and, where auto, the device type.',
+        "this machine's",
     )
-    device_memory: Size | None = _of_machines("SIZE", "Of one device, e.g. 64GiB.", "this machine's, where it has some")
+    device_memory: Size | None = _of_machines(
+        "SIZE", "Of one device, e.g. 64GiB.", "this machine's, where it has some"
+    )
     host_memory: Size | None = _of_machines(
         "SIZE", "Of one node, e.g. 512GiB.", "this machine's, where --devices-per-node is not given"
     )
     host_bandwidth: Size | None = _of_machines(
         "SIZE", "Bytes a second between one device and its host.", "a copy measured here"
     )
-    network_bandwidth: Size | None = _of_machines("SIZE", "Bytes a second that one device sends.", "unknown")
-    peak_tflops: float | None = setting(
-        None, group=MACHINES, gt=0, shown_default="by its name", description="Of one device, where no table has it."
+    network_bandwidth: Size | None = _of_machines(
+        "SIZE", "Bytes a second that one device sends.", "unknown"
     )
-    efficiency: float = setting(0.4, group=MACHINES, gt=0, le=1, description="Share of the peak that is reached.")
+    peak_tflops: float | None = setting(
+        None,
+        group=MACHINES,
+        gt=0,
+        shown_default="by its name",
+        description="Of one device, where no table has it.",
+    )
+    efficiency: float = setting(
+        0.4, group=MACHINES, gt=0, le=1, description="Share of the peak that is reached."
+    )
 
     def problems(self) -> list[tuple[str, str]]:
         names = kind_names()
-        wrong = [name for name in (self.run_kind, self.kind) if name is not None and name not in names]
-        return [(f"there is no kind of runs named {name!r}", f"use {' or '.join(names)}") for name in wrong]
+        wrong = [
+            name for name in (self.run_kind, self.kind) if name is not None and name not in names
+        ]
+        return [
+            (f"there is no kind of runs named {name!r}", f"use {' or '.join(names)}")
+            for name in wrong
+        ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command.
 
     Raises:
-        FinetuneError: the command line, configuration or model cannot be planned for; the caller prints it.
+        FinetuneError: the command line, configuration or model cannot be planned for; the caller
+            prints it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options, arguments = read_known_options(PlanOptions, words or ["--help"])
@@ -156,13 +196,17 @@ def _check(options: PlanOptions, run: Path, arguments: Sequence[str]) -> int:
 
 
 def _placeholders(arguments: Sequence[str], kind: RunKind, model_config: Path | None) -> list[str]:
-    """Settings that a run must have and a plan can do without, where only flags describe the run."""
+    """Settings that a run must have and a plan can do without, where only flags describe the
+    run.
+    """
     parsed = kind.parse(arguments)
     if parsed.config_files or parsed.problems:
         return []
     required = [name for name, info in kind.config_class.model_fields.items() if info.is_required()]
     names = [name for name in required if name != "model" or model_config is not None]
-    return [word for name in names if name not in parsed.values for word in (flag(name), "not-said")]
+    return [
+        word for name in names if name not in parsed.values for word in (flag(name), "not-said")
+    ]
 
 
 def _print(what: dict[str, Any] | str) -> None:
@@ -176,7 +220,9 @@ def _print(what: dict[str, Any] | str) -> None:
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
-    """The machines that the options describe; what they leave open is taken from this machine where it is meant."""
+    """The machines that the options describe; what they leave open is taken from this machine where
+    it is meant.
+    """
     from finetune.planning.workload import Cluster
 
     here = options.devices_per_node is None
@@ -190,7 +236,9 @@ def cluster_of(options: PlanOptions) -> Cluster:
     return Cluster(
         nodes=options.nodes,
         devices_per_node=options.devices_per_node or count_here or 1,
-        device_type=_type_of(device) if options.device_name else type_here or ("cpu" if here else "cuda"),
+        device_type=(
+            _type_of(device) if options.device_name else type_here or ("cpu" if here else "cuda")
+        ),
         device_name=device,
         device_memory_bytes=memory_here if options.device_memory is None else options.device_memory,
         host_memory_bytes=host_memory,
@@ -208,7 +256,9 @@ def _type_of(name: str) -> str:
 
 
 def _devices_here() -> tuple[str, str, int, int | None]:
-    """(type, name, count, memory in bytes) of this machine's accelerators; ("", "", 0, None) where there are none."""
+    """(type, name, count, memory in bytes) of this machine's accelerators; ("", "", 0, None) where
+    there are none.
+    """
     from finetune.runtime.smi import read_devices
 
     for report in read_devices():

@@ -33,29 +33,32 @@ def plan(
     peak_tflops: float | None = None,
     efficiency: float = 0.4,
 ) -> Plan:
-    """What a run needs of each device and host, and how long a step takes; needs no weights, device or network.
+    """What a run needs of each device and host, and how long a step takes; needs no weights, device
+    or network.
 
     Args:
-        config: what `finetune.run` takes; of a dict, settings that a plan can do without may be missing.
+        config: what `finetune.run` takes; of a dict, settings that a plan can do without may be
+            missing.
         model_config: a config.json; by default the model's own. With it a dict needs no model.
         nodes: machines.
         devices_per_node: by default those of this machine, else 1.
         device_name: e.g. `910B3` or `H100 PCIe`; decides the peak and, where auto, the device type.
         device_memory: of one device, with its unit, e.g. `64GiB`; host_memory likewise of one node.
-        host_bandwidth: bytes a second between one device and its host, e.g. `25GB/s`; by default measured.
+        host_bandwidth: bytes a second between one device and its host, e.g. `25GB/s`; by default
+            measured.
         network_bandwidth: bytes a second that one device sends.
         peak_tflops: of one device, where no table has it.
         efficiency: share of the peak that is reached.
 
-    Returns:
-        The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json` prints.
+    Returns: The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json`
+        prints.
 
     Raises:
         FinetuneError: the configuration or model cannot be planned for.
 
     >>> import finetune
-    >>> plan = finetune.plan({"model": "data_samples/tiny-qwen3"}, nodes=2, devices_per_node=8, device_name="910B3",
-    ...                      device_memory="64GiB", host_memory="512GiB")
+    >>> plan = finetune.plan({"model": "data_samples/tiny-qwen3"}, nodes=2, devices_per_node=8,
+    ...                      device_name="910B3", device_memory="64GiB", host_memory="512GiB")
     >>> plan.fits, plan.cluster.devices, plan.memory.work.sharding.name
     (True, 16, 'none')
     """
@@ -76,19 +79,25 @@ def plan(
     cluster = cluster_of(options)
     if isinstance(config, Mapping):
         config = _with_placeholders(config, kind, may_lack_model=model_config is not None)
-    return plan_of(resolve_object(config, cluster.devices, kind.config_class).config, cluster, options)
+    return plan_of(
+        resolve_object(config, cluster.devices, kind.config_class).config, cluster, options
+    )
 
 
 def _options(given: dict[str, Any]) -> PlanOptions:
     try:
         return PlanOptions.model_validate(given)
     except ValidationError as error:
-        values = {name: SourcedValue(value, Precedence.FLAG, name, name) for name, value in given.items()}
+        values = {
+            name: SourcedValue(value, Precedence.FLAG, name, name) for name, value in given.items()
+        }
         raise_problems(problems_of(error, values, PlanOptions))
         raise
 
 
-def _with_placeholders(settings: Mapping[str, Any], kind: RunKind, *, may_lack_model: bool) -> Mapping[str, Any]:
+def _with_placeholders(
+    settings: Mapping[str, Any], kind: RunKind, *, may_lack_model: bool
+) -> Mapping[str, Any]:
     """The settings with what a run must have and a plan can do without."""
     if BLOCK in settings:
         return settings

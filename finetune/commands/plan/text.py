@@ -30,7 +30,10 @@ PHASE_NAMES = {
     "save": N_("checkpoint"),
     "result": N_("writing the result"),
 }
-LOCATION_NAMES: dict[Location, str] = {"device": N_("each device"), "host": N_("each process, host")}
+LOCATION_NAMES: dict[Location, str] = {
+    "device": N_("each device"),
+    "host": N_("each process, host"),
+}
 FITS = {True: N_("fits"), False: N_("does not fit"), None: "?"}
 VERDICTS = {True: N_("it fits"), False: N_("it does not fit"), None: N_("not judged")}
 
@@ -57,11 +60,13 @@ def _head(plan: Plan) -> str:
     shape, checkpointing = work.shape, work.computing.checkpointing
     sizes = f"{shape.total / 1e9:,.2f} B"
     if shape.idle:
-        sizes += _(" ({active:,.2f} B of them for each token)").format(active=(shape.total - shape.idle) / 1e9)
+        sizes += _(" ({active:,.2f} B of them for each token)").format(
+            active=(shape.total - shape.idle) / 1e9
+        )
     return _(
-        "{model}, {sizes} parameters, {trained:,.1f} M of them trained, on {nodes} x {devices} {device}; sharding: "
-        "{sharding}\n{bits}-bit compute, microbatches of {tokens:,} tokens, {count} of them a step and device, "
-        "{checkpointing}"
+        "{model}, {sizes} parameters, {trained:,.1f} M of them trained, on {nodes} x {devices}"
+        " {device}; sharding: {sharding}\n{bits}-bit compute, microbatches of {tokens:,} tokens,"
+        " {count} of them a step and device, {checkpointing}"
     ).format(
         model=shape.model_type,
         sizes=sizes,
@@ -80,20 +85,27 @@ def _head(plan: Plan) -> str:
 def _memory(plan: Plan) -> list[str]:
     lines = []
     for location, title in LOCATION_NAMES.items():
-        terms = sorted((t for t in plan.memory.terms if t.location == location), key=lambda term: -term.bytes)
+        terms = sorted(
+            (t for t in plan.memory.terms if t.location == location), key=lambda term: -term.bytes
+        )
         if not terms:
             continue
         lines.append(f"{_(title)}:")
         for term in terms:
             named = ", ".join(_(PHASE_NAMES[phase]) for phase in term.phases)
             phases = "" if set(STEP) <= set(term.phases) else f" [{named}]"
-            lines.append(f"  {gib(term.bytes):>13}  {_(KINDS[term.kind])}: {term.formula}{phases}  ({term.source})")
+            lines.append(
+                f"  {gib(term.bytes):>13}  {_(KINDS[term.kind])}: {term.formula}{phases} "
+                f" ({term.source})"
+            )
         worst = max(PHASES, key=lambda phase: plan.memory.in_phase(location, phase))
         most = _("most: {phase}").format(phase=_(PHASE_NAMES[worst]))
         lines.append(f"  {gib(plan.memory.in_phase(location, worst)):>13}  {most}")
     lines.append(_("each host: {size}").format(size=gib(plan.memory.node())))
     if plan.expected_memory:
-        lines.append(_("expected of each device with this preset: {size}").format(size=plan.expected_memory))
+        lines.append(
+            _("expected of each device with this preset: {size}").format(size=plan.expected_memory)
+        )
     return lines
 
 
@@ -109,18 +121,29 @@ def _step(plan: Plan) -> list[str]:
         speed = f"{plan.step_tokens / longest:,.0f} - {plan.step_tokens / shortest:,.0f} tok/s"
     head = _("a step: {tokens:,} tokens, {shortest} - {longest}, {speed}")
     compute = (
-        f"{_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token "
-        f"({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts 4 of 6)"
+        f"{_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token"
+        f" ({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts"
+        " 4 of 6)"
     )
-    moved = ((_("network"), time.network, plan.network), (_("to and from the host"), time.host, plan.host))
+    moved = (
+        (_("network"), time.network, plan.network),
+        (_("to and from the host"), time.host, plan.host),
+    )
     computing = _("compute")
     lines = [
-        head.format(tokens=plan.step_tokens, shortest=_seconds(shortest), longest=_seconds(longest), speed=speed),
+        head.format(
+            tokens=plan.step_tokens,
+            shortest=_seconds(shortest),
+            longest=_seconds(longest),
+            speed=speed,
+        ),
         f"  {computing}: {compute}",
     ]
     for name, seconds, traffic in moved:
         source = f"  ({traffic.source})" if traffic.source else ""
-        lines.append(f"  {name}: {_seconds(seconds)}; {gib(traffic.bytes)}: {traffic.formula}{source}")
+        lines.append(
+            f"  {name}: {_seconds(seconds)}; {gib(traffic.bytes)}: {traffic.formula}{source}"
+        )
     if plan.largest_micro_batch is not None:
         count, each = plan.largest_micro_batch, plan.memory.work.sample_tokens
         text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
@@ -130,8 +153,8 @@ def _step(plan: Plan) -> list[str]:
 
 def _data(data: dict[str, Any]) -> str:
     text = _(
-        "training data: {tokens:,} tokens, {windows:,} windows ({window_kind}), {cut:.1%} of the tokens cut; "
-        "a pass is {steps_per_pass:,.1f} steps"
+        "training data: {tokens:,} tokens, {windows:,} windows ({window_kind}), {cut:.1%} of the"
+        " tokens cut; a pass is {steps_per_pass:,.1f} steps"
     )
     return text.format(cut=data["cut_tokens"] / data["tokens"], **data)
 
@@ -142,7 +165,9 @@ def _choices(plan: Plan) -> list[str]:
     width = max([40, *(len(choice.sharding.name) for choice in plan.choices)])
     for choice in plan.choices:
         cells = (choice.device_bytes, choice.node_bytes, choice.network.bytes, choice.host.bytes)
-        numbers = "  ".join(f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True))
+        numbers = "  ".join(
+            f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True)
+        )
         lines.append(f"  {choice.sharding.name:<{width}} {numbers}  {_(FITS[choice.fits])}")
     return lines
 

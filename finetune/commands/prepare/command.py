@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from finetune.data.corpus.preparation import Prepared
 
 DEFAULT_VOCAB_SIZE = 32_768
-SMALLEST_VOCAB_SIZE = 260  # 256 bytes and 4 special tokens; a test compares it with data/corpus/tokenizer.py
+# 256 bytes and 4 special tokens; a test compares it with data/corpus/tokenizer.py
+SMALLEST_VOCAB_SIZE = 260
 _PROGRESS_SECONDS = 10.0
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -30,7 +31,9 @@ logger = logging.getLogger(LOGGER_NAME)
 class PrepareOptions(Options):
     """The command line."""
 
-    usage: ClassVar[str] = "python -m finetune prepare --data PATH... --output-dir FOLDER [--flag value ...]"
+    usage: ClassVar[str] = (
+        "python -m finetune prepare --data PATH... --output-dir FOLDER [--flag value ...]"
+    )
     summary: ClassVar[str] = "Turns text into token shards and a tokenizer for pretraining."
     epilog: ClassVar[str] = "Exit code: 0 done; 1 failed; 2 refused; 3 stopped by Ctrl-C."
     groups: ClassVar[tuple[str, ...]] = ("data and tokenizer", "preparation")
@@ -39,13 +42,17 @@ class PrepareOptions(Options):
         group="data and tokenizer",
         unit="path...",
         min_length=1,
-        description="Text, JSONL, JSON and parquet files, folders, globs. A text file is one document (above 1 MiB: "
-        "one per MiB, cut at a line's end); so is each record.",
+        description=(
+            "Text, JSONL, JSON and parquet files, folders, globs. A text file is one document"
+            " (above 1 MiB: one per MiB, cut at a line's end); so is each record."
+        ),
     )
     output_dir: PathOption = setting(
         group="data and tokenizer",
         unit="folder",
-        description="Folder for train-*.bin, val-*.bin and tokenizer/. Run again after a kill: it resumes.",
+        description=(
+            "Folder for train-*.bin, val-*.bin and tokenizer/. Run again after a kill: it resumes."
+        ),
     )
     tokenizer: Text | None = setting(
         None,
@@ -61,23 +68,33 @@ class PrepareOptions(Options):
         description=f"Ids of the byte-level BPE tokenizer to make, at least {SMALLEST_VOCAB_SIZE}.",
     )
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.01, group="preparation", unit="fraction", description="Documents for validation, chosen by content."
+        0.01,
+        group="preparation",
+        unit="fraction",
+        description="Documents for validation, chosen by content.",
     )
     seed: int = setting(42, ge=0, lt=2**32, group="preparation", description="Seed of that choice.")
     shard_tokens: int = setting(
         100_000_000, ge=1, group="preparation", unit="tokens", description="Most tokens of a shard."
     )
     text_field: Text = setting(
-        "text", group="preparation", unit="name", description="Field or column of records that holds the text."
+        "text",
+        group="preparation",
+        unit="name",
+        description="Field or column of records that holds the text.",
     )
     on_bad_row: Literal["refuse", "drop"] = setting(
-        "refuse", group="preparation", description="Records without text and files that are not UTF-8."
+        "refuse",
+        group="preparation",
+        description="Records without text and files that are not UTF-8.",
     )
     special_tokens: bool = setting(
         False,
         group="preparation",
-        description="Read `<|im_start|>` and the like in documents as special tokens, for text that was rendered with "
-        "a chat template. Otherwise they are text like any other.",
+        description=(
+            "Read `<|im_start|>` and the like in documents as special tokens, for text that was"
+            " rendered with a chat template. Otherwise they are text like any other."
+        ),
     )
     num_workers: Count | None = setting(
         None,
@@ -94,7 +111,10 @@ class PrepareOptions(Options):
             what = "vocab_size is given, and the tokenizer of --tokenizer has its own"
             return [(what, "remove --vocab-size, or remove --tokenizer to make one of that size")]
         if self.vocab_size < SMALLEST_VOCAB_SIZE:
-            what = f"vocab_size is {self.vocab_size}, too small for the 256 bytes and the 4 special tokens"
+            what = (
+                f"vocab_size is {self.vocab_size}, too small for the 256 bytes and the 4 special"
+                " tokens"
+            )
             return [(what, f"give at least {SMALLEST_VOCAB_SIZE}; {DEFAULT_VOCAB_SIZE} is usual")]
         return []
 
@@ -121,7 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _Progress() as bar:
             prepared = prepare_tokens(
-                options.data, options.output_dir, settings, num_workers=options.num_workers, progress=bar.show
+                options.data,
+                options.output_dir,
+                settings,
+                num_workers=options.num_workers,
+                progress=bar.show,
             )
     except KeyboardInterrupt:
         print("\nstopped; the same command resumes with the unfinished shard", file=sys.stderr)
@@ -143,7 +167,9 @@ def summary(prepared: Prepared, seconds: float) -> str:
     for split, headers in prepared.splits.items():
         documents = sum(header.documents for header in headers)
         of_split = sum(header.tokens for header in headers)
-        lines.append(f"  {split}-*.bin  {len(headers)} shards, {documents} documents, {of_split} tokens")
+        lines.append(
+            f"  {split}-*.bin  {len(headers)} shards, {documents} documents, {of_split} tokens"
+        )
     lines.append(f"  {scan.text_bytes / tokens:.2f} bytes per token; {seconds:.1f} s")
     if not prepared.made:
         lines.append("  everything was there already, and was verified")
@@ -160,9 +186,20 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if sys.stderr.isatty():
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn("{task.description:>22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description:>22}"),
+                BarColumn(),
+                DownloadColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=terminal_console(stderr=True))
             self._bar.start()
         return self
@@ -180,4 +217,7 @@ class _Progress:
         elif time.monotonic() - self._last_line >= _PROGRESS_SECONDS:
             self._last_line = time.monotonic()
             share = 100 * done_bytes / max(total_bytes, 1)
-            print(f"{what}: {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB ({share:.0f}%)", file=sys.stderr)
+            print(
+                f"{what}: {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB ({share:.0f}%)",
+                file=sys.stderr,
+            )

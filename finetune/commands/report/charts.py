@@ -1,4 +1,6 @@
-"""Charts as inline SVG. Colours come from the page's style (`.series-0`, `.grid`, ...): light, dark and print."""
+"""Charts as inline SVG. Colours come from the page's style (`.series-0`, `.grid`, ...): light, dark
+and print.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from finetune.runtime.language import _
 
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 26
-MOST_POINTS = 240  # drawn as they are; more become means of intervals, with the span between least and greatest
+# drawn as they are; more become means of intervals, with the span between least and greatest
+MOST_POINTS = 240
 MOST_TEXTS = 3  # of marks on one pixel
 SERIES_COLOURS = 6
 
@@ -43,7 +46,9 @@ class _Frame:
     """Where values lie in the picture."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
-        self.x_low, self.x_high = x_range if x_range[1] > x_range[0] else (x_range[0] - 0.5, x_range[0] + 0.5)
+        self.x_low, self.x_high = (
+            x_range if x_range[1] > x_range[0] else (x_range[0] - 0.5, x_range[0] + 0.5)
+        )
         self.y_low, self.y_high = y_range
 
     def x(self, value: float) -> float:
@@ -79,7 +84,12 @@ def tick_text(value: float) -> str:
 
 
 def line_svg(
-    series: Sequence[Series], *, label: str, resumes: Sequence[int] = (), marks: Sequence[Mark] = (), zero: bool = False
+    series: Sequence[Series],
+    *,
+    label: str,
+    resumes: Sequence[int] = (),
+    marks: Sequence[Mark] = (),
+    zero: bool = False,
 ) -> str:
     """Curves over the steps; "" where no series has a point.
 
@@ -114,7 +124,9 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
     points = averaged(one.points, MOST_POINTS)
     is_smoothed = one.smooth and len(one.points) >= 10
     if len(points) < len(one.points):
-        parts.append(f'<path class="band series-{number}" d="{_band(frame, Points.of(one.points))}"/>')
+        parts.append(
+            f'<path class="band series-{number}" d="{_band(frame, Points.of(one.points))}"/>'
+        )
     elif is_smoothed:
         parts.append(f'<path class="faint series-{number}" d="{frame.path(points)}"/>')
     if is_smoothed:
@@ -123,23 +135,29 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
         parts.append(f'<path class="line series-{number}" d="{frame.path(points)}"/>')
     if one.marks or len(points) == 1:
         parts += [
-            f'<circle class="dot series-{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3.5">'
-            f"<title>{escape(one.name)} {y:.5g} @ {x:,.0f}</title></circle>"
+            f'<circle class="dot series-{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
+            f' r="3.5"><title>{escape(one.name)} {y:.5g} @ {x:,.0f}</title></circle>'
             for x, y in points
         ]
     return "".join(parts)
 
 
 def _moving_mean(points: Points, window: int) -> Points:
-    """The mean of each value and its neighbours on both sides (fewer at the ends), so that the curve is not late."""
+    """The mean of each value and its neighbours on both sides (fewer at the ends), so that the
+    curve is not late.
+    """
     half = window // 2
     near = [points.y[max(0, number - half) : number + half + 1] for number in range(len(points))]
     return Points(points.x, np.array([values.mean() for values in near]))
 
 
 def _band(frame: _Frame, points: Points) -> str:
-    """The area between least and greatest value of each pixel's width: no value is left out of it."""
-    columns = np.floor((points.x - points.x[0]) / (points.x[-1] - points.x[0]) * (WIDTH - LEFT - RIGHT - 1))
+    """The area between least and greatest value of each pixel's width: no value is left out of
+    it.
+    """
+    columns = np.floor(
+        (points.x - points.x[0]) / (points.x[-1] - points.x[0]) * (WIDTH - LEFT - RIGHT - 1)
+    )
     begins = np.flatnonzero(np.diff(columns, prepend=-1.0))
     above = Points(points.x[begins], np.maximum.reduceat(points.y, begins))
     below = Points(points.x[begins][::-1], np.minimum.reduceat(points.y, begins)[::-1])
@@ -160,8 +178,12 @@ def _marks(frame: _Frame, marks: Sequence[Mark]) -> str:
     )
 
 
-def area_svg(names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str) -> str:
-    """Shares that add up to one over the steps, as areas: the first name at the bottom; "" without columns."""
+def area_svg(
+    names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str
+) -> str:
+    """Shares that add up to one over the steps, as areas: the first name at the bottom; "" without
+    columns.
+    """
     if not columns:
         return ""
     wide = [*columns, (columns[-1][0] + 1, columns[-1][1])] if len(columns) == 1 else list(columns)
@@ -174,7 +196,8 @@ def area_svg(names: Sequence[str], columns: Sequence[tuple[float, Sequence[float
         back = [(x, y) for (x, _shares), y in zip(reversed(wide), reversed(bottom), strict=True)]
         colour = number % SERIES_COLOURS
         body.append(
-            f'<path class="area series-{colour}" d="{frame.path([*edge, *back])}Z"><title>{escape(name)}</title></path>'
+            f'<path class="area series-{colour}"'
+            f' d="{frame.path([*edge, *back])}Z"><title>{escape(name)}</title></path>'
         )
         bottom = top
     body.append(_grid(frame, form=lambda value: f"{value:.0%}"))
@@ -187,11 +210,17 @@ def _grid(frame: _Frame, form: Callable[[float], str] = tick_text) -> str:
     for value in nice_ticks(frame.y_low, frame.y_high, 4):
         y = frame.y(value)
         parts.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{right}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{form(value)}</text>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}"'
+            f' text-anchor="end">{form(value)}</text>'
+        )
     for value in nice_ticks(frame.x_low, frame.x_high, 5):
         if float(value).is_integer():
             x, anchor = frame.x(value), "end" if frame.x(value) > right - 14 else "middle"
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{floor + 17}" text-anchor="{anchor}">{value:,.0f}</text>')
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{floor + 17}"'
+                f' text-anchor="{anchor}">{value:,.0f}</text>'
+            )
     parts.append(f'<path class="axis" d="M{LEFT},{floor}H{right}"/>')
     return "".join(parts)
 
@@ -199,7 +228,8 @@ def _grid(frame: _Frame, form: Callable[[float], str] = tick_text) -> str:
 def _resume_marks(frame: _Frame, steps: Sequence[int]) -> str:
     floor, title = HEIGHT - BOTTOM, escape(_("started again after step"))
     return "".join(
-        f'<path class="resume" d="M{frame.x(step):.1f},{TOP}V{floor}"><title>{title} {step:,}</title></path>'
+        f'<path class="resume" d="M{frame.x(step):.1f},{TOP}V{floor}"><title>{title}'
+        f" {step:,}</title></path>"
         for step in steps
         if frame.x_low <= step <= frame.x_high
     )

@@ -1,4 +1,6 @@
-"""`python -m finetune report RUN`: one HTML file about a run, complete in itself: no network, no scripts."""
+"""`python -m finetune report RUN`: one HTML file about a run, complete in itself: no network, no
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.console_lines import print_anything
-from finetune.runs.event_texts import WARNING_EVENTS, advice, event_text, format_duration, message_text, state_text
+from finetune.runs.event_texts import (
+    WARNING_EVENTS,
+    advice,
+    event_text,
+    format_duration,
+    message_text,
+    state_text,
+)
 from finetune.runs.reader import open_run
 from finetune.runs.view import Message, RunView
 from finetune.runtime.language import _, spoken
@@ -37,8 +46,9 @@ option = partial(setting, group="options")
 class ReportOptions(SpokenOptions):
     usage: ClassVar[str] = "python -m finetune report RUN [--output FILE] [--json]"
     summary: ClassVar[str] = (
-        "Write one HTML file about a run: curves, curriculum, evaluation before and after, plan against measurement,\n"
-        "checkpoints, environment, configuration, events. It needs no network and runs no script."
+        "Write one HTML file about a run: curves, curriculum, evaluation before and after, plan"
+        " against measurement,\ncheckpoints, environment, configuration, events. It needs no"
+        " network and runs no script."
     )
     epilog: ClassVar[str] = "Exit code: 0; 2 there is no such run, or the file cannot be written."
     positional: ClassVar[tuple[str, ...]] = ("run",)
@@ -50,7 +60,9 @@ class ReportOptions(SpokenOptions):
 
 
 def build_report(view: RunView) -> str:
-    """The page about a run. Texts of the run are escaped, whatever they hold; only charts go in as markup."""
+    """The page about a run. Texts of the run are escaped, whatever they hold; only charts go in as
+    markup.
+    """
     folder = Path(__file__).parent
     style = (folder / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -78,9 +90,10 @@ def build_report(view: RunView) -> str:
         environment=tables.environment(view),
         config=list(tables.flat("", view.config)),
         events=[_event(event) for event in view.events[-tables.MOST_ROWS :]],
-        footer=_("Made by finetune {version} on {time}, from the files of the run folder. Secrets are masked.").format(
-            version=__version__, time=tables.clock(time.time())
-        ),
+        footer=_(
+            "Made by finetune {version} on {time}, from the files of the run folder. Secrets are"
+            " masked."
+        ).format(version=__version__, time=tables.clock(time.time())),
     )
 
 
@@ -89,7 +102,8 @@ def build_report(view: RunView) -> str:
 
 def _event(event: dict[str, Any]) -> tuple[str, str, str]:
     """Time, text, and how it is coloured."""
-    shown = {"event": "sample", "step": event.get("step")} if event["event"] == "sample" else event  # without its texts
+    # without its texts
+    shown = {"event": "sample", "step": event.get("step")} if event["event"] == "sample" else event
     mood = "warning" if event["event"] in WARNING_EVENTS else ""
     return tables.clock(event["time"]), mask_secrets(plain_text(event_text(shown))), mood
 
@@ -97,7 +111,11 @@ def _event(event: dict[str, Any]) -> tuple[str, str, str]:
 def _warning(message: Message) -> tuple[str, str, str]:
     rank = f"rank {message.rank}: " if message.rank else ""
     at = tables.clock(message.time) if message.time is not None else ""
-    return at, rank + mask_secrets(message_text(message)), "bad" if message.level == "ERROR" else "warning"
+    return (
+        at,
+        rank + mask_secrets(message_text(message)),
+        "bad" if message.level == "ERROR" else "warning",
+    )
 
 
 def _about(view: RunView) -> str:
@@ -114,7 +132,9 @@ def _about(view: RunView) -> str:
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     """Name, value and a remark, of the numbers that stand at the top."""
     total = view.total_steps
-    tiles = [(_("Steps"), f"{view.step:,}", _("of {total}").format(total=f"{total:,}") if total else "")]
+    tiles = [
+        (_("Steps"), f"{view.step:,}", _("of {total}").format(total=f"{total:,}") if total else "")
+    ]
     losses, evaluated = view.values("loss"), view.evaluated()
     if losses:
         first = _("first {first}").format(first=f"{losses[0][1]:.4f}")
@@ -126,7 +146,9 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     if speeds := view.values("tokens_per_second").y.tolist():
         tiles.append((_("Tokens per second"), f"{statistics.median(speeds):,.0f}", _("median")))
     if seconds := tables.seconds_trained(view):
-        tiles.append((_("Training time"), format_duration(seconds), _("without evaluation and saving")))
+        tiles.append(
+            (_("Training time"), format_duration(seconds), _("without evaluation and saving"))
+        )
     if tokens := tables.tokens_trained(view):
         tiles.append((_("Tokens"), tick_text(tokens), ""))
     if used := view.values("mfu").y.tolist():
@@ -143,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(ReportOptions, argv)
     view = open_run(options.run).poll()
     if not (view.events or view.steps or view.config):
-        raise StateError("nothing has been logged yet", where=options.run, fix="start the run, then ask again")
+        raise StateError(
+            "nothing has been logged yet", where=options.run, fix="start the run, then ask again"
+        )
     page = build_report(view)
     output = options.output or Path(options.run) / "report.html"
     try:
@@ -152,11 +176,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_file(output, page.encode())
     except OSError as error:
         raise ConfigError(
-            f"the report cannot be written: {error.strerror or error}", str(output), "name another --output FILE"
+            f"the report cannot be written: {error.strerror or error}",
+            str(output),
+            "name another --output FILE",
         ) from error
     size_bytes = output.stat().st_size
     if options.as_json:
-        print(json.dumps({"run": options.run, "report": str(output), "size_bytes": size_bytes}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"run": options.run, "report": str(output), "size_bytes": size_bytes},
+                ensure_ascii=False,
+            )
+        )
     else:
         print(f"{output}  {format_bytes(size_bytes)}")
     return int(ExitCode.DONE)

@@ -33,7 +33,11 @@ class Figure:
 
 def curves(view: RunView) -> list[Figure]:
     """Losses, rates and speed over the steps, as far as the run has them."""
-    resumes = [start["step"] for start in view.starts[1:] if isinstance(start.get("step"), int) and start["step"] > 0]
+    resumes = [
+        start["step"]
+        for start in view.starts[1:]
+        if isinstance(start.get("step"), int) and start["step"] > 0
+    ]
 
     def figure(
         title: str, *series: Series, marks: Sequence[Mark] = (), zero: bool = False, note: str = ""
@@ -46,7 +50,9 @@ def curves(view: RunView) -> list[Figure]:
         if not svg:
             return None
         keys = [one.name for one in series] if len(series) > 1 else []
-        return Figure(title, Markup(svg), keys, " ".join(filter(None, (_beyond(series, zero), note))))
+        return Figure(
+            title, Markup(svg), keys, " ".join(filter(None, (_beyond(series, zero), note)))
+        )
 
     used, marks = view.values("mfu"), _marks(view)
     figures = [
@@ -55,17 +61,31 @@ def curves(view: RunView) -> list[Figure]:
             Series(_("training"), view.values("loss"), smooth=True),
             Series(_("validation"), view.evaluated(), marks=True),
             marks=marks,
-            note=" ".join(filter(None, (_marked(marks), _("Dashed: the run was started again.") if resumes else ""))),
+            note=" ".join(
+                filter(
+                    None,
+                    (_marked(marks), _("Dashed: the run was started again.") if resumes else ""),
+                )
+            ),
         ),
-        figure(_("Loss by difficulty"), *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.difficulties)),
+        figure(
+            _("Loss by difficulty"),
+            *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.difficulties),
+        ),
         figure(
             _("Validation loss by difficulty"),
-            *(Series(name, view.evaluated(f"eval_loss/{name}"), marks=True) for name in view.difficulties),
+            *(
+                Series(name, view.evaluated(f"eval_loss/{name}"), marks=True)
+                for name in view.difficulties
+            ),
         ),
         figure(
             _("Exact match of generated answers"),
             Series(_("all"), view.evaluated("eval_exact_match"), marks=True),
-            *(Series(name, view.evaluated(f"eval_exact_match/{name}"), marks=True) for name in view.difficulties),
+            *(
+                Series(name, view.evaluated(f"eval_exact_match/{name}"), marks=True)
+                for name in view.difficulties
+            ),
             zero=True,
         ),
         *(
@@ -76,16 +96,30 @@ def curves(view: RunView) -> list[Figure]:
             )
             for field, name, _form in PREFERENCE_NUMBERS
         ),
-        figure(_("Loss by source"), *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources)),
+        figure(
+            _("Loss by source"),
+            *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources),
+        ),
         figure(
             _("Validation loss by source"),
-            *(Series(name, view.evaluated(f"eval_source_loss/{name}"), marks=True) for name in view.sources),
+            *(
+                Series(name, view.evaluated(f"eval_source_loss/{name}"), marks=True)
+                for name in view.sources
+            ),
         ),
         figure(_("Validation bits per byte"), Series("", view.evaluated("eval_bpb"), marks=True)),
         figure(_("Learning rate"), Series("", view.values("learning_rate")), zero=True),
-        figure(_("Tokens per second"), Series("", view.values("tokens_per_second"), smooth=True), zero=True),
+        figure(
+            _("Tokens per second"),
+            Series("", view.values("tokens_per_second"), smooth=True),
+            zero=True,
+        ),
         figure(_("Gradient norm"), Series("", view.values("grad_norm"), smooth=True), zero=True),
-        figure(_("Model FLOPs utilisation (MFU), %"), Series("", Points(used.x, used.y * 100), smooth=True), zero=True),
+        figure(
+            _("Model FLOPs utilisation (MFU), %"),
+            Series("", Points(used.x, used.y * 100), smooth=True),
+            zero=True,
+        ),
     ]
     return [one for one in figures if one is not None]
 
@@ -110,7 +144,8 @@ def _marked(marks: Sequence[Mark]) -> str:
 def _smoothed(points: Points) -> Points:
     """Several curves in one frame are readable only as means over some steps."""
     parts = len(points) // max(1, len(points) // 25)
-    ends = [number * len(points) // parts for number in range(1, parts + 1)]  # of one size: a short last one would jump
+    # of one size: a short last one would jump
+    ends = [number * len(points) // parts for number in range(1, parts + 1)]
     chunks = [points[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return Points.of([(chunk[len(chunk) // 2][0], float(chunk.y.mean())) for chunk in chunks])
 
@@ -141,12 +176,17 @@ def mix(view: RunView) -> list[Figure]:
 
 
 def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
-    """Shares of the samples by the schedule: (step, share by difficulty). A step rounds them to whole samples."""
+    """Shares of the samples by the schedule: (step, share by difficulty). A step rounds them to
+    whole samples.
+    """
     total = view.total_steps
     if not (view.stages and total):
         return []
     curriculum = view.config["curriculum"]
-    stages = [Stage(each["until"], tuple(each["mix"]), each.get("ramp", "step")) for each in curriculum["stages"]]
+    stages = [
+        Stage(each["until"], tuple(each["mix"]), each.get("ramp", "step"))
+        for each in curriculum["stages"]
+    ]
     schedule = Schedule(tuple(curriculum["levels"]), tuple(stages))
     points = []
     for number in range(PLANNED_POINTS):

@@ -18,15 +18,22 @@ from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
-_SECRET_NAME = re.compile(r"secret|passw|credential|api_?key|access_?key|private_?key|(^|_)token$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"secret|passw|credential|api_?key|access_?key|private_?key|(^|_)token$", re.IGNORECASE
+)
 MOST_ROWS = 2000  # of what a run of weeks has without end
 # What `plan --check` compares.
-_MOST_MEMORY = {"host": N_("most memory of a process on the host"), "device": N_("most memory of a device")}
+_MOST_MEMORY = {
+    "host": N_("most memory of a process on the host"),
+    "device": N_("most memory of a device"),
+}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. `numbers` are the columns that are flush right; `mood(column, cell)` gives a cell's class."""
+    """A table. `numbers` are the columns that are flush right; `mood(column, cell)` gives a cell's
+    class.
+    """
 
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
@@ -50,7 +57,9 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _spent(view: RunView) -> np.ndarray:
-    """float64 `(lines,)`: seconds of the steps that each line stands for, evaluation and saving not counted."""
+    """float64 `(lines,)`: seconds of the steps that each line stands for, evaluation and saving not
+    counted.
+    """
     return np.diff(view.steps.steps, prepend=0) * view.steps.column("step_seconds")
 
 
@@ -65,7 +74,9 @@ def tokens_trained(view: RunView) -> float:
 
 
 def evaluation(view: RunView) -> Grid:
-    """Validation losses, exact answers and preferences, before the first and after the last step."""
+    """Validation losses, exact answers and preferences, before the first and after the last
+    step.
+    """
     names = [
         (_("all"), "eval_loss"),
         *((name, f"eval_loss/{name}") for name in view.difficulties),
@@ -92,7 +103,9 @@ def evaluation(view: RunView) -> Grid:
 
 
 def _answers(view: RunView) -> list[list[str]]:
-    """Shares of exact answers, and what a run on preferences compares; higher is better, the change is in points."""
+    """Shares of exact answers, and what a run on preferences compares; higher is better, the change
+    is in points.
+    """
     rows = []
     wanted = (("exact_match", N_("exact match"), "{:.1%}"), *PREFERENCE_NUMBERS[:2])
     for field_name, title, form in wanted:
@@ -101,10 +114,20 @@ def _answers(view: RunView) -> list[list[str]]:
             if points:
                 (first_step, first), (_step, last) = points[0], points[-1]
                 best_step, best = max(points, key=lambda point: point[1])
-                before = form.format(first) if first_step == 0 else f"{form.format(first)} @ {first_step:,}"
-                change = f"{'↑' if last > first else '↓'}{form.format(abs(last - first))}" if last != first else "–"
+                before = (
+                    form.format(first)
+                    if first_step == 0
+                    else f"{form.format(first)} @ {first_step:,}"
+                )
+                change = (
+                    f"{'↑' if last > first else '↓'}{form.format(abs(last - first))}"
+                    if last != first
+                    else "–"
+                )
                 whole = f"{_(title)}, {name}" if name else _(title)
-                rows.append([whole, before, form.format(last), change, form.format(best), f"{best_step:,}"])
+                rows.append(
+                    [whole, before, form.format(last), change, form.format(best), f"{best_step:,}"]
+                )
     return rows
 
 
@@ -120,8 +143,16 @@ def plan(view: RunView) -> Grid:
         return number(_mean(view.steps.column(name) * step_seconds), "{:,.1f}")
 
     rows = [
-        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), per_step("tokens_per_second")],
-        [_("samples per step"), number(view.start.get("global_batch_size")), per_step("samples_per_second")],
+        [
+            _("tokens per step"),
+            number(planned.get("tokens"), "{:,.1f}"),
+            per_step("tokens_per_second"),
+        ],
+        [
+            _("samples per step"),
+            number(view.start.get("global_batch_size")),
+            per_step("samples_per_second"),
+        ],
         [_("time per step"), _("not estimated"), number(seconds, "{:.3f} s")],
         [
             _("of it waiting for data"),
@@ -138,8 +169,12 @@ def _memory(view: RunView) -> list[list[str]]:
     try:
         compared = compare_memory(view.source)
     except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes
-        return []  # it has not ended, is of an older version, or of a model that cannot be planned for
-    return [[_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
+        # it has not ended, is of an older version, or of a model that cannot be planned for
+        return []
+    return [
+        [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)]
+        for n in compared
+    ]
 
 
 def microbatches(view: RunView) -> list[tuple[str, str]]:
@@ -149,7 +184,9 @@ def microbatches(view: RunView) -> list[tuple[str, str]]:
     counted = "–"
     if isinstance(per_rank, list) and len(per_rank) == 3:
         fewest, mean, most = (number(count, "{:.4g}") for count in per_rank)
-        spread = _("{fewest} to {most}, {mean} on average").format(fewest=fewest, mean=mean, most=most)
+        spread = _("{fewest} to {most}, {mean} on average").format(
+            fewest=fewest, mean=mean, most=most
+        )
         counted = fewest if fewest == most else spread
     largest = _("{count} tokens").format(count=number(planned.get("heaviest_row_tokens")))
     return [
@@ -158,7 +195,10 @@ def microbatches(view: RunView) -> list[tuple[str, str]]:
         (_("imbalance over processes"), number(planned.get("imbalance"), "{:.3f}")),
         (_("largest microbatch"), largest),
         (_("padding, of computed tokens"), number(planned.get("padding_share"), "{:.1%}")),
-        (_("padding that a padded run would have"), number(planned.get("padded_padding_share"), "{:.1%}")),
+        (
+            _("padding that a padded run would have"),
+            number(planned.get("padded_padding_share"), "{:.1%}"),
+        ),
     ]
 
 
@@ -179,12 +219,24 @@ def starts(view: RunView) -> Grid:
         devices = f"{start.get('world_size')} x {start.get('device_type')}, {start.get('dtype')}"
         if start.get("zero_stage"):
             devices += f", ZeRO-{start['zero_stage']}"
-        ended = f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}" if end else _("not recorded")
+        ended = (
+            f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}"
+            if end
+            else _("not recorded")
+        )
         rows.append(
             [str(count), clock(start["time"]), number(start.get("step")), number(reached), devices]
             + [str(start.get("rows", "–")), ended]
         )
-    head = [_("No."), _("Began"), _("From step"), _("To step"), _("Devices"), _("Microbatches"), _("Ended")]
+    head = [
+        _("No."),
+        _("Began"),
+        _("From step"),
+        _("To step"),
+        _("Devices"),
+        _("Microbatches"),
+        _("Ended"),
+    ]
     return Grid(head, rows, (0, 2, 3))
 
 
@@ -194,9 +246,13 @@ def checkpoints(view: RunView) -> Grid:
     for event in view.events_named("checkpoint")[-MOST_ROWS:]:
         name = str(event.get("name"))
         is_there = bool(re.fullmatch(r"checkpoint-\d+", name)) and (view.source / name).is_dir()
-        size = format_bytes(event["size_bytes"]) if isinstance(event.get("size_bytes"), int) else "–"
+        size = (
+            format_bytes(event["size_bytes"]) if isinstance(event.get("size_bytes"), int) else "–"
+        )
         there = _("yes") if is_there else _("no, rotated")
-        rows.append([plain_text(name), number(event.get("step")), clock(event["time"]), size, there])
+        rows.append(
+            [plain_text(name), number(event.get("step")), clock(event["time"]), size, there]
+        )
     return Grid([_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")], rows, (1, 3))
 
 
@@ -206,7 +262,11 @@ def samples(view: RunView) -> list[tuple[str, str]]:
     pairs = events[-1].get("samples") if events else None
     if not isinstance(pairs, list):
         return []
-    return [(_lines(pair[0]), _lines(pair[1])) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+    return [
+        (_lines(pair[0]), _lines(pair[1]))
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2
+    ]
 
 
 def _lines(text: Any) -> str:
@@ -226,7 +286,10 @@ def environment(view: RunView) -> list[tuple[str, str]]:
         (_("compiled"), start.get("compiled")),
         (_("float8 products"), start.get("fp8")),
         (_("global batch"), start.get("global_batch_size")),
-        (_("passes over the data"), f"{start['passes']:.2f}" if is_finite_number(start.get("passes")) else None),
+        (
+            _("passes over the data"),
+            f"{start['passes']:.2f}" if is_finite_number(start.get("passes")) else None,
+        ),
     ]
     parameters = start.get("parameters")
     if isinstance(parameters, dict):
@@ -234,19 +297,37 @@ def environment(view: RunView) -> list[tuple[str, str]]:
         rows += [(_("parameters, all"), number(parameters.get("total")))]
     versions = start.get("versions")
     rows += sorted(versions.items()) if isinstance(versions, dict) else []
-    return [(plain_text(str(name)), plain_text(_plain(value))) for name, value in rows if value is not None]
+    return [
+        (plain_text(str(name)), plain_text(_plain(value)))
+        for name, value in rows
+        if value is not None
+    ]
 
 
 def flat(path: str, value: Any) -> list[tuple[str, str]]:
     """(dotted name, text) of every setting; secrets are masked by name and by form."""
     if isinstance(value, dict) and value:
-        return [row for name, inner in value.items() for row in flat(f"{path}.{name}" if path else str(name), inner)]
+        return [
+            row
+            for name, inner in value.items()
+            for row in flat(f"{path}.{name}" if path else str(name), inner)
+        ]
     if isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
-        return [row for position, inner in enumerate(value) for row in flat(f"{path}[{position}]", inner)]
+        return [
+            row
+            for position, inner in enumerate(value)
+            for row in flat(f"{path}[{position}]", inner)
+        ]
     if not path:
         return []
     name = re.sub(r"\[\d+\]$", "", path).rpartition(".")[2]
-    text = " ".join(map(_plain, value)) if isinstance(value, list) else "–" if value is None else _plain(value)
+    text = (
+        " ".join(map(_plain, value))
+        if isinstance(value, list)
+        else "–"
+        if value is None
+        else _plain(value)
+    )
     hidden = _SECRET_NAME.search(name) and value not in (None, "")
     return [(plain_text(path), "***" if hidden else mask_secrets(plain_text(text)))]
 

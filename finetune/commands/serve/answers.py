@@ -1,4 +1,5 @@
-"""One request for an answer: from the pool's events to a body or a stream of server-sent events, and what is counted.
+"""One request for an answer: from the pool's events to a body or a stream of server-sent events,
+and what is counted.
 
 The client's leaving is watched all the while, and ends the answer in the worker.
 """
@@ -25,21 +26,31 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """What /metrics says, in Prometheus' text format. No text of a request or answer is ever in it."""
+    """What /metrics says, in Prometheus' text format. No text of a request or answer is ever in
+    it.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         own = {"registry": self._registry}
-        self.requests = Counter("finetune_requests", "Requests for answers", ("endpoint", "status"), **own)
+        self.requests = Counter(
+            "finetune_requests", "Requests for answers", ("endpoint", "status"), **own
+        )
         self.tokens = Counter("finetune_tokens", "Tokens read and written", ("kind",), **own)
         self.cancelled = Counter("finetune_cancelled", "Answers whose client left", **own)
         self.restarts = Counter("finetune_worker_restarts", "Workers started again", **own)
         self.lost = Counter("finetune_lost_requests", "Requests whose worker died", **own)
         self.first_token = Histogram(
-            "finetune_time_to_first_token_seconds", "From the request to the first text", buckets=_SECONDS, **own
+            "finetune_time_to_first_token_seconds",
+            "From the request to the first text",
+            buckets=_SECONDS,
+            **own,
         )
         self.duration = Histogram(
-            "finetune_request_seconds", "From the request to the end of its answer", buckets=_SECONDS, **own
+            "finetune_request_seconds",
+            "From the request to the end of its answer",
+            buckets=_SECONDS,
+            **own,
         )
         self.workers = Gauge("finetune_workers_ready", "Workers that answer", **own)
         self.active = Gauge("finetune_active_requests", "Answers being written", **own)
@@ -56,9 +67,18 @@ class AnswerResponse(Response):
     """An ASGI response that asks the pool itself, so that it sees the client leave at any time."""
 
     def __init__(
-        self, request: AnswerRequest, *, chat: bool, pool: WorkerPool, options: ServeOptions, metrics: Metrics
+        self,
+        request: AnswerRequest,
+        *,
+        chat: bool,
+        pool: WorkerPool,
+        options: ServeOptions,
+        metrics: Metrics,
     ) -> None:
-        self.request, self.pool, self.options, self.metrics = request, pool, options, metrics
+        self.request = request
+        self.pool = pool
+        self.options = options
+        self.metrics = metrics
         self.changes = request.sampling_changes(options.max_new_tokens)
         self.endpoint = "chat" if chat else "completions"
         self.shape = Shape(chat=chat, model=request.model)
@@ -96,7 +116,9 @@ class AnswerResponse(Response):
                         await self._whole(events, scope, receive, send)
             self._status = "200"
         except TimeoutError:
-            await self._fail(unavailable("the answer took too long", "timeout", status=504), scope, receive, send)
+            await self._fail(
+                unavailable("the answer took too long", "timeout", status=504), scope, receive, send
+            )
         except ApiError as error:
             await self._fail(error, scope, receive, send)
 
@@ -112,25 +134,34 @@ class AnswerResponse(Response):
             ) as queue:
                 yield _checked(queue, self.metrics)
         except QueueFull as error:
-            raise unavailable("too many requests are waiting; try again", "queue_full", status=429) from error
+            raise unavailable(
+                "too many requests are waiting; try again", "queue_full", status=429
+            ) from error
         except NoWorker as error:
             raise unavailable("no worker is running", "no_worker") from error
         except TimeoutError as error:  # of the queue; the limit of the whole answer is further out
             raise unavailable("no worker had room in time; try again", "queue_timeout") from error
 
-    async def _whole(self, events: AsyncIterator[Event], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(
+        self, events: AsyncIterator[Event], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         async for event in events:
             if event["is"] == "piece":
                 self._first_token()
             elif event["is"] == "end":
                 counts = self._count(event)
-                body = self.shape.whole(event["text"], event["finish_reason"], counts, event.get("calls", ()))
+                body = self.shape.whole(
+                    event["text"], event["finish_reason"], counts, event.get("calls", ())
+                )
                 await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, events: AsyncIterator[Event], send: Send) -> None:
         async for event in events:
             if event["is"] == "accepted":
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"x-accel-buffering", b"no"),
+                ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._started = True
                 await _send_event(send, self.shape.first())
@@ -149,7 +180,9 @@ class AnswerResponse(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._status = str(error.status)
         if not self._started:
-            await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+            await JSONResponse(error.body, error.status, headers=error.headers)(
+                scope, receive, send
+            )
             return
         # The protocol's way to say it in the middle of a stream; clients raise it.
         await _send_event(send, error.body)
@@ -177,7 +210,9 @@ async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterat
             raise unavailable(event["message"], "generation_failed", status=500)
         if event["is"] == "refused":
             error = event["error"]
-            code = "context_length_exceeded" if event["kind"] == "PromptTooLong" else "invalid_value"
+            code = (
+                "context_length_exceeded" if event["kind"] == "PromptTooLong" else "invalid_value"
+            )
             raise ApiError(400, error["what"], param=error["where"] or None, code=code)
         yield event
         if event["is"] == "end":

@@ -1,4 +1,6 @@
-"""The application behind the guard: routes of the OpenAI protocol, health, metrics, and the page."""
+"""The application behind the guard: routes of the OpenAI protocol, health, metrics, and the
+page.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,18 @@ PAGE_FILES = {
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_PHRASES = {404: ("there is nothing here", "not_found"), 405: ("not with this method", "method_not_allowed")}
+_PHRASES = {
+    404: ("there is nothing here", "not_found"),
+    405: ("not with this method", "method_not_allowed"),
+}
 
 
 def create_app(
-    pool: WorkerPool, rules: Rules, options: ServeOptions, metrics: Metrics, on_end: Callable[[], Any]
+    pool: WorkerPool,
+    rules: Rules,
+    options: ServeOptions,
+    metrics: Metrics,
+    on_end: Callable[[], Any],
 ) -> Guard:
     """The whole application. `on_end` is awaited when the server stops, after the last answer."""
 
@@ -41,7 +50,9 @@ def create_app(
         await on_end()
 
     # The pages that FastAPI makes of its schema would load scripts from elsewhere.
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
+    )
     _add_errors(app)
     _add_answers(app, pool, options, metrics)
     _add_about(app, pool, options, metrics)
@@ -61,19 +72,28 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def by_the_router(_: Request, error: HTTPException) -> JSONResponse:
         message, code = _PHRASES.get(error.status_code, (str(error.detail), None))
-        return _error(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+        return _error(
+            ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        )
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        # uvicorn logs the exception; its message may hold the prompt, so the client does not get it.
-        return _error(ApiError(500, "the server failed on this request", kind="server_error", code="internal"))
+        # uvicorn logs the exception; its message may hold the prompt, so the client does not get
+        # it.
+        return _error(
+            ApiError(500, "the server failed on this request", kind="server_error", code="internal")
+        )
 
 
 def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
-    async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> AnswerResponse:
+    async def answer(
+        request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> AnswerResponse:
         asked = parse(kind, await request.body())
         _check_model(asked.model, pool)
-        return AnswerResponse(asked, chat=kind is ChatRequest, pool=pool, options=options, metrics=metrics)
+        return AnswerResponse(
+            asked, chat=kind is ChatRequest, pool=pool, options=options, metrics=metrics
+        )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -122,7 +142,9 @@ def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: M
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        text = metrics.text(workers_ready=pool.ready_count, active=pool.active_count, queued=pool.queued_count)
+        text = metrics.text(
+            workers_ready=pool.ready_count, active=pool.active_count, queued=pool.queued_count
+        )
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
@@ -133,4 +155,6 @@ def _add_page(app: FastAPI) -> None:
         def page(content: bytes = content, content_type: str = content_type) -> Response:
             return Response(content, headers={"content-type": content_type})
 
-        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+        app.add_api_route(
+            path, page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+        )

@@ -1,8 +1,8 @@
-"""Connections with limits that uvicorn has no setting for: how many there are, how long a request's head may take, and
-how long a client may take to read what was written for it.
+"""Connections with limits that uvicorn has no setting for: how many there are, how long a request's
+head may take, and how long a client may take to read what was written for it.
 
-Without them, a client holds its connection for ever: with one byte of a header now and then, by never reading, or with
-a byte of a body that was refused.
+Without them, a client holds its connection for ever: with one byte of a header now and then, by
+never reading, or with a byte of a body that was refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from finetune.commands.serve.protocol import ApiError
 
 MAX_HEAD_BYTES = 32 << 10
-# A socket that is closed with unread bytes is reset, and the reset may overtake the answer. So after a refusal what
-# still comes is thrown away for a moment: so long, so much, and for one connection to this many of `max_connections`.
+# A socket that is closed with unread bytes is reset, and the reset may overtake the answer. So
+# after a refusal what still comes is thrown away for a moment: so long, so much, and for one
+# connection to this many of `max_connections`.
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 4 << 20
 LINGER_SHARE = 4
@@ -28,7 +29,9 @@ LINGER_SHARE = 4
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Most connections, seconds for a head, and seconds for what is buffered at any moment to be read by the client."""
+    """Most connections, seconds for a head, and seconds for what is buffered at any moment to be
+    read by the client.
+    """
 
     connections: int
     head_seconds: float
@@ -36,11 +39,15 @@ class ConnectionLimits:
 
 
 class _Transport:
-    """The transport as uvicorn sees it: each write has a deadline, and `close` tells what was refused unread apart."""
+    """The transport as uvicorn sees it: each write has a deadline, and `close` tells what was
+    refused unread apart.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
-        self._transport, self._protocol = transport, protocol
-        self.write, self.close = protocol.write, protocol.close
+        self._transport = transport
+        self._protocol = protocol
+        self.write = protocol.write
+        self.close = protocol.close
 
     def is_closing(self) -> bool:
         return self._protocol.lingering or self._transport.is_closing()
@@ -97,7 +104,8 @@ class LimitedProtocol(H11Protocol):
             self._stop_head_timer()
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # answered without its body: nobody waits for the rest
+        # answered without its body: nobody waits for the rest
+        if self.conn.their_state is h11.SEND_BODY:
             self.transport.close()
         super().on_response_complete()
 
@@ -116,7 +124,9 @@ class LimitedProtocol(H11Protocol):
         self._head_timer = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             seconds = self.limits.head_seconds
-            self._refuse(408, f"the request took longer than {seconds:g} seconds", "request_timeout")
+            self._refuse(
+                408, f"the request took longer than {seconds:g} seconds", "request_timeout"
+            )
 
     # ------------------------------------------------------------ writing
 
@@ -130,7 +140,9 @@ class LimitedProtocol(H11Protocol):
             self._start_write_timer()
 
     def _start_write_timer(self) -> None:
-        self._write_timer = self.loop.call_later(self.limits.write_seconds, self._check_written, self._written_bytes)
+        self._write_timer = self.loop.call_later(
+            self.limits.write_seconds, self._check_written, self._written_bytes
+        )
 
     def _check_written(self, goal: int) -> None:
         """Whether the client has taken the first `goal` bytes; the connection ends if not."""
@@ -145,7 +157,11 @@ class LimitedProtocol(H11Protocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         body = json.dumps(ApiError(status, message, code=code).body).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
         events = (
             h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
             h11.Data(data=body),

@@ -1,8 +1,9 @@
-"""What every HTTP request must pass before the application sees it, and the headers of every response.
+"""What every HTTP request must pass before the application sees it, and the headers of every
+response.
 
-A server on loopback is reachable by every web page that its user visits: so the Host must be one of ours (a page could
-have its own name point here), the Origin must be ours, and a body must say that it is JSON, which no form can. There
-are no CORS headers.
+A server on loopback is reachable by every web page that its user visits: so the Host must be one of
+ours (a page could have its own name point here), the Origin must be ours, and a body must say that
+it is JSON, which no form can. There are no CORS headers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for"
+    " 'script'; trusted-types 'none'"
 )
 RESPONSE_HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -50,7 +52,8 @@ class Rules:
 
     Attributes:
         hosts: names that the Host header may say.
-        any_address: whether it may be any IP address too (a name of an attacker's can never be one).
+        any_address: whether it may be any IP address too (a name of an attacker's can never be
+            one).
         token: what `Authorization: Bearer` must say; None: nothing is asked.
         max_body_bytes: of one request.
         body_seconds: how long a body may take to arrive.
@@ -66,9 +69,14 @@ class Rules:
 class Guard:
     """ASGI middleware with the rules."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], rules: Rules) -> None:
-        self.app, self.rules = app, rules
-        self._token_digest = None if rules.token is None else hashlib.sha256(rules.token.encode()).digest()
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], rules: Rules
+    ) -> None:
+        self.app = app
+        self.rules = rules
+        self._token_digest = (
+            None if rules.token is None else hashlib.sha256(rules.token.encode()).digest()
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -102,14 +110,19 @@ class Guard:
                 parts = urlsplit(origin)
             except ValueError:
                 parts = urlsplit("")
-            if parts.scheme not in ("http", "https") or parts.netloc.lower() != headers["host"].lower():
+            if (
+                parts.scheme not in ("http", "https")
+                or parts.netloc.lower() != headers["host"].lower()
+            ):
                 raise ApiError(403, "requests from other origins are refused", code="cross_origin")
         navigating = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not navigating:
             raise ApiError(403, "requests from other sites are refused", code="cross_origin")
 
     def _check_token(self, scope: Scope, headers: dict[str, str]) -> None:
-        if self._token_digest is None or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")):
+        if self._token_digest is None or (
+            scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+        ):
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
@@ -124,18 +137,25 @@ class Guard:
     async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes | None:
         """The whole body; None if the client left."""
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() not in (
-            "application/json",
-        ):
-            raise ApiError(415, "send Content-Type: application/json", code="unsupported_media_type")
+        if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[
+            0
+        ].strip().lower() not in ("application/json",):
+            raise ApiError(
+                415, "send Content-Type: application/json", code="unsupported_media_type"
+            )
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy might have taken the other.
             raise ApiError(400, "the body has two lengths", code="invalid_header")
         if not has_body:
             return b""
         limit = self.rules.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
-        if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
+        too_large = ApiError(
+            413, f"the body is larger than {limit} bytes", code="request_too_large"
+        )
+        if (
+            headers.get("content-length", "0").isdigit()
+            and int(headers.get("content-length", "0")) > limit
+        ):
             raise too_large
         body = bytearray()
         with anyio.move_on_after(self.rules.body_seconds):
@@ -149,7 +169,9 @@ class Guard:
                 if not message.get("more_body", False):
                     return bytes(body)
         seconds = self.rules.body_seconds
-        raise ApiError(408, f"the body took longer than {seconds:g} seconds", code="request_timeout")
+        raise ApiError(
+            408, f"the body took longer than {seconds:g} seconds", code="request_timeout"
+        )
 
 
 def _single_headers(scope: Scope) -> dict[str, str]:
@@ -161,7 +183,13 @@ def _single_headers(scope: Scope) -> dict[str, str]:
     found: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name = raw_name.decode("latin-1").lower()
-        if name in found and name in ("host", "origin", "authorization", "content-length", "content-type"):
+        if name in found and name in (
+            "host",
+            "origin",
+            "authorization",
+            "content-length",
+            "content-type",
+        ):
             raise ApiError(400, f"the header {name} comes twice", code="invalid_header")
         found[name] = raw_value.decode("latin-1")
     return found
@@ -218,7 +246,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _send_error(send: Send, error: ApiError) -> None:
     """The error, after which the connection ends: what was refused is not read."""
     body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
     headers |= error.headers
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})

@@ -1,4 +1,6 @@
-"""The options of `serve`, and what follows from them: the token, and the device of each worker. Needs no torch."""
+"""The options of `serve`, and what follows from them: the token, and the device of each worker.
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -35,37 +37,61 @@ _PROBE = (
 
 
 def _seconds(default: float, meaning: str) -> Any:
-    return setting(default, gt=0, lt=1e6, group="limits", unit="seconds", description=f"For {meaning}.")
+    return setting(
+        default, gt=0, lt=1e6, group="limits", unit="seconds", description=f"For {meaning}."
+    )
 
 
 class ServeOptions(ModelOptions):
     usage: ClassVar[str] = "python -m finetune serve --model FOLDER|ID [--flag value ...]"
     summary: ClassVar[str] = "Serve a model with the OpenAI protocol and a chat page."
     epilog: ClassVar[str] = (
-        f"The token that clients must send comes from --token-file or the variable {TOKEN_VARIABLE}, never from the\n"
-        "command line. On loopback none is needed. Exit code: 0 ended by a signal; 1 failed; 2 refused."
+        "The token that clients must send comes from --token-file or the variable"
+        f" {TOKEN_VARIABLE}, never from the\ncommand line. On loopback none is needed. Exit code: 0"
+        " ended by a signal; 1 failed; 2 refused."
     )
     groups: ClassVar[tuple[str, ...]] = ("model", "address", "workers", "limits")
 
-    host: Text = setting("127.0.0.1", group="address", description="Any other address needs a token.")
-    port: int = setting(8000, ge=0, lt=1 << 16, group="address", unit="N", description="0: a free one.")
+    host: Text = setting(
+        "127.0.0.1", group="address", description="Any other address needs a token."
+    )
+    port: int = setting(
+        8000, ge=0, lt=1 << 16, group="address", unit="N", description="0: a free one."
+    )
     allow_host: Annotated[tuple[Text, ...], Many] = setting(
         (), group="address", unit="NAME...", description="Names that this server is reached by."
     )
     token_file: Text | None = setting(
-        None, group="address", unit="FILE", description="File with the token that clients must send."
+        None,
+        group="address",
+        unit="FILE",
+        description="File with the token that clients must send.",
     )
     num_gpus: Count | None = setting(
         None, group="workers", unit="N", shown_default="1", description="Devices, a worker on each."
     )
     num_workers: Count | None = setting(
-        None, group="workers", unit="N", shown_default="1", description="The same for a CPU: processes."
+        None,
+        group="workers",
+        unit="N",
+        shown_default="1",
+        description="The same for a CPU: processes.",
     )
-    max_batch: Count = setting(16, group="workers", unit="N", description="Answers that a worker writes at once.")
-    max_queue: int = setting(64, ge=0, group="limits", unit="N", description="Requests that may wait.")
-    max_new_tokens: Count = setting(2048, group="limits", unit="N", description="Most tokens of any answer.")
-    max_body_bytes: Count = setting(1 << 20, group="limits", unit="N", description="Most bytes of a request's body.")
-    max_connections: Count = setting(512, group="limits", unit="N", description="Most connections at a time.")
+    max_batch: Count = setting(
+        16, group="workers", unit="N", description="Answers that a worker writes at once."
+    )
+    max_queue: int = setting(
+        64, ge=0, group="limits", unit="N", description="Requests that may wait."
+    )
+    max_new_tokens: Count = setting(
+        2048, group="limits", unit="N", description="Most tokens of any answer."
+    )
+    max_body_bytes: Count = setting(
+        1 << 20, group="limits", unit="N", description="Most bytes of a request's body."
+    )
+    max_connections: Count = setting(
+        512, group="limits", unit="N", description="Most connections at a time."
+    )
     head_seconds: float = _seconds(10.0, "a request's head to arrive")
     body_seconds: float = _seconds(10.0, "its body")
     write_seconds: float = _seconds(20.0, "a client to read what was written for it")
@@ -98,19 +124,28 @@ class ServeSettings:
     options: ServeOptions
     load: Mapping[str, Any]  # arguments of `load_for_generation`
     environments: Sequence[Mapping[str, str]]  # variables of each worker
-    token: str | None = field(default=None, repr=False)  # what clients must send; None on loopback only
+    # what clients must send; None on loopback only
+    token: str | None = field(default=None, repr=False)
     worker_command: tuple[str, ...] | None = None  # how a worker is started; None: the real one
 
 
 def serve_settings(options: ServeOptions) -> ServeSettings:
     """Raises ConfigError: no such device, or a token that cannot be used."""
-    device_type, environments, threads = worker_devices(options.device_type, options.num_gpus, options.num_workers)
-    load = {**options.loading(), "device_type": device_type, "max_batch": options.max_batch, "cpu_threads": threads}
+    device_type, environments, threads = worker_devices(
+        options.device_type, options.num_gpus, options.num_workers
+    )
+    load = {
+        **options.loading(),
+        "device_type": device_type,
+        "max_batch": options.max_batch,
+        "cpu_threads": threads,
+    }
     return ServeSettings(options, load, environments, read_token(options.token_file))
 
 
 def read_token(file: str | None) -> str | None:
-    """The token from its file or variable; the variable is taken out of the environment, so that workers have it not.
+    """The token from its file or variable; the variable is taken out of the environment, so that
+    workers have it not.
 
     Raises:
         ConfigError: unreadable, too short, or with white space inside.
@@ -121,13 +156,21 @@ def read_token(file: str | None) -> str | None:
         try:
             token = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the token cannot be read: {error}", file, "give a file that holds the token") from error
+            raise ConfigError(
+                f"the token cannot be read: {error}", file, "give a file that holds the token"
+            ) from error
     if token is None:
         return None
     token = token.strip()
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    if (
+        len(token) < SHORTEST_TOKEN
+        or not token.isascii()
+        or not token.isprintable()
+        or " " in token
+    ):
         raise ConfigError(
-            f"the token must be {SHORTEST_TOKEN} printable ASCII characters or more, without spaces",
+            f"the token must be {SHORTEST_TOKEN} printable ASCII characters or more, without"
+            " spaces",
             where,
             'make one: python -c "import secrets; print(secrets.token_urlsafe(32))"',
         )
@@ -148,7 +191,9 @@ def worker_devices(
     if device_type == "cpu":
         if num_gpus is not None:
             raise ConfigError(
-                f"--num-gpus {num_gpus}, but the device is the CPU", "--num-gpus", "use --num-workers for CPU processes"
+                f"--num-gpus {num_gpus}, but the device is the CPU",
+                "--num-gpus",
+                "use --num-workers for CPU processes",
             )
         wanted = num_workers or 1
         threads = max(1, usable_cores() // wanted)
@@ -156,7 +201,9 @@ def worker_devices(
     wanted = num_gpus or num_workers or 1
     if count is not None and wanted > count:
         raise ConfigError(
-            f"{wanted} workers on {count} {device_type} device(s)", "--num-gpus", f"use at most --num-gpus {count}"
+            f"{wanted} workers on {count} {device_type} device(s)",
+            "--num-gpus",
+            f"use at most --num-gpus {count}",
         )
     return device_type, [_only(device_type, number) for number in range(wanted)], None
 
@@ -172,7 +219,11 @@ def _only(device_type: str, number: int) -> dict[str, str]:
 
 def _probe(requested: str) -> tuple[str, int | None]:
     result = subprocess.run(
-        [sys.executable, "-c", _PROBE, requested], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", _PROBE, requested],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     try:
         found = json.loads(result.stdout.strip().splitlines()[-1])

@@ -1,8 +1,10 @@
-"""The OpenAI protocol: requests that are taken, and the shape of answers and errors. Needs no torch.
+"""The OpenAI protocol: requests that are taken, and the shape of answers and errors. Needs no
+torch.
 
-What would be ignored is refused, so that no client believes in a setting that has no effect; a few names that mean
-nothing here (`user`, `metadata`, ...) are let pass. Every number, text and list has bounds, and the first thing that is
-wrong ends the check: a body of a million wrong things must not become a million errors.
+What would be ignored is refused, so that no client believes in a setting that has no effect; a few
+names that mean nothing here (`user`, `metadata`, ...) are let pass. Every number, text and list has
+bounds, and the first thing that is wrong ends the check: a body of a million wrong things must not
+become a million errors.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ MAX_NAMES = 64  # of one object: several times those that there are
 MAX_PROMPT_CHARACTERS = MAX_PROMPT_IDS = (
     4 << 20
 )  # far beyond any context; what the model reads is checked by its worker
-_HARMLESS = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
+_HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+)
 # Settings of the protocol that are not offered, and the values of them that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -69,7 +73,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
+        self.status = status
+        self.headers = dict(headers or {})
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -99,7 +104,9 @@ class _Request(BaseModel):
 
 
 class TextPart(_Request):
-    """A part of a message. Images, sounds and files are refused: nothing is fetched for a request."""
+    """A part of a message. Images, sounds and files are refused: nothing is fetched for a
+    request.
+    """
 
     type: Literal["text"]
     text: Text
@@ -119,7 +126,9 @@ class ToolCall(_Request):
 
 
 class ToolFunction(_Request):
-    """What may be called. `strict` is refused: nothing holds the model to the schema while it writes."""
+    """What may be called. `strict` is refused: nothing holds the model to the schema while it
+    writes.
+    """
 
     name: Name
     description: Text | None = None
@@ -157,8 +166,15 @@ class ChatMessage(_Request):
         return self
 
     def plain(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+        }
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id:
@@ -184,17 +200,28 @@ class AnswerRequest(_Request):
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: (
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_changes(self, most_tokens: int) -> dict[str, Any]:
-        """What differs from the model's own settings. Raises ApiError for a value out of its range."""
+        """What differs from the model's own settings. Raises ApiError for a value out of its
+        range.
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")}
+        tokens = (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
+        given = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+        }
         given |= {"max_new_tokens": tokens, "stop": stops or None}
         changes = {name: value for name, value in given.items() if value is not None}
         try:
@@ -224,7 +251,9 @@ class ChatRequest(AnswerRequest):
 class CompletionRequest(AnswerRequest):
     """POST /v1/completions: one prompt, as text or token ids."""
 
-    prompt_: Text | Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)] = Field(alias="prompt")
+    prompt_: Text | Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)] = (
+        Field(alias="prompt")
+    )
 
     @field_validator("prompt_", mode="before")
     @classmethod
@@ -245,7 +274,9 @@ def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+        raise ApiError(
+            400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json"
+        ) from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     for name in list(given):
@@ -254,7 +285,12 @@ def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any
         elif name in _NEUTRAL and name not in kind.model_fields:
             value = given.pop(name)
             if value is not None and value not in _NEUTRAL[name]:
-                raise ApiError(400, f"{name} is not offered by this server", param=name, code="unsupported_parameter")
+                raise ApiError(
+                    400,
+                    f"{name} is not offered by this server",
+                    param=name,
+                    code="unsupported_parameter",
+                )
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -264,19 +300,40 @@ def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any
 def _as_api_error(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
     # Where a text or a list may stand, the branch that was meant comes second.
-    first = next((one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0])
+    first = next(
+        (one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0]
+    )
     # Of a union, pydantic names the branch too: list[...], str, constrained-str.
-    names = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part.endswith("str")))]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    names = [
+        part
+        for part in first["loc"]
+        if not (isinstance(part, str) and ("[" in part or part.endswith("str")))
+    ]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(
+        "."
+    )
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {param[:100]}", param=param[:100], code="unknown_parameter")
-    if param == "messages" and first["type"] == "too_short":
-        return ApiError(400, "messages is empty: send at least one message", param=param, code="empty_array")
-    if param.startswith("messages") and first["type"] == "literal_error" and param.endswith(".type"):
         return ApiError(
-            400, "a content part must have type text; nothing is fetched", param=param, code="unsupported_content"
+            400, f"unknown parameter: {param[:100]}", param=param[:100], code="unknown_parameter"
         )
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param or None, code="invalid_value")
+    if param == "messages" and first["type"] == "too_short":
+        return ApiError(
+            400, "messages is empty: send at least one message", param=param, code="empty_array"
+        )
+    if (
+        param.startswith("messages")
+        and first["type"] == "literal_error"
+        and param.endswith(".type")
+    ):
+        return ApiError(
+            400,
+            "a content part must have type text; nothing is fetched",
+            param=param,
+            code="unsupported_content",
+        )
+    return ApiError(
+        400, f"{param or 'the body'}: {first['msg']}", param=param or None, code="invalid_value"
+    )
 
 
 # ---------------------------------------------------------------- answers
@@ -291,10 +348,20 @@ class Shape:
         self._head = {"id": identity, "created": int(time.time()), "model": model}
 
     def whole(
-        self, text: str, reason: str, counts: Mapping[str, int], calls: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: str,
+        reason: str,
+        counts: Mapping[str, int],
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
-        """`calls`: of tools, as the protocol has them; an answer with some may say nothing beside."""
-        said: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        """`calls`: of tools, as the protocol has them; an answer with some may say nothing
+        beside.
+        """
+        said: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or (None if calls else ""),
+            "refusal": None,
+        }
         if calls:
             said["tool_calls"] = list(calls)
         message = {"message": said} if self.chat else {"text": text}
@@ -311,7 +378,9 @@ class Shape:
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The chunk with calls, each whole."""
-        return self._chunk({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}, None)
+        return self._chunk(
+            {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}, None
+        )
 
     def last(self, reason: str) -> dict[str, Any]:
         return self._chunk({} if self.chat else "", reason)
@@ -324,5 +393,10 @@ class Shape:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _chunk(self, content: Any, reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta" if self.chat else "text": content, "logprobs": None, "finish_reason": reason}
+        choice = {
+            "index": 0,
+            "delta" if self.chat else "text": content,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         return {**self._head, "object": self._object, "choices": [choice]}

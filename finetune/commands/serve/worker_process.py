@@ -1,4 +1,5 @@
-"""A worker: one model on one device in a process of its own. `workers.py` starts it and exchanges messages with it.
+"""A worker: one model on one device in a process of its own. `workers.py` starts it and exchanges
+messages with it.
 
 JSON, a line each; what a worker gets (standard input):
 
@@ -8,15 +9,16 @@ JSON, a line each; what a worker gets (standard input):
 
 and what it answers (standard output):
 
-    {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed", "error": {...}}
-    {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is": "refused", "id": ..., "error": {...}}
-    {"is": "piece", "id": ..., "text": ...}
-    {"is": "end", "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n,
+    {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed",
+    "error": {...}} {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is":
+    "refused", "id": ..., "error": {...}} {"is": "piece", "id": ..., "text": ...} {"is": "end",
+    "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n,
         "calls": [...]}     of tools, as the protocol has them
     {"is": "error", "id": ..., "message": ...}    the answer failed
     {"is": "alive"}                               every CHECK_SECONDS: it does not hang
 
-It ends when its input ends. If its model fails for good it leaves with exit code 1, and is started again.
+It ends when its input ends. If its model fails for good it leaves with exit code 1, and is started
+again.
 """
 
 from __future__ import annotations
@@ -47,13 +49,15 @@ class Worker:
     """Answers what comes in on one stream, on another."""
 
     def __init__(self, generator: Generator, out: BinaryIO) -> None:
-        self.generator, self._out = generator, out
+        self.generator = generator
+        self._out = out
         self._lock = threading.Lock()
         self._running: dict[str, Generation] = {}
 
     def send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        with self._lock, contextlib.suppress(BrokenPipeError):  # the server is gone; our input ends then too
+        # the server is gone; our input ends then too
+        with self._lock, contextlib.suppress(BrokenPipeError):
             self._out.write(line)
             self._out.flush()
 
@@ -81,7 +85,9 @@ class Worker:
             given = message["sampling"]
             stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
             sampling = self.generator.default_sampling.changed(**given | stop)
-            generation = self.generator.start(message["prompt"], sampling, on_piece, tools=message["tools"])
+            generation = self.generator.start(
+                message["prompt"], sampling, on_piece, tools=message["tools"]
+            )
         except FinetuneError as error:
             kind = type(error).__name__
             self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
@@ -96,7 +102,9 @@ class Worker:
             held = None
 
 
-def _events(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
+def _events(
+    identity: str, piece: str, answer: Answer | None, error: GenerationError | None
+) -> list[dict[str, Any]]:
     from finetune.data.tools import protocol_calls
 
     if error is not None:
@@ -117,7 +125,8 @@ def describe(error: FinetuneError) -> dict[str, str]:
 def main() -> int:
     """Load, then answer until the input ends."""
     die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends us in order
+    # Ctrl-C reaches the whole terminal; the server ends us in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between our lines
     lines = sys.stdin.buffer
@@ -135,7 +144,9 @@ def main() -> int:
         os.nice(CPU_NICENESS)
     worker = Worker(generator, out)
     about = {"name": generator.name, "context_tokens": generator.context_tokens}
-    worker.send({"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)})
+    worker.send(
+        {"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)}
+    )
     threading.Thread(target=_show_life, args=(worker,), name="check", daemon=True).start()
     for line in lines:
         worker.handle(json.loads(line))
@@ -143,7 +154,9 @@ def main() -> int:
 
 
 def _show_life(worker: Worker) -> None:
-    """Say that this process runs; end it if the engine has failed for good: the next one starts with a clean device."""
+    """Say that this process runs; end it if the engine has failed for good: the next one starts
+    with a clean device.
+    """
     while worker.generator.engine.alive:
         worker.send({"is": "alive"})
         time.sleep(CHECK_SECONDS)

@@ -1,7 +1,9 @@
-"""The worker processes of a server: one per device, started again when one dies, and who gets which request.
+"""The worker processes of a server: one per device, started again when one dies, and who gets which
+request.
 
-A request waits in one queue until a worker has room, and goes to the one that has most. If its worker dies it gets
-`lost`; the others do not notice. A worker that hangs gives no sign of life: it gets no more requests, and is ended.
+A request waits in one queue until a worker has room, and goes to the one that has most. If its
+worker dies it gets `lost`; the others do not notice. A worker that hangs gives no sign of life: it
+gets no more requests, and is ended.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class NoWorker(Exception):
 class Worker:
     """One process and what it does now.
 
-    `state`: starting, ready, silent (no sign of life), pausing (before a new start), failed, stopped.
+    `state`: starting, ready, silent (no sign of life), pausing (before a new start), failed,
+    stopped.
     """
 
     number: int
@@ -59,7 +62,11 @@ class Worker:
     task: asyncio.Task[None] | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        if self.process is not None and self.process.stdin is not None and not self.process.stdin.is_closing():
+        if (
+            self.process is not None
+            and self.process.stdin is not None
+            and not self.process.stdin.is_closing()
+        ):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
@@ -73,9 +80,9 @@ class _WaitingRequest:
 class WorkerPool:
     """Workers with the same model, each with its variables on top of this process's own.
 
-    Each loads with `load`, arguments of `load_for_generation`, and writes up to `per_worker` answers at the same time;
-    `max_queue` requests may wait for room. A worker that is silent for `worker_seconds` is ended. `on_restart` is
-    called when a worker is started again.
+    Each loads with `load`, arguments of `load_for_generation`, and writes up to `per_worker`
+    answers at the same time; `max_queue` requests may wait for room. A worker that is silent for
+    `worker_seconds` is ended. `on_restart` is called when a worker is started again.
     """
 
     def __init__(
@@ -89,9 +96,15 @@ class WorkerPool:
         command: Sequence[str] = WORKER_COMMAND,
         on_restart: Callable[[], None] = lambda: None,
     ) -> None:
-        self._load, self._command, self._on_restart = dict(load), tuple(command), on_restart
-        self.workers = [Worker(number, environment) for number, environment in enumerate(environments)]
-        self.per_worker, self.max_queue, self.worker_seconds = per_worker, max_queue, worker_seconds
+        self._load = dict(load)
+        self._command = tuple(command)
+        self._on_restart = on_restart
+        self.workers = [
+            Worker(number, environment) for number, environment in enumerate(environments)
+        ]
+        self.per_worker = per_worker
+        self.max_queue = max_queue
+        self.worker_seconds = worker_seconds
         self._waiting: deque[_WaitingRequest] = deque()
         self.about: dict[str, Any] = {}  # what the first worker reported when it was ready
         self.all_failed = asyncio.Event()
@@ -148,7 +161,12 @@ class WorkerPool:
             failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts >= FAILED_STARTS:
                 worker.state = "failed"
-                logger.error("worker %d failed to start %d times, given up: %s", worker.number, failed_starts, error)
+                logger.error(
+                    "worker %d failed to start %d times, given up: %s",
+                    worker.number,
+                    failed_starts,
+                    error,
+                )
                 if all(worker.state == "failed" for worker in self.workers):
                     self._reject_waiting()
                     self.all_failed.set()
@@ -160,9 +178,13 @@ class WorkerPool:
             logger.warning("worker %d ended (%s) and is started again", worker.number, error.what)
             await asyncio.sleep(pause)
 
-    async def _run_once(self, worker: Worker, ready: asyncio.Future[None]) -> tuple[bool, FinetuneError]:
+    async def _run_once(
+        self, worker: Worker, ready: asyncio.Future[None]
+    ) -> tuple[bool, FinetuneError]:
         """One life of a worker: whether it was ready, and why it ended."""
-        error = FinetuneError(f"worker {worker.number} ended before it was ready", "worker", "see its messages above")
+        error = FinetuneError(
+            f"worker {worker.number} ended before it was ready", "worker", "see its messages above"
+        )
         was_ready = False
         worker.process = process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -190,7 +212,9 @@ class WorkerPool:
                 elif event["is"] != "alive":
                     self._deliver(worker, event)
         except (ValueError, KeyError) as wrong:
-            logger.error("worker %d sent what is no message: %s", worker.number, type(wrong).__name__)
+            logger.error(
+                "worker %d sent what is no message: %s", worker.number, type(wrong).__name__
+            )
         finally:
             if watch is not None:
                 watch.cancel()
@@ -206,14 +230,19 @@ class WorkerPool:
     async def _watch(self, worker: Worker, process: asyncio.subprocess.Process) -> None:
         """End the worker if it hangs: stopped, or a call in it that never returns.
 
-        What is counted is checks, not time: if this process is stopped itself, its workers have not been silent.
+        What is counted is checks, not time: if this process is stopped itself, its workers have not
+        been silent.
         """
         while worker.silent_checks * CHECK_SECONDS < self.worker_seconds:
             await asyncio.sleep(CHECK_SECONDS)
             worker.silent_checks += 1
             if worker.silent_checks == QUIET_CHECKS and worker.state == "ready":
                 worker.state = "silent"
-        logger.error("worker %d gave no sign of life for %g seconds and is ended", worker.number, self.worker_seconds)
+        logger.error(
+            "worker %d gave no sign of life for %g seconds and is ended",
+            worker.number,
+            self.worker_seconds,
+        )
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
@@ -246,7 +275,8 @@ class WorkerPool:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncIterator[asyncio.Queue[Event]]:
-        """Events of one answer, up to "end", "error", "refused" or "lost". Leaving earlier cancels it.
+        """Events of one answer, up to "end", "error", "refused" or "lost". Leaving earlier cancels
+        it.
 
         Raises:
             QueueFull, NoWorker, asyncio.TimeoutError: it could not begin.
@@ -264,7 +294,9 @@ class WorkerPool:
                 worker.send({"do": "cancel", "id": identity})
                 self._assign_waiting()
 
-    async def _reserve(self, identity: str, events: asyncio.Queue[Event], queue_seconds: float) -> Worker:
+    async def _reserve(
+        self, identity: str, events: asyncio.Queue[Event], queue_seconds: float
+    ) -> Worker:
         """A worker that has taken the request into its count."""
         worker = self._least_busy()
         if worker is not None and not self._waiting:
@@ -287,7 +319,11 @@ class WorkerPool:
             raise
 
     def _least_busy(self) -> Worker | None:
-        room = [worker for worker in self.workers if worker.state == "ready" and len(worker.running) < self.per_worker]
+        room = [
+            worker
+            for worker in self.workers
+            if worker.state == "ready" and len(worker.running) < self.per_worker
+        ]
         return min(room, key=lambda worker: len(worker.running), default=None)
 
     def _assign_waiting(self) -> None:

@@ -1,8 +1,9 @@
 """The faults that a deployment is tested for. One entry of `CAUSES` is all that a new one needs.
 
-A fault of the prompt says what the model would have read instead, one of the weights which model would have answered;
-what the trained model makes of that is compared with what the deployment answered (`diagnosis`). A fault of the
-decoding is either of the same kind (a penalty), or seen in the answers themselves (`diagnosis.SEEN_IN_ANSWERS`).
+A fault of the prompt says what the model would have read instead, one of the weights which model
+would have answered; what the trained model makes of that is compared with what the deployment
+answered (`diagnosis`). A fault of the decoding is either of the same kind (a penalty), or seen in
+the answers themselves (`diagnosis.SEEN_IN_ANSWERS`).
 """
 
 from __future__ import annotations
@@ -32,18 +33,25 @@ CAUSES = (
     Cause(
         "refused",
         N_("the deployment refuses conversations"),
-        N_("use the run's chat_template.jinja: the deployed one refuses what training has rendered"),
+        N_(
+            "use the run's chat_template.jinja: the deployed one refuses what training has rendered"
+        ),
     ),
     Cause(
         "bos_missing",
         N_("the prompt lacks the token that begins it (BOS)"),
-        N_("let the engine add BOS, or keep it in the template: add_bos_token, tokenizer.ggml.add_bos_token"),
+        N_(
+            "let the engine add BOS, or keep it in the template: add_bos_token,"
+            " tokenizer.ggml.add_bos_token"
+        ),
         changes.bos_missing,
     ),
     Cause(
         "bos_added",
         N_("the prompt begins with a BOS that training did not have, or with two"),
-        N_("take BOS out of the template or let the engine add none: send add_special_tokens false"),
+        N_(
+            "take BOS out of the template or let the engine add none: send add_special_tokens false"
+        ),
         changes.bos_added,
     ),
     Cause(
@@ -67,13 +75,19 @@ CAUSES = (
     Cause(
         "history",
         N_("earlier turns of the conversation do not reach the model"),
-        N_("raise the context (num_ctx, --max-model-len, -c), and let the client and the template keep all turns"),
+        N_(
+            "raise the context (num_ctx, --max-model-len, -c), and let the client and the template"
+            " keep all turns"
+        ),
         changes.history,
     ),
     Cause(
         "context_cut",
         N_("the beginning of long prompts is cut off"),
-        N_("raise the context: num_ctx, --max-model-len or -c to the longest conversation with its answer"),
+        N_(
+            "raise the context: num_ctx, --max-model-len or -c to the longest conversation with its"
+            " answer"
+        ),
         changes.cut_front,
     ),
     Cause(
@@ -85,7 +99,10 @@ CAUSES = (
     Cause(
         "date",
         N_("the template writes today's date, training wrote a fixed one"),
-        N_("set the date that training used (26 Jul 2024) in the template or as its variable date_string"),
+        N_(
+            "set the date that training used (26 Jul 2024) in the template or as its variable"
+            " date_string"
+        ),
         changes.date,
     ),
     Cause(
@@ -97,28 +114,37 @@ CAUSES = (
     Cause(
         "special_tokens_as_text",
         N_("the template's control tokens are read as plain text"),
-        N_("copy tokenizer.json and tokenizer_config.json of the run; let the engine parse special tokens"),
+        N_(
+            "copy tokenizer.json and tokenizer_config.json of the run; let the engine parse special"
+            " tokens"
+        ),
         changes.specials_as_text,
     ),
     Cause(
         "template",
         N_("another chat template writes the prompt"),
         N_(
-            "copy chat_template.jinja of the run beside the model, or pass it: --chat-template (vLLM), "
-            "--chat-template-file (llama.cpp), TEMPLATE (Ollama)"
+            "copy chat_template.jinja of the run beside the model, or pass it: --chat-template"
+            " (vLLM), --chat-template-file (llama.cpp), TEMPLATE (Ollama)"
         ),
         changes.templates,
     ),
     Cause(
         "repetition_penalty",
         N_("a repetition penalty changes the greedy answer"),
-        N_("send repetition_penalty 1, and take it out of generation_config.json or the Modelfile (repeat_penalty 1)"),
+        N_(
+            "send repetition_penalty 1, and take it out of generation_config.json or the Modelfile"
+            " (repeat_penalty 1)"
+        ),
         changes.penalties,
     ),
     Cause(
         "adapter_left_out",
         N_("the base model answers: the adapter is not applied"),
-        N_("name the adapter in the request (vLLM: --lora-modules), or serve the folder that merge wrote"),
+        N_(
+            "name the adapter in the request (vLLM: --lora-modules), or serve the folder that merge"
+            " wrote"
+        ),
         changes.no_adapter,
     ),
     Cause(
@@ -131,7 +157,8 @@ CAUSES = (
         "rope_scaling",
         N_("positions are scaled otherwise than in training"),
         N_(
-            "serve with the rope parameters of the merged config.json: no --rope-scaling, --rope-freq-base or overrides"
+            "serve with the rope parameters of the merged config.json: no --rope-scaling,"
+            " --rope-freq-base or overrides"
         ),
         changes.rope,
     ),
@@ -144,7 +171,10 @@ CAUSES = (
     Cause(
         "arithmetic",
         N_("the engine computes in fewer bits than it is to"),
-        N_("serve with --dtype float32, or accept its rounding: verify with --deployed-dtype as it is served"),
+        N_(
+            "serve with --dtype float32, or accept its rounding: verify with --deployed-dtype as it"
+            " is served"
+        ),
         changes.arithmetic,
     ),
     Cause(
@@ -157,19 +187,25 @@ CAUSES = (
         "reasoning_parser",
         N_("a reasoning parser takes text out of the answers that training has in them"),
         N_(
-            "serve without it: no --reasoning-parser (vLLM, SGLang), --reasoning-format none (llama.cpp), think false "
-            "(Ollama)"
+            "serve without it: no --reasoning-parser (vLLM, SGLang), --reasoning-format none"
+            " (llama.cpp), think false (Ollama)"
         ),
     ),
     Cause(
         "end_ignored",
         N_("answers run on behind their end"),
-        N_("add the end of turn to eos_token_id of generation_config.json (merge writes it), or send it as stop"),
+        N_(
+            "add the end of turn to eos_token_id of generation_config.json (merge writes it), or"
+            " send it as stop"
+        ),
     ),
     Cause(
         "stops_early",
         N_("answers end before their end"),
-        N_("take stop texts or extra eos ids out of the request, generation_config.json or the Modelfile"),
+        N_(
+            "take stop texts or extra eos ids out of the request, generation_config.json or the"
+            " Modelfile"
+        ),
     ),
     Cause(
         "answers_cut",
@@ -184,7 +220,10 @@ CAUSES = (
     Cause(
         "unknown",
         N_("the deployment differs, and no known cause explains it"),
-        N_("compare model, tokenizer and engine settings by hand; --merged FOLDER tells files from engine"),
+        N_(
+            "compare model, tokenizer and engine settings by hand; --merged FOLDER tells files from"
+            " engine"
+        ),
     ),
 )
 BY_NAME = {cause.name: cause for cause in CAUSES}
@@ -192,7 +231,9 @@ BY_NAME = {cause.name: cause for cause in CAUSES}
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A fault in one of its forms, or two faults at once; without any it is the deployment as it should be."""
+    """A fault in one of its forms, or two faults at once; without any it is the deployment as it
+    should be.
+    """
 
     causes: tuple[tuple[Cause, str], ...] = ()
     change: Change = AS_TRAINED

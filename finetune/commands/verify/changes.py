@@ -19,8 +19,12 @@ from finetune.inference.loading import Source, load_tokenizer_of
 from finetune.runtime.language import _
 
 Ids = tuple[int, ...]
-SYSTEM_TURNS = ("You are a helpful assistant.", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
-PENALTIES = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5)  # 1.1 was Ollama's default, 1.05 is Qwen's generation_config.json
+SYSTEM_TURNS = (
+    "You are a helpful assistant.",
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+)
+# 1.1 was Ollama's default, 1.05 is Qwen's generation_config.json
+PENALTIES = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Change:
 
     Attributes:
         reads: the ids that the model would read of a prompt; None: as in training.
-        opens: ids that the model itself would begin its answer with, where they are not of the answer proper.
+        opens: ids that the model itself would begin its answer with, where they are not of the
+            answer proper.
     """
 
     detail: str = ""
@@ -46,9 +51,14 @@ AS_TRAINED = Change()
 
 
 def _rendered(
-    reference: Reference, source: str, edit: Callable[[Messages], Messages] = lambda messages: messages, **settings: Any
+    reference: Reference,
+    source: str,
+    edit: Callable[[Messages], Messages] = lambda messages: messages,
+    **settings: Any,
 ) -> Callable[[Prompt], Ids]:
-    """Ids of a prompt under another template, or with other messages or settings of the template."""
+    """Ids of a prompt under another template, or with other messages or settings of the
+    template.
+    """
 
     def reads(prompt: Prompt) -> Ids:
         try:
@@ -77,17 +87,22 @@ def templates(reference: Reference) -> Iterator[Change]:
         if source != own:
             yield Change(name, _rendered(reference, source))
     contents = (
-        "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+        "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{%"
+        " endif %}{% endfor %}"
     )
     yield Change(_("none: the bare contents"), _rendered(reference, contents))
-    roles = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    roles = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{%"
+        " endfor %}"
+    )
     yield Change(_("none: roles and contents as text"), _rendered(reference, roles))
     yield Change(_("none: roles and contents as text"), _rendered(reference, roles + "assistant:"))
 
 
 def no_generation_prompt(reference: Reference) -> Iterator[Change]:
     reads = _rendered(reference, reference.template.source, add_generation_prompt=False)
-    # The model then writes what is missing itself, and of that a text shows only what is no control token.
+    # The model then writes what is missing itself, and of that a text shows only what is no control
+    # token.
     yield Change(reads=reads, opens=lambda prompt: prompt.ids[len(reads(prompt)) :])
 
 
@@ -99,7 +114,9 @@ def _bos(reference: Reference) -> int | None:
 def bos_missing(reference: Reference) -> Iterator[Change]:
     first = _bos(reference)
     if first is not None:
-        yield Change(reads=lambda prompt: prompt.ids[1:] if prompt.ids[:1] == (first,) else prompt.ids)
+        yield Change(
+            reads=lambda prompt: prompt.ids[1:] if prompt.ids[:1] == (first,) else prompt.ids
+        )
 
 
 def bos_added(reference: Reference) -> Iterator[Change]:
@@ -115,12 +132,17 @@ def history(reference: Reference) -> Iterator[Change]:
         return messages[-1:]
 
     def last_turn_and_system(messages: Messages) -> Messages:
-        return [message for message in messages[:-1] if message["role"] == "system"] + list(messages[-1:])
+        return [message for message in messages[:-1] if message["role"] == "system"] + list(
+            messages[-1:]
+        )
 
     def last_turns(messages: Messages) -> Messages:
         return messages if len(messages) < 4 else messages[-3:]
 
-    yield Change(_("the last question and the system turn"), _rendered(reference, source, last_turn_and_system))
+    yield Change(
+        _("the last question and the system turn"),
+        _rendered(reference, source, last_turn_and_system),
+    )
     yield Change(_("the last question alone"), _rendered(reference, source, last_turn))
     yield Change(_("the last two questions"), _rendered(reference, source, last_turns))
 
@@ -153,10 +175,16 @@ def thinking(reference: Reference) -> Iterator[Change]:
     for name in ("enable_thinking", "thinking"):
         if name in reference.template.source:
             for value in (False, True):
-                yield Change(f"{name}={value}", _rendered(reference, reference.template.source, **{name: value}))
+                yield Change(
+                    f"{name}={value}",
+                    _rendered(reference, reference.template.source, **{name: value}),
+                )
     block = reference.ids("<think>\n\n</think>\n\n")
     for opening in (block, reference.ids("<think>\n")):
-        yield Change(repr(reference.tokenizer.decode(opening)), lambda prompt, opening=opening: prompt.ids + opening)
+        yield Change(
+            repr(reference.tokenizer.decode(opening)),
+            lambda prompt, opening=opening: prompt.ids + opening,
+        )
 
 
 def date(reference: Reference) -> Iterator[Change]:
@@ -172,7 +200,10 @@ def specials_as_text(reference: Reference) -> Iterator[Change]:
 
 def cut_front(reference: Reference) -> Iterator[Change]:
     for room in (64, 128, 256, 512, 1024, 2048, 4096):
-        yield Change(_("the last {count} tokens").format(count=room), lambda prompt, room=room: prompt.ids[-room:])
+        yield Change(
+            _("the last {count} tokens").format(count=room),
+            lambda prompt, room=room: prompt.ids[-room:],
+        )
 
 
 # ---------------------------------------------------------------- of the weights
@@ -221,11 +252,16 @@ def quantised(reference: Reference) -> Iterator[Change]:
 def rope(reference: Reference) -> Iterator[Change]:
     config = reference.config.get_text_config()
     own = getattr(config, "rope_parameters", None)
-    if not isinstance(own, dict) or "rope_theta" not in own:  # none, or other ones for each kind of layer
+    # none, or other ones for each kind of layer
+    if not isinstance(own, dict) or "rope_theta" not in own:
         return
-    if reference.trust_remote_code and hasattr(reference.config, "auto_map"):  # how it makes positions is not known
+    # how it makes positions is not known
+    if reference.trust_remote_code and hasattr(reference.config, "auto_map"):
         return
-    theta, kept = own["rope_theta"], {name: own[name] for name in ("partial_rotary_factor",) if name in own}
+    theta, kept = (
+        own["rope_theta"],
+        {name: own[name] for name in ("partial_rotary_factor",) if name in own},
+    )
     length = config.max_position_embeddings
     plain = {"rope_type": "default", "rope_theta": theta, **kept}
     others: list[tuple[str, dict[str, Any]]] = []

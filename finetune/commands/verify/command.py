@@ -1,4 +1,6 @@
-"""`python -m finetune verify`: whether a deployment answers as the model that was trained, and if not, why."""
+"""`python -m finetune verify`: whether a deployment answers as the model that was trained, and if
+not, why.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130: interrupted."""
+    """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130:
+    interrupted.
+    """
     words = sys.argv[1:] if argv is None else argv
     as_json = asks_for_json(VerifyOptions, words)
     try:
@@ -31,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         if as_json:
-            _write_error(FinetuneError("interrupted", "verify", "start it again; nothing was written"), INTERRUPTED)
+            _write_error(
+                FinetuneError("interrupted", "verify", "start it again; nothing was written"),
+                INTERRUPTED,
+            )
         return INTERRUPTED
 
 
@@ -55,7 +62,9 @@ def _told(error: FinetuneError) -> dict[str, Any]:
 
 
 def _write_error(error: FinetuneError, exit_code: int) -> None:
-    problems = {"problems": [_told(one) for one in error.problems]} if isinstance(error, Problems) else {}
+    problems = (
+        {"problems": [_told(one) for one in error.problems]} if isinstance(error, Problems) else {}
+    )
     _write({"error": {**_told(error), "exit_code": exit_code, **problems}, "findings": []})
 
 
@@ -82,7 +91,9 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     source = find_source(options.model, options.adapter)
     files = list(options.data) or validation_files(source)
     device = torch.device(devices.choose_device_type(options.device_type))
-    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer_of(
+        source, options.template, trust_remote_code=options.trust_remote_code
+    )
     dtype = devices.choose_dtype(options.dtype, device.type)
     reference = Reference(source, tokenizer, device, dtype, options.trust_remote_code)
     prompts = choose(files, reference.template, options.prompts, _room(options, reference))
@@ -102,7 +113,9 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     }
 
 
-def _judged(options: VerifyOptions, reference: Reference, answered: Sequence[Replay]) -> dict[str, Any]:
+def _judged(
+    options: VerifyOptions, reference: Reference, answered: Sequence[Replay]
+) -> dict[str, Any]:
     """What is reported of the conversations that were answered; without one no model is loaded."""
     if not answered:
         return {"same": 0, "compared": {"answers": 0}}
@@ -140,7 +153,8 @@ def _room(options: VerifyOptions, reference: Reference) -> int | None:
     context = options.context_tokens or made_for
     if context is not None and context <= options.max_new_tokens:
         raise ConfigError(
-            f"a context of {context} tokens has no room for prompts beside {options.max_new_tokens} of answers",
+            f"a context of {context} tokens has no room for prompts beside {options.max_new_tokens}"
+            " of answers",
             "--context-tokens",
             "raise it, or lower --max-new-tokens",
         )
@@ -151,7 +165,9 @@ def _deployment(options: VerifyOptions, device: Any) -> Deployment:
     if options.merged is not None:
         from finetune.commands.verify.merged import MergedFolder
 
-        return MergedFolder(options.merged.expanduser(), device, trust_remote_code=options.trust_remote_code)
+        return MergedFolder(
+            options.merged.expanduser(), device, trust_remote_code=options.trust_remote_code
+        )
     from finetune.commands.verify.endpoint import Endpoint
 
     assert options.endpoint is not None
@@ -186,20 +202,38 @@ def _text(report: dict[str, Any]) -> str:
     }
     said = ", ".join(text for name, text in kinds.items() if compared.get(name))
     count = compared["answers"]
-    lines = [_("compared on {count} conversations: {what}").format(count=count, what=said)] if count else []
+    lines = (
+        [_("compared on {count} conversations: {what}").format(count=count, what=said)]
+        if count
+        else []
+    )
     if report["deployment"].get("reasoning"):
-        lines.append(_("the server gives thoughts apart from answers: for this comparison they were put back"))
+        lines.append(
+            _(
+                "the server gives thoughts apart from answers: for this comparison they were put"
+                " back"
+            )
+        )
     if not report["findings"]:
         lines.append(_("the deployment answers as the trained model"))
     if not report.get("shows_adapter", True):
-        lines.append(_("but so would the base: the adapter changes too little here; ask more with --prompts or --data"))
+        lines.append(
+            _(
+                "but so would the base: the adapter changes too little here; ask more with"
+                " --prompts or --data"
+            )
+        )
     for finding in report["findings"]:
         detail = f" ({finding['detail']})" if finding["detail"] else ""
         lines += ["", f"{finding['name']}: {finding['what']}{detail}"]
         lines += [f"  {line}" for line in finding["evidence"]]
-        differ = _("{wrong} of {count} conversations differ").format(wrong=len(finding["prompts"]), count=total)
+        differ = _("{wrong} of {count} conversations differ").format(
+            wrong=len(finding["prompts"]), count=total
+        )
         if finding["explains"]:
-            differ += "; " + _("with this fault {explained} are explained").format(explained=finding["explains"])
+            differ += "; " + _("with this fault {explained} are explained").format(
+                explained=finding["explains"]
+            )
         lines += [f"  {differ}", _("  mend: {mend}").format(mend=finding["mend"])]
     # Answers come from another machine: nothing of them moves a terminal.
     return "".join(plain_lines(line) + "\n" for line in lines)

@@ -1,4 +1,6 @@
-"""The conversations that are replayed: records of the data alone, with a system turn, and several joined to one."""
+"""The conversations that are replayed: records of the data alone, with a system turn, and several
+joined to one.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,31 @@ def validation_files(source: Source) -> list[str]:
         DataError: there is none.
     """
     run = find_run(source.adapter or Path(source.base))
-    entries = (run.settings.get("valid_data") or run.settings.get("data") or []) if run is not None else []
+    entries = (
+        (run.settings.get("valid_data") or run.settings.get("data") or [])
+        if run is not None
+        else []
+    )
     paths = [entry if isinstance(entry, str) else entry["path"] for entry in entries]
     found = [path for path in paths if Path(path).is_file()]
     if not found:
         raise DataError(
-            "no validation data of the model's run is here", "--data", "name a file with records: --data FILE"
+            "no validation data of the model's run is here",
+            "--data",
+            "name a file with records: --data FILE",
         )
     return found
 
 
-def choose(files: Sequence[str], template: ChatTemplate, count: int, most_tokens: int | None = None) -> list[Prompt]:
-    """Conversations of all forms that the template takes, the same ones every time; each with its rendering.
+def choose(
+    files: Sequence[str], template: ChatTemplate, count: int, most_tokens: int | None = None
+) -> list[Prompt]:
+    """Conversations of all forms that the template takes, the same ones every time; each with its
+    rendering.
 
     Args:
-        most_tokens: of a prompt; a conversation that is longer is taken in a simpler form, or left out.
+        most_tokens: of a prompt; a conversation that is longer is taken in a simpler form, or left
+            out.
 
     Raises:
         DataError: the data cannot be read, or no record of it makes a prompt.
@@ -74,7 +86,9 @@ def choose(files: Sequence[str], template: ChatTemplate, count: int, most_tokens
 
 
 def _records(sources: Sequence[DataSource]) -> list[list[Message]]:
-    """Turns of the records that are plain conversations without tools, each ending with its answer."""
+    """Turns of the records that are plain conversations without tools, each ending with its
+    answer.
+    """
     found = []
     for file in expand_sources(sources):
         for _, _, conversation in RecordReader(source=file.source).file(file.path):
@@ -84,7 +98,9 @@ def _records(sources: Sequence[DataSource]) -> list[list[Message]]:
                 break
     if not found:
         raise DataError(
-            "no record is a conversation", ", ".join(source.path for source in sources), "name other data with --data"
+            "no record is a conversation",
+            ", ".join(source.path for source in sources),
+            "name other data with --data",
         )
     return found
 
@@ -95,10 +111,15 @@ def _is_plain(conversation: Conversation) -> bool:
 
 
 def _forms(records: Sequence[list[Message]], number: int) -> list[list[Message]]:
-    """The turns before the answer that prompt `number` asks for, in the form that is wanted and in simpler ones."""
+    """The turns before the answer that prompt `number` asks for, in the form that is wanted and in
+    simpler ones.
+    """
     plain = [[turn for turn in record if turn.role != "system"] for record in records]
     alone = plain[number % len(plain)][:-1]
-    before = [*plain[(number + 1) % len(plain)], *(plain[(number + 2) % len(plain)] if number % 8 == 7 else [])]
+    before = [
+        *plain[(number + 1) % len(plain)],
+        *(plain[(number + 2) % len(plain)] if number % 8 == 7 else []),
+    ]
     system = Message("system", SYSTEM)
     spaced = [*alone[:-1], Message(alone[-1].role, OUTER_SPACE.format(alone[-1].content))]
     forms = {

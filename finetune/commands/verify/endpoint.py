@@ -3,7 +3,8 @@
 | engine | known by | rendered prompt |
 |---|---|---|
 | vLLM, vllm-ascend | `version` at /version | ids from /tokenize, which takes messages |
-| llama.cpp's server | `default_generation_settings` at /props | text from /apply-template, ids of it from /tokenize |
+| llama.cpp's server | `default_generation_settings` at /props | text from /apply-template, ids of
+it from /tokenize |
 | Ollama | `version` at /api/version | the number of its tokens only |
 | any other | | the number of its tokens, where `usage` has it |
 """
@@ -21,7 +22,15 @@ from finetune.errors import ConfigError, FinetuneError
 
 SHOWN_MODELS = 8
 LARGEST_ID = 2**31 - 1
-_ENGINE_FACTS = ("dtype", "quantization_level", "parameter_size", "ftype", "model_ftype", "n_ctx", "build_info")
+_ENGINE_FACTS = (
+    "dtype",
+    "quantization_level",
+    "parameter_size",
+    "ftype",
+    "model_ftype",
+    "n_ctx",
+    "build_info",
+)
 
 
 class Endpoint:
@@ -29,13 +38,16 @@ class Endpoint:
 
     Args:
         url: with or without the /v1 at its end.
-        model: the server's name of the model; None: the only one that it lists, or the only adapter among them.
+        model: the server's name of the model; None: the only one that it lists, or the only adapter
+            among them.
 
     Raises:
         ConfigError: nothing answers there, or its model is not known, or the key cannot be sent.
     """
 
-    def __init__(self, url: str, model: str | None, *, key_variable: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, url: str, model: str | None, *, key_variable: str, timeout_seconds: float
+    ) -> None:
         self._wire = Wire(url, key_variable=key_variable, timeout_seconds=timeout_seconds)
         self.name = self._wire.root
         self.facts: dict[str, Any] = {}
@@ -45,12 +57,16 @@ class Endpoint:
             raise ConfigError(error.what, error.where, error.fix) from None
         self.engine = self._engine()
         self.facts |= {"engine": self.engine, "model": self._wire.shown(self.model)}
-        self._takes_ids, self._without_logprobs = True, set[str]()
+        self._takes_ids = True
+        self._without_logprobs = set[str]()
 
     # ------------------------------------------------------------ answers
 
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        body: dict[str, Any] = {"model": self.model, "messages": [dict(message) for message in messages]}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [dict(message) for message in messages],
+        }
         path = "/v1/chat/completions"
         try:
             answer = self._asked(path, body, max_new_tokens)
@@ -67,7 +83,9 @@ class Endpoint:
             return None
         for prompt in [list(ids), text] if self._takes_ids else [text]:
             try:
-                answer = self._asked("/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens)
+                answer = self._asked(
+                    "/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens
+                )
                 return self._seen("/v1/completions", answer)
             except Refused:  # of ids: it takes texts only; of a text: it has no such path
                 self._takes_ids = False
@@ -88,14 +106,22 @@ class Endpoint:
         return answer
 
     def _seen(self, path: str, answer: Any, **more: Any) -> Seen:
-        """What an answer of either path says. Raises FinetuneError where it is not of the protocol."""
+        """What an answer of either path says. Raises FinetuneError where it is not of the
+        protocol.
+        """
         try:
             choice = _of(_of(_of(answer, dict)["choices"], list)[0], dict)
-            message = _of(choice["message"], dict) if "chat" in path else {"content": choice.get("text")}
+            message = (
+                _of(choice["message"], dict) if "chat" in path else {"content": choice.get("text")}
+            )
             text = _of(message.get("content"), str, _NONE) or ""
-            thoughts = _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE) or ""
+            thoughts = (
+                _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE) or ""
+            )
             usage = _of(answer.get("usage"), dict, _NONE) or {}
-            tokens, made = (_of(usage.get(name), int, _NONE) for name in ("prompt_tokens", "completion_tokens"))
+            tokens, made = (
+                _of(usage.get(name), int, _NONE) for name in ("prompt_tokens", "completion_tokens")
+            )
             finish = _of(choice.get("finish_reason"), str, _NONE)
             ids, logprobs = _token_logprobs(_of(choice.get("logprobs"), dict, _NONE) or {})
         except (TypeError, LookupError, ValueError, OverflowError):
@@ -116,10 +142,17 @@ class Endpoint:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
         """The prompt's ids, where the engine shows them."""
-        asked: dict[str, Any] = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "add_generation_prompt": True,
+        }
         try:
             if self.engine == "llama.cpp":
-                given = _of(_of(self._wire.json("/apply-template", {"messages": messages}), dict)["prompt"], str)
+                given = _of(
+                    _of(self._wire.json("/apply-template", {"messages": messages}), dict)["prompt"],
+                    str,
+                )
                 asked = {"content": given, "add_special": True, "parse_special": True}
             if self.engine in ("llama.cpp", "vllm"):
                 tokens = _of(_of(self._wire.json("/tokenize", asked), dict)["tokens"], list)
@@ -141,15 +174,23 @@ class Endpoint:
             if wanted is not None:
                 return wanted
             if not isinstance(error, Refused):
-                raise FinetuneError("the server's list of models cannot be read", self.name, fix) from None
+                raise FinetuneError(
+                    "the server's list of models cannot be read", self.name, fix
+                ) from None
             failure = self._failure("/v1/models", error)
             # Other than a key or a redirect: it has no list.
             of_access = error.status in (401, 403) or 300 <= error.status < 400
-            raise FinetuneError(failure.what, failure.where, failure.fix if of_access else fix) from None
+            raise FinetuneError(
+                failure.what, failure.where, failure.fix if of_access else fix
+            ) from None
         if wanted is not None:
             return wanted
         if not listed:
-            raise FinetuneError("the server has no model", self.name, "load one there, or name it with --served-model")
+            raise FinetuneError(
+                "the server has no model",
+                self.name,
+                "load one there, or name it with --served-model",
+            )
         adapters = [name for name, parent in listed.items() if parent]
         for only in (list(listed), adapters):
             if len(only) == 1:
@@ -163,11 +204,17 @@ class Endpoint:
             return self._wire.foreign(path)
         what, fix = f"the server refused: {refused.status} {refused.words}", mend_of(refused.status)
         if refused.status < 400:
-            what, fix = f"the server redirects: {refused.status}", "give the final address to --endpoint"
+            what, fix = (
+                f"the server redirects: {refused.status}",
+                "give the final address to --endpoint",
+            )
         return FinetuneError(what, f"{self.name}{path}", fix)
 
     def _engine(self) -> str:
-        probes = (("llama.cpp", "/props", "default_generation_settings"), ("ollama", "/api/version", "version"))
+        probes = (
+            ("llama.cpp", "/props", "default_generation_settings"),
+            ("ollama", "/api/version", "version"),
+        )
         for engine, path, key in (*probes, ("vllm", "/version", "version")):
             with contextlib.suppress(Refused, FinetuneError):
                 found = self._wire.json(path)
@@ -180,12 +227,20 @@ class Endpoint:
 
     def _ollama_facts(self) -> None:
         with contextlib.suppress(Refused, KeyError, TypeError):
-            self._take_facts(_of(self._wire.json("/api/show", {"model": self.model})["details"], dict))
+            self._take_facts(
+                _of(self._wire.json("/api/show", {"model": self.model})["details"], dict)
+            )
 
     def _take_facts(self, found: Mapping[str, Any]) -> None:
         named = {name: found.get(name) for name in _ENGINE_FACTS}
-        self.facts |= {name: self._wire.shown(fact) for name, fact in named.items() if isinstance(fact, str)}
-        self.facts |= {name: fact for name, fact in named.items() if isinstance(fact, int) and abs(fact) <= 2**63}
+        self.facts |= {
+            name: self._wire.shown(fact) for name, fact in named.items() if isinstance(fact, str)
+        }
+        self.facts |= {
+            name: fact
+            for name, fact in named.items()
+            if isinstance(fact, int) and abs(fact) <= 2**63
+        }
 
 
 _NONE = type(None)
@@ -204,11 +259,16 @@ def _id(value: Any) -> int:
     return int(value)
 
 
-def _token_logprobs(given: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
+def _token_logprobs(
+    given: Mapping[str, Any],
+) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
     """The ids (where they are there) and log-probabilities of an answer's tokens."""
     content = _of(given.get("content"), list, _NONE)
     if content:
-        numbers, ids = [_of(token, dict).get("logprob") for token in content], [token.get("id") for token in content]
+        numbers, ids = (
+            [_of(token, dict).get("logprob") for token in content],
+            [token.get("id") for token in content],
+        )
     else:
         numbers, ids = _of(given.get("token_logprobs"), list, _NONE) or [], [None]
     logprobs = tuple(float(_of(number, int, float)) for number in numbers if number is not None)

@@ -1,4 +1,6 @@
-"""What a deployment shows of one prompt, and what a model of ours says of the same. Needs no torch."""
+"""What a deployment shows of one prompt, and what a model of ours says of the same. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Seen:
-    """One answer of a deployment, and what it lets see of how it came to it; None where it does not say."""
+    """One answer of a deployment, and what it lets see of how it came to it; None where it does not
+    say.
+    """
 
     answer: str
     finish: str  # "stop", "length", "refused", or what else the engine calls it
@@ -64,7 +68,8 @@ class Replay:
     seen: Seen
     again: str | None  # the deployment's answer to the same a second time, where it was asked
     raw: Seen | None  # its continuation of our own rendering
-    parsed: bool = False  # whether a reasoning parser took what is no thought, or kept thoughts back
+    # whether a reasoning parser took what is no thought, or kept thoughts back
+    parsed: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class Finding:
 
     Attributes:
         name: of the cause, one of `causes.CAUSES`.
-        what: what is wrong, and `detail` which of its forms; `evidence` what was seen; `mend` how to end it.
+        what: what is wrong, and `detail` which of its forms; `evidence` what was seen; `mend` how
+            to end it.
         prompts: numbers of the prompts that differ, from 1.
         explained: how many of all prompts the deployment answers as it would with this fault.
     """

@@ -1,9 +1,10 @@
 """How well a fault explains what a deployment answered.
 
-Each fault predicts: the ids that the model reads (as far as the engine shows them, they must be those), and how likely
-a model finds each token of the answer. A greedy answer takes the likeliest token at every place; under the fault that
-the deployment has, its answers are greedy, and log-probabilities that it gives are the predicted ones. Under any other
-they are not. So what is compared is the answers as they came, without generating again for each fault.
+Each fault predicts: the ids that the model reads (as far as the engine shows them, they must be
+those), and how likely a model finds each token of the answer. A greedy answer takes the likeliest
+token at every place; under the fault that the deployment has, its answers are greedy, and
+log-probabilities that it gives are the predicted ones. Under any other they are not. So what is
+compared is the answers as they came, without generating again for each fault.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one hypothesis explains the replays: for each whether it does, and how far it is off."""
+    """How well one hypothesis explains the replays: for each whether it does, and how far it is
+    off.
+    """
 
     hypothesis: Hypothesis
     good: tuple[bool, ...]
@@ -51,18 +54,25 @@ class Fit:
 
 
 class Judge:
-    """Judges hypotheses by what was seen; `tolerance` is for the dtype that the deployment is to have."""
+    """Judges hypotheses by what was seen; `tolerance` is for the dtype that the deployment is to
+    have.
+    """
 
-    def __init__(self, reference: Reference, replays: Sequence[Replay], max_new_tokens: int, dtype: str) -> None:
-        self.reference, self.replays, self.most = reference, list(replays), max_new_tokens
+    def __init__(
+        self, reference: Reference, replays: Sequence[Replay], max_new_tokens: int, dtype: str
+    ) -> None:
+        self.reference = reference
+        self.replays = list(replays)
+        self.most = max_new_tokens
         self.stop_ids = reference.stop_ids
         self.tolerance = self._tolerance(dtype)
 
     def _tolerance(self, dtype: str) -> Tolerance:
-        """What the rounding to the dtype changes on the trained model's own answers, times `TIMES_NOISE`.
+        """What the rounding to the dtype changes on the trained model's own answers, times
+        `TIMES_NOISE`.
 
-        Against float32: a reference in the deployed dtype would round alike, and show nothing of what another kernel
-        makes of that dtype.
+        Against float32: a reference in the deployed dtype would round alike, and show nothing of
+        what another kernel makes of that dtype.
         """
         is_exact = self.reference.dtype == "float32"
         rounded = [Weights(dtype=dtype, compute=dtype), *([] if is_exact else [TRAINED])]
@@ -90,25 +100,39 @@ class Judge:
         replays: Sequence[Replay] = (),
         as_fault: bool = False,
     ) -> Fit:
-        """Judge it by the chat answers of all replays or some, or by others, which continue our own rendering.
+        """Judge it by the chat answers of all replays or some, or by others, which continue our own
+        rendering.
 
         Args:
             as_fault: allow as much as of a fault.
         """
-        judged = [self._judged(hypothesis, replay, seen(replay), as_fault) for replay in replays or self.replays]
-        return Fit(hypothesis, tuple(good for good, _cost in judged), tuple(cost for _good, cost in judged))
+        judged = [
+            self._judged(hypothesis, replay, seen(replay), as_fault)
+            for replay in replays or self.replays
+        ]
+        return Fit(
+            hypothesis, tuple(good for good, _cost in judged), tuple(cost for _good, cost in judged)
+        )
 
-    def explains_half(self, hypothesis: Hypothesis, seen: SeenOf, replays: Sequence[Replay]) -> bool:
+    def explains_half(
+        self, hypothesis: Hypothesis, seen: SeenOf, replays: Sequence[Replay]
+    ) -> bool:
         """Whether it explains half of the replays; no more of them are judged than that takes."""
         good = bad = 0
         for replay in replays:
-            good, bad = (good + 1, bad) if self._judged(hypothesis, replay, seen(replay))[0] else (good, bad + 1)
+            good, bad = (
+                (good + 1, bad)
+                if self._judged(hypothesis, replay, seen(replay))[0]
+                else (good, bad + 1)
+            )
             if 2 * max(good, bad) > len(replays):
                 break
         return good >= bad
 
     def _of_faults(self) -> Tolerance:
-        """Of a fault more is allowed: its rounding is not known, and the best of all faults counts."""
+        """Of a fault more is allowed: its rounding is not known, and the best of all faults
+        counts.
+        """
         return Tolerance(max(0.05, 3 * self.tolerance.logprob), max(0.2, 3 * self.tolerance.gap))
 
     def _judged(
@@ -117,7 +141,12 @@ class Judge:
         """Whether it explains an answer, and how far it is off."""
         read, change = hypothesis.reads(replay.prompt), hypothesis.change
         # A filter, a failure: no greedy answer ends so.
-        if seen is None or seen.finish not in ("stop", "length") or not read or not could_be(seen, read):
+        if (
+            seen is None
+            or seen.finish not in ("stop", "length")
+            or not read
+            or not could_be(seen, read)
+        ):
             return False, MOST_COST
         answer = self.answer_ids(replay, seen, change)
         said = self.reference.said(change.weights, read, answer, change.penalty)
@@ -139,7 +168,9 @@ class Judge:
             # It ends there although it had room, or goes on although it wanted to end.
             judged, length = len(said.gaps), seen.answer_tokens
             # A text may have fewer tokens than it was made of.
-            is_whole = judged >= self.most - LEAST_UNJUDGED or length is not None and begins(seen, replay)
+            is_whole = (
+                judged >= self.most - LEAST_UNJUDGED or length is not None and begins(seen, replay)
+            )
             is_whole = is_whole and judged > 0 and (length is None or length >= self.most - 1)
             good = good and is_whole and not (judged < self.most - 2 and said.end_gap == 0)
         apart = self.apart(seen, said)
@@ -148,14 +179,20 @@ class Judge:
         return good, cost
 
     def apart(self, seen: Seen, said: Said) -> float | None:
-        """Mean difference of the log-probabilities; None where the deployment gives none for these tokens."""
+        """Mean difference of the log-probabilities; None where the deployment gives none for these
+        tokens.
+        """
         count = len(said.logprobs)
         if seen.logprobs is None or not count or not 0 <= len(seen.logprobs) - count <= 1:
             return None
         return sum(abs(a - b) for a, b in zip(seen.logprobs, said.logprobs, strict=False)) / count
 
-    def answer_ids(self, replay: Replay, seen: Seen, change: Change = AS_TRAINED) -> tuple[int, ...]:
-        """The tokens of an answer, its end not among them; of a text cut by its length without the last ones."""
+    def answer_ids(
+        self, replay: Replay, seen: Seen, change: Change = AS_TRAINED
+    ) -> tuple[int, ...]:
+        """The tokens of an answer, its end not among them; of a text cut by its length without the
+        last ones.
+        """
         if seen.answer_ids is not None:
             return self._without_end(seen.answer_ids)
         if seen.answer.strip() == replay.own_answer.strip():
@@ -179,7 +216,9 @@ class Judge:
 
 
 def _without_repeated(prompt: str, answer: str) -> str:
-    """The answer without the end of the prompt that transformers' server repeats where it does not know the form."""
+    """The answer without the end of the prompt that transformers' server repeats where it does not
+    know the form.
+    """
     answer = answer.lstrip()
     ends = (prompt[start:] for start in range(len(prompt) - LEAST_REPEATED))
     return next((answer[len(end) :].lstrip() for end in ends if answer.startswith(end)), answer)

@@ -1,4 +1,6 @@
-"""A model's folder as a deployment: transformers alone, with the folder's own settings, template and tokenizer."""
+"""A model's folder as a deployment: transformers alone, with the folder's own settings, template
+and tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,38 @@ class MergedFolder:
     def __init__(self, folder: Path, device: torch.device, *, trust_remote_code: bool) -> None:
         self.name = folder.name
         if (folder / GGUF).is_file() and not list(folder.glob("*.safetensors")):
-            fix = f"serve it with llama.cpp (llama-server -m {GGUF}), and give the server's address to --endpoint"
-            raise ConfigError("the folder holds a GGUF, which other engines run", str(folder / GGUF), fix)
+            fix = (
+                f"serve it with llama.cpp (llama-server -m {GGUF}), and give the server's address"
+                " to --endpoint"
+            )
+            raise ConfigError(
+                "the folder holds a GGUF, which other engines run", str(folder / GGUF), fix
+            )
         if not (folder / "config.json").is_file():
-            raise ConfigError("no model is there (no config.json)", str(folder), "name the folder that merge wrote")
+            raise ConfigError(
+                "no model is there (no config.json)",
+                str(folder),
+                "name the folder that merge wrote",
+            )
         if not sys.stderr.isatty():
             disable_progress_bar()
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"transformers cannot load it: {first}", str(folder), "merge again") from error
+            raise ConfigError(
+                f"transformers cannot load it: {first}", str(folder), "merge again"
+            ) from error
         if not self.tokenizer.chat_template:
             raise ConfigError(
-                "the folder has no chat template", str(folder), "copy chat_template.jinja of the run into it"
+                "the folder has no chat template",
+                str(folder),
+                "copy chat_template.jinja of the run into it",
             )
         self.model.to(device).eval()
         self.facts: dict[str, Any] = {
@@ -58,7 +75,9 @@ class MergedFolder:
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
         turns = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
         except jinja2.TemplateError as error:
             words = str(error)[:SHOWN_CHARACTERS]
             self.facts.setdefault("refused", words)

@@ -1,8 +1,10 @@
-"""The trained model: how it renders, what it answers, and how likely it finds the answers of others.
+"""The trained model: how it renders, what it answers, and how likely it finds the answers of
+others.
 
-One model is in memory at a time. The others are what the trained one would be with a fault of its weights: without
-adapter, with other positions, and computed in the dtype that it was rounded to, it is the same model, switched; for
-other numbers it is loaded again. What a model has said of an answer is kept.
+One model is in memory at a time. The others are what the trained one would be with a fault of its
+weights: without adapter, with other positions, and computed in the dtype that it was rounded to, it
+is the same model, switched; for other numbers it is loaded again. What a model has said of an
+answer is kept.
 """
 
 from __future__ import annotations
@@ -52,9 +54,12 @@ class Weights:
     def stored(self) -> Weights:
         """Those that must be loaded for these: the others are one switch away.
 
-        Rounded weights are loaded in a dtype that holds them: to be cast from it to theirs and back loses nothing.
+        Rounded weights are loaded in a dtype that holds them: to be cast from it to theirs and back
+        loses nothing.
         """
-        return Weights(dtype=self.dtype, compute=None if self.dtype else self.compute, bits=self.bits)
+        return Weights(
+            dtype=self.dtype, compute=None if self.dtype else self.compute, bits=self.bits
+        )
 
 
 TRAINED = Weights()
@@ -92,7 +97,9 @@ class Reference:
     # ------------------------------------------------------------ models
 
     def model(self, weights: Weights = TRAINED) -> Any:
-        """The model with these weights; the one before it is dropped, or switched where no other numbers are needed."""
+        """The model with these weights; the one before it is dropped, or switched where no other
+        numbers are needed.
+        """
         if self._loaded is None or self._loaded[0] != weights.stored:
             self._loaded = None
             gc.collect()
@@ -110,13 +117,19 @@ class Reference:
         return model
 
     def _arithmetic(self, weights: Weights) -> str:
-        """The dtype that is computed in: the one that is asked for, or the reference's, widened to hold the weights."""
+        """The dtype that is computed in: the one that is asked for, or the reference's, widened to
+        hold the weights.
+        """
         if weights.compute is not None or weights.dtype is None:
             return weights.compute or self.dtype
-        return str(torch.promote_types(DTYPES[self.dtype], DTYPES[weights.dtype])).removeprefix("torch.")
+        return str(torch.promote_types(DTYPES[self.dtype], DTYPES[weights.dtype])).removeprefix(
+            "torch."
+        )
 
     def _load(self, weights: Weights) -> Any:
-        merged = self.source.adapter is not None and (weights.dtype is not None or weights.bits is not None)
+        merged = self.source.adapter is not None and (
+            weights.dtype is not None or weights.bits is not None
+        )
         model = load_weights(
             Source(self.source.base, None) if merged else self.source,
             self.device,
@@ -142,7 +155,8 @@ class Reference:
         for module in model.modules():
             if isinstance(rotary := getattr(module, "rotary_emb", None), torch.nn.Module):
                 module.rotary_emb = type(rotary)(config=config.get_text_config()).to(self.device)
-        if "mscale_all_dim" in (self._rope or {}):  # DeepSeek's attention is scaled by it when it is made
+        # DeepSeek's attention is scaled by it when it is made
+        if "mscale_all_dim" in (self._rope or {}):
             with torch.device("meta"):
                 made = type(model)(config)
             for name, module in made.named_modules():
@@ -159,7 +173,9 @@ class Reference:
         for batch in _batches(prompts):
             ids, most = [prompts[number].ids for number in batch], [max_new_tokens] * len(batch)
             with answering(model, model):
-                made = greedy_tokens(model, model, ids, most, stop_ids=self.stop_ids, pad_id=padding)
+                made = greedy_tokens(
+                    model, model, ids, most, stop_ids=self.stop_ids, pad_id=padding
+                )
             found |= dict(zip(batch, map(tuple, made), strict=True))
         return [found[number] for number in range(len(prompts))]
 
@@ -167,21 +183,29 @@ class Reference:
     def stop_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer."""
         model = self.model()
-        return end_ids(self.tokenizer, model.generation_config, model.config.get_text_config().eos_token_id)
+        return end_ids(
+            self.tokenizer, model.generation_config, model.config.get_text_config().eos_token_id
+        )
 
-    def said(self, weights: Weights, prompt: Sequence[int], answer: Sequence[int], penalty: float = 1.0) -> Said:
+    def said(
+        self, weights: Weights, prompt: Sequence[int], answer: Sequence[int], penalty: float = 1.0
+    ) -> Said:
         """What a model says of an answer to a prompt, both as ids.
 
         Args:
-            penalty: repetition penalty of the greedy choice, as transformers applies it; 1 for none.
+            penalty: repetition penalty of the greedy choice, as transformers applies it; 1 for
+                none.
         """
         key = (weights, tuple(prompt), tuple(answer), penalty)
         if key not in self._known:
             model = self.model(weights)
-            # Arithmetic in few bits depends on the order of its sums: it is done as an engine does it.
+            # Arithmetic in few bits depends on the order of its sums: it is done as an engine does
+            # it.
             logits_of = _one_by_one if weights.compute not in (None, "float32") else _at_once
             logits = logits_of(model, list(prompt), list(answer)).float()
-            self._known[key] = _said(logits, list(prompt), list(answer), penalty, list(self.stop_ids))
+            self._known[key] = _said(
+                logits, list(prompt), list(answer), penalty, list(self.stop_ids)
+            )
         return self._known[key]
 
 
@@ -201,18 +225,25 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
 def _at_once(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Logits of each token of an answer and of what follows it, `(answer + 1, vocabulary)`."""
     ids = torch.tensor([prompt + answer], device=model.device)
-    return model(ids, logits_to_keep=len(answer) + 1).logits[0][-len(answer) - 1 :]  # of a model that keeps all
+    # of a model that keeps all
+    return model(ids, logits_to_keep=len(answer) + 1).logits[0][-len(answer) - 1 :]
 
 
 @torch.no_grad()
 def _one_by_one(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The same, with one forward pass for the prompt and one for each token, as answers are generated.
+    """The same, with one forward pass for the prompt and one for each token, as answers are
+    generated.
 
     At once where the model has no cache of this name, as Mamba.
     """
     rows, past = [], None
     for ids in (prompt, *([token] for token in answer)):
-        out = model(torch.tensor([ids], device=model.device), past_key_values=past, use_cache=True, logits_to_keep=1)
+        out = model(
+            torch.tensor([ids], device=model.device),
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         past = getattr(out, "past_key_values", None)
         if past is None:
             return _at_once(model, prompt, answer)
@@ -220,7 +251,9 @@ def _one_by_one(model: Any, prompt: list[int], answer: list[int]) -> torch.Tenso
     return torch.stack(rows)
 
 
-def _said(logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float, ends: list[int]) -> Said:
+def _said(
+    logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float, ends: list[int]
+) -> Said:
     numbers = logits.log_softmax(-1)
     choices = _penalised(logits, prompt, answer, penalty)
     best = choices.max(-1).values
@@ -228,11 +261,15 @@ def _said(logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: f
     tokens = torch.tensor(answer, dtype=torch.long, device=logits.device)
     gaps = best[:-1] - choices[places, tokens]
     return Said(
-        tuple(numbers[places, tokens].tolist()), tuple(gaps.tolist()), float(best[-1] - choices[-1, ends].max())
+        tuple(numbers[places, tokens].tolist()),
+        tuple(gaps.tolist()),
+        float(best[-1] - choices[-1, ends].max()),
     )
 
 
-def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float) -> torch.Tensor:
+def _penalised(
+    logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float
+) -> torch.Tensor:
     """Scores of the greedy choice, `(answer + 1, vocabulary)`."""
     if penalty == 1.0:
         return logits
@@ -245,7 +282,9 @@ def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penal
 
 
 def _cast(model: Any, dtype: str) -> None:
-    """The parameters alone: engines keep the frequencies of the positions, which are buffers, in float32."""
+    """The parameters alone: engines keep the frequencies of the positions, which are buffers, in
+    float32.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
 
@@ -265,15 +304,23 @@ def _switch_adapter(model: Any, on: bool, factor: float) -> None:
 
 @torch.no_grad()
 def _round_in_blocks(model: Any, bits: int) -> None:
-    """Each matrix of the layers to `bits` for a weight and a scale for 32 of them, as llama.cpp's Q8_0 and Q4_0 do."""
+    """Each matrix of the layers to `bits` for a weight and a scale for 32 of them, as llama.cpp's
+    Q8_0 and Q4_0 do.
+    """
     outside = {id(model.get_input_embeddings())}
     for module in model.modules():
-        if not isinstance(module, torch.nn.Linear) or id(module) in outside or module.weight.shape[1] % BLOCK:
+        if (
+            not isinstance(module, torch.nn.Linear)
+            or id(module) in outside
+            or module.weight.shape[1] % BLOCK
+        ):
             continue
         blocks = module.weight.data.float().reshape(-1, BLOCK)
         if bits == 8:
             scale = blocks.abs().amax(1, keepdim=True) / 127
-            rounded = (blocks / scale.clamp_min(1e-30)).round().clamp(-127, 127) * scale.half().float()
+            rounded = (blocks / scale.clamp_min(1e-30)).round().clamp(
+                -127, 127
+            ) * scale.half().float()
         else:
             # The block's largest by magnitude becomes -8, with its sign in the scale.
             largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))

@@ -1,7 +1,7 @@
 """The prompts through both: first all of the deployment's answers, then the trained model's own.
 
-In this order a server that refuses is found before a model is loaded, and a folder's model is dropped before the
-reference is.
+In this order a server that refuses is found before a model is loaded, and a folder's model is
+dropped before the reference is.
 """
 
 from __future__ import annotations
@@ -56,27 +56,39 @@ def ask(deployment: Deployment, prompts: Sequence[Prompt], max_new_tokens: int) 
             seen = deployment.chat(prompt.messages, max_new_tokens)
             twice = number <= ASKED_TWICE and seen.finish != "refused"
             second = deployment.chat(prompt.messages, max_new_tokens) if twice else None
-            again = None if second is None or second.finish == "refused" else second.answer  # as by a limit of requests
-            raw = None if _is_final(seen) else deployment.complete(prompt.ids, prompt.text, max_new_tokens)
+            # as by a limit of requests
+            again = None if second is None or second.finish == "refused" else second.answer
+            raw = (
+                None
+                if _is_final(seen)
+                else deployment.complete(prompt.ids, prompt.text, max_new_tokens)
+            )
             found.append(Replay(number, prompt, "", (), "", seen, again, raw))
             advance("")
     return found
 
 
 def _is_final(seen: Seen) -> bool:
-    """Whether the server has refused the request, not this prompt: the next ones will fare no better."""
+    """Whether the server has refused the request, not this prompt: the next ones will fare no
+    better.
+    """
     return seen.status is not None and seen.status not in PROMPT_REFUSED
 
 
 def with_own(reference: Reference, asked: Sequence[Replay], max_new_tokens: int) -> list[Replay]:
-    """The same with the trained model's own answers, and the deployment's with their thoughts put back."""
+    """The same with the trained model's own answers, and the deployment's with their thoughts put
+    back.
+    """
     own = reference.answers([replay.prompt for replay in asked], max_new_tokens)
     ends = [bool(ids) and ids[-1] in reference.stop_ids for ids in own]
     texts = [
         reference.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=True)
         for ids, ended in zip(own, ends, strict=True)
     ]
-    thinking = [_thinks(replay.prompt, ids, reference.tokenizer) for replay, ids in zip(asked, own, strict=True)]
+    thinking = [
+        _thinks(replay.prompt, ids, reference.tokenizer)
+        for replay, ids in zip(asked, own, strict=True)
+    ]
     misled = any(
         replay.seen.thoughts and not thinks and _says(replay.seen, text)
         for replay, text, thinks in zip(asked, texts, thinking, strict=True)
@@ -104,26 +116,37 @@ def _thinks(prompt: Prompt, own_ids: Sequence[int], tokenizer: Any) -> bool:
 
 def _says(seen: Seen, own: str) -> bool:
     """Whether thoughts and answer together are the trained model's own answer."""
-    return squeezed(seen.thoughts + seen.answer.strip()) == squeezed(own.replace("<think>", "").replace(CLOSING, ""))
+    return squeezed(seen.thoughts + seen.answer.strip()) == squeezed(
+        own.replace("<think>", "").replace(CLOSING, "")
+    )
 
 
 def put_back(seen: Seen, own: str, thinks: bool, misled: bool = False) -> tuple[Seen, bool]:
-    """The answer as the model wrote it, and whether the server's reasoning parser misled its readers.
+    """The answer as the model wrote it, and whether the server's reasoning parser misled its
+    readers.
 
-    It does where it takes an answer without thoughts for thoughts, or keeps back those that were trained.
+    It does where it takes an answer without thoughts for thoughts, or keeps back those that were
+    trained.
 
     Args:
         own: the trained model's answer to the same.
         thinks: whether that has thoughts.
-        misled: whether the parser has taken another answer for thoughts: so it does with all that are cut.
+        misled: whether the parser has taken another answer for thoughts: so it does with all that
+            are cut.
     """
     answer = seen.answer.strip()
     if not seen.thoughts:
-        hidden = thinks and bool(answer) and CLOSING in own and own.rpartition(CLOSING)[2].strip() == answer
+        hidden = (
+            thinks
+            and bool(answer)
+            and CLOSING in own
+            and own.rpartition(CLOSING)[2].strip() == answer
+        )
         return (replace(seen, answer=own), True) if hidden else (seen, False)
     if _says(seen, own):
         return replace(seen, answer=own), not thinks
-    if not thinks and not answer and (misled or seen.finish == "stop"):  # no mark ever ended these thoughts
+    # no mark ever ended these thoughts
+    if not thinks and not answer and (misled or seen.finish == "stop"):
         return replace(seen, answer=seen.thoughts), True
     opened = "" if CLOSING in own and "<think>" not in own else "<think>\n"
     closed = f"\n{CLOSING}\n\n{seen.answer}" if answer else ""
@@ -131,7 +154,8 @@ def put_back(seen: Seen, own: str, thinks: bool, misled: bool = False) -> tuple[
 
 
 def _whole(seen: Seen, tokenizer: Any) -> Seen:
-    """Without ids and log-probabilities where some are missing: llama.cpp leaves out those of half a character.
+    """Without ids and log-probabilities where some are missing: llama.cpp leaves out those of half
+    a character.
 
     So too where an id is none of this vocabulary; the text is then read with it.
     """
@@ -140,4 +164,8 @@ def _whole(seen: Seen, tokenizer: Any) -> Seen:
     if any(token >= len(tokenizer) for token in seen.answer_ids):
         return replace(seen, answer_ids=None, logprobs=None)
     shown = tokenizer.decode(list(seen.answer_ids), skip_special_tokens=True)
-    return seen if shown.strip() == seen.answer.strip() else replace(seen, answer_ids=None, logprobs=None)
+    return (
+        seen
+        if shown.strip() == seen.answer.strip()
+        else replace(seen, answer_ids=None, logprobs=None)
+    )

@@ -1,4 +1,6 @@
-"""Requests to a server, its errors, and what of its words may be shown: short, and never the key."""
+"""Requests to a server, its errors, and what of its words may be shown: short, and never the
+key.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from finetune.runtime.language import N_
 
 LARGEST_ANSWER_BYTES = 64 << 20
 SHOWN_CHARACTERS = 200  # of a server's own message, or name of something
-LEAST_SECRET = 8  # characters; a shorter key ("EMPTY", "x") stands for none, and its letters are in every answer
-# Of a prompt or a setting: its template raises, it is too long, log-probabilities are not known. All other errors are
-# of the server or the request.
+# characters; a shorter key ("EMPTY", "x") stands for none, and its letters are in every answer
+LEAST_SECRET = 8
+# Of a prompt or a setting: its template raises, it is too long, log-probabilities are not known.
+# All other errors are of the server or the request.
 PROMPT_REFUSED = (400, 413, 422, 500, 501)
 _MENDS = {
     401: N_("put the server's key into the variable that --api-key-variable names"),
@@ -31,7 +34,9 @@ def mend_of(status: int) -> str:
     """What to do about an HTTP status."""
     if status >= 500 and status not in PROMPT_REFUSED:
         return N_("the server, or a proxy before it, does not work: read its log, and ask again")
-    return _MENDS.get(status, N_("check the deployed chat template, --served-model and the server's log"))
+    return _MENDS.get(
+        status, N_("check the deployed chat template, --served-model and the server's log")
+    )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -42,10 +47,13 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Refused(Exception):
-    """The server answered with an error: its HTTP status (200 where it was no JSON), and its own words."""
+    """The server answered with an error: its HTTP status (200 where it was no JSON), and its own
+    words.
+    """
 
     def __init__(self, status: int, words: str) -> None:
-        self.status, self.words = status, words
+        self.status = status
+        self.words = words
 
 
 class Wire:
@@ -60,11 +68,16 @@ class Wire:
 
     def __init__(self, url: str, *, key_variable: str, timeout_seconds: float) -> None:
         parts = urlsplit(url)
-        self.root = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
-        self._key, self._seconds = os.environ.get(key_variable, "").strip(), timeout_seconds
+        self.root = urlunsplit(
+            (parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", "")
+        )
+        self._key = os.environ.get(key_variable, "").strip()
+        self._seconds = timeout_seconds
         if not (self._key.isascii() and self._key.isprintable()):
             what = f"the key in {key_variable} has characters that cannot be sent"
-            raise ConfigError(what, "--api-key-variable", "set the variable to the key alone, on one line")
+            raise ConfigError(
+                what, "--api-key-variable", "set the variable to the key alone, on one line"
+            )
         # No proxy of the environment in between for a server on this machine or network.
         self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
 
@@ -81,7 +94,9 @@ class Wire:
         data = None if body is None else json.dumps(body).encode()
         read = self._read(path, urllib.request.Request(self.root + path, data, headers))
         if len(read) > LARGEST_ANSWER_BYTES:
-            raise FinetuneError("the server's answer is too large", f"{self.root}{path}", "check --endpoint")
+            raise FinetuneError(
+                "the server's answer is too large", f"{self.root}{path}", "check --endpoint"
+            )
         try:
             return json.loads(read)
         except (ValueError, RecursionError):
@@ -99,22 +114,34 @@ class Wire:
                     words = ""
                 raise Refused(error.code, self.shown(words)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = self.shown(str(getattr(error, "reason", None) or error or type(error).__name__))
-            fix = "start the server, or correct --endpoint; --timeout-seconds is the longest silence"
+            reason = self.shown(
+                str(getattr(error, "reason", None) or error or type(error).__name__)
+            )
+            fix = (
+                "start the server, or correct --endpoint; --timeout-seconds is the longest silence"
+            )
             raise FinetuneError(f"no server answers: {reason}", self.root, fix) from None
 
     def foreign(self, path: str) -> FinetuneError:
         """The error for an answer that is of another protocol."""
         fix = "check --endpoint: is it a server of that protocol?"
-        return FinetuneError("the server's answer is not of the OpenAI protocol", f"{self.root}{path}", fix)
+        return FinetuneError(
+            "the server's answer is not of the OpenAI protocol", f"{self.root}{path}", fix
+        )
 
     def shown(self, words: str) -> str:
-        """A name or message of the server, short and without the key: it may write the request back into it."""
-        return _encodable(words.replace(self._key, "***") if self._key else words)[:SHOWN_CHARACTERS]
+        """A name or message of the server, short and without the key: it may write the request back
+        into it.
+        """
+        return _encodable(words.replace(self._key, "***") if self._key else words)[
+            :SHOWN_CHARACTERS
+        ]
 
     def text(self, text: str) -> str:
         """An answer or a prompt, whole."""
-        return _encodable(text.replace(self._key, "***") if len(self._key) >= LEAST_SECRET else text)
+        return _encodable(
+            text.replace(self._key, "***") if len(self._key) >= LEAST_SECRET else text
+        )
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,6 @@
-"""A corpus: files -> units of input of about a MiB -> documents. Units are read alone, in any process, in any order."""
+"""A corpus: files -> units of input of about a MiB -> documents. Units are read alone, in any
+process, in any order.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ from finetune.errors import DataError
 logger = logging.getLogger("finetune")
 
 UNIT_BYTES = 1 << 20
-# A text file longer than a unit becomes several documents, cut after a line that ends within this many bytes.
+# A text file longer than a unit becomes several documents, cut after a line that ends within this
+# many bytes.
 _CUT_SEARCH_BYTES = 1 << 16
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 # What a folder is searched for. A file or glob may name text of any other suffix.
 _TEXT = """
-    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .yaml .yml .toml .ini .cfg .sql .css .log
-    .sh .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .swift .js .jsx .ts .tsx .rb .php .pl .lua .r .jl .scala .hs
+    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .yaml .yml .toml .ini
+    .cfg .sql .css .log .sh .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .swift .js .jsx .ts
+    .tsx .rb .php .pl .lua .r .jl .scala .hs
 """
 TEXT_SUFFIXES = tuple(_TEXT.split())
 _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z")
@@ -46,7 +50,8 @@ class Piece:
 
     path: str
     kind: str  # "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet"
-    start: int  # start, stop: bytes of the file; for lines, those that start in here; for parquet, a row group
+    # start, stop: bytes of the file; for lines, those that start in here; for parquet, a row group
+    start: int
     stop: int
     size_bytes: int  # the piece's share of its file, for the progress
 
@@ -55,10 +60,11 @@ Unit = tuple[Piece, ...]
 
 
 def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
-    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
+    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted
+    by name.
 
-    A folder is searched to the bottom for records and for text by suffix (`RECORD_SUFFIXES`, `TEXT_SUFFIXES`), hidden
-    files and folders left out; a file or a glob names text of any suffix.
+    A folder is searched to the bottom for records and for text by suffix (`RECORD_SUFFIXES`,
+    `TEXT_SUFFIXES`), hidden files and folders left out; a file or a glob names text of any suffix.
 
     Raises:
         DataError: nothing there, or compressed files; `Problems` for several.
@@ -81,7 +87,10 @@ def _expand(given: str) -> list[Path]:
         inside = visible_files(path)
         known = [one for one in inside if one.suffix.lower() in (*RECORD_SUFFIXES, *TEXT_SUFFIXES)]
         if not known:
-            fix = f"name the files or a glob; a folder is searched for {', '.join(RECORD_SUFFIXES)} and text by suffix"
+            fix = (
+                f"name the files or a glob; a folder is searched for {', '.join(RECORD_SUFFIXES)}"
+                " and text by suffix"
+            )
             raise DataError("the folder holds no file that is known to be text", given, fix)
         if len(known) < len(inside):
             logger.info("%s: %d files of other kinds are left out", given, len(inside) - len(known))
@@ -90,7 +99,9 @@ def _expand(given: str) -> list[Path]:
     if matches := glob_files(path):
         return matches
     if glob.has_magic(given):
-        raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")
+        raise DataError(
+            "no file matches", given, "check the pattern; ** stands for folders at any depth"
+        )
     raise DataError("there is no such file or folder", given, similar_files(path))
 
 
@@ -99,8 +110,8 @@ def _warn_of_notes(given: str, files: Sequence[Path]) -> None:
     others = [path for path in files if path.suffix.lower() != ".parquet"]
     if others and len(others) < len(files):
         logger.warning(
-            "%s holds parquet files, and %d others that are read as documents too, e.g. %s. Fix where they are none: "
-            "--data '%s'",
+            "%s holds parquet files, and %d others that are read as documents too, e.g. %s. Fix"
+            " where they are none: --data '%s'",
             given,
             len(others),
             others[0],
@@ -109,7 +120,8 @@ def _warn_of_notes(given: str, files: Sequence[Path]) -> None:
 
 
 def units_of(files: Sequence[Path]) -> Iterator[Unit]:
-    """Cut files into units: large ones into several, small ones together. Depends on names, sizes and kinds alone.
+    """Cut files into units: large ones into several, small ones together. Depends on names, sizes
+    and kinds alone.
 
     Raises:
         DataError: a file that cannot be read.
@@ -120,7 +132,9 @@ def units_of(files: Sequence[Path]) -> Iterator[Unit]:
         try:
             pieces = _pieces(path)
         except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror or error}", str(path), "check the file") from error
+            raise DataError(
+                f"cannot be read: {error.strerror or error}", str(path), "check the file"
+            ) from error
         for piece in pieces:
             if open_unit and size_bytes + piece.size_bytes > UNIT_BYTES:
                 yield tuple(open_unit)
@@ -147,11 +161,13 @@ def _pieces(path: Path) -> Iterator[Piece]:
             yield Piece(str(path), kind, start, stop, stop - start)
 
 
-Location = tuple[str, int]  # file, line (record for parquet) from 1; 0 where it is the file as a whole
+# file, line (record for parquet) from 1; 0 where it is the file as a whole
+Location = tuple[str, int]
 
 
 def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | RecordProblem]]:
-    """The documents of a unit in order, each with its location; `RecordProblem` for a record that is none.
+    """The documents of a unit in order, each with its location; `RecordProblem` for a record that
+    is none.
 
     A document with nothing but white space is given too: the caller leaves it out and counts it.
 
@@ -163,7 +179,9 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | 
             for line, found in _READERS[piece.kind](piece, text_field):
                 yield (piece.path, line), found
         except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror or error}", piece.path, "check the file") from error
+            raise DataError(
+                f"cannot be read: {error.strerror or error}", piece.path, "check the file"
+            ) from error
 
 
 def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
@@ -182,7 +200,9 @@ def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | Recor
 
 
 def _cut(file: Any, nominal: int) -> int:
-    """Where a text file is cut near a byte: after the next end of a line, else between two characters."""
+    """Where a text file is cut near a byte: after the next end of a line, else between two
+    characters.
+    """
     if nominal == 0:
         return 0
     file.seek(nominal)
@@ -193,7 +213,8 @@ def _cut(file: Any, nominal: int) -> int:
     if newline >= 0:
         return nominal + newline + 1
     inside = 0
-    while inside < 3 and following[inside : inside + 1] and 0x80 <= following[inside] < 0xC0:  # not a first byte
+    # not a first byte
+    while inside < 3 and following[inside : inside + 1] and 0x80 <= following[inside] < 0xC0:
         inside += 1
     return nominal + inside
 
@@ -238,10 +259,22 @@ def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | Reco
 
 def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
     for record, value in read_texts(Path(piece.path), piece.start, text_field):
-        yield record, value if isinstance(value, RecordProblem) else _text_of({text_field: value}, text_field)
+        yield (
+            record,
+            (
+                value
+                if isinstance(value, RecordProblem)
+                else _text_of({text_field: value}, text_field)
+            ),
+        )
 
 
-_READERS = {"text": _read_text, "lines": _read_lines, "array": _read_array, "parquet": _read_parquet}
+_READERS = {
+    "text": _read_text,
+    "lines": _read_lines,
+    "array": _read_array,
+    "parquet": _read_parquet,
+}
 
 
 def _text_of(record: Any, text_field: str) -> str | RecordProblem:
@@ -251,7 +284,9 @@ def _text_of(record: Any, text_field: str) -> str | RecordProblem:
         return RecordProblem("not an object", f"a {type(record).__name__}")
     if text_field not in record:
         fields = ", ".join(map(str, record))
-        return RecordProblem(f"no field {text_field}", f"its fields are {fields}{_meant(text_field, record)}")
+        return RecordProblem(
+            f"no field {text_field}", f"its fields are {fields}{_meant(text_field, record)}"
+        )
     value = record[text_field]
     if not isinstance(value, str):
         return RecordProblem(f"{text_field} is no text", f"a {type(value).__name__}")

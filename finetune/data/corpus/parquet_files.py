@@ -1,4 +1,6 @@
-"""Parquet files of a corpus: refused by their footers before anything is read, then read row group by row group."""
+"""Parquet files of a corpus: refused by their footers before anything is read, then read row group
+by row group.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
     """Read the footer of each file, and say what they hold.
 
     Raises:
-        DataError: no parquet file, one that was cut off, or without the column of texts; `Problems` for several.
+        DataError: no parquet file, one that was cut off, or without the column of texts; `Problems`
+            for several.
     """
     problems: list[FinetuneError] = []
     records = groups = size_bytes = 0
@@ -44,7 +47,8 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
             continue
         records, groups = records + metadata.num_rows, groups + row_groups(path)
         sizes = [
-            metadata.row_group(group).column(column).total_uncompressed_size for group in range(metadata.num_row_groups)
+            metadata.row_group(group).column(column).total_uncompressed_size
+            for group in range(metadata.num_row_groups)
         ]
         size_bytes += sum(sizes)
         if max(sizes, default=0) > LARGE_GROUP_BYTES:
@@ -52,11 +56,19 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
     raise_problems(problems)
     if files:
         what = "%d parquet files: %s records in %s row groups, %s MiB of %s before compression"
-        logger.info(what, len(files), f"{records:,}", f"{groups:,}", f"{size_bytes / 2**20:,.0f}", text_field)
+        logger.info(
+            what,
+            len(files),
+            f"{records:,}",
+            f"{groups:,}",
+            f"{size_bytes / 2**20:,.0f}",
+            text_field,
+        )
     if large:
         logger.warning(
-            "%d parquet files have row groups of more than %.0f GiB of text, e.g. %s: each process holds the tokens of "
-            "a row group. Fix where memory is short: write them with fewer records in a row group, or --num-workers 1",
+            "%d parquet files have row groups of more than %.0f GiB of text, e.g. %s: each process"
+            " holds the tokens of a row group. Fix where memory is short: write them with fewer"
+            " records in a row group, or --num-workers 1",
             len(large),
             LARGE_GROUP_BYTES / 2**30,
             large[0],
@@ -70,7 +82,9 @@ def read_footer(path: Path) -> FileMetaData:
 
 
 def row_groups(path: Path) -> int:
-    """How many row groups a parquet file has; remembered, as its footer is large and need not be read again for it."""
+    """How many row groups a parquet file has; remembered, as its footer is large and need not be
+    read again for it.
+    """
     status = path.stat()
     return _row_groups(path, status.st_mtime_ns, status.st_size)
 
@@ -89,7 +103,8 @@ def _footer(path: Path, modified: int, size_bytes: int) -> FileMetaData:
 
 
 def read_texts(path: Path, group: int, text_field: str) -> Iterator[tuple[int, Any]]:
-    """(number of the record in its file from 1, value of the column) of a row group; `RecordProblem` for no UTF-8.
+    """(number of the record in its file from 1, value of the column) of a row group;
+    `RecordProblem` for no UTF-8.
 
     Raises:
         DataError: what is stored there cannot be read, or the column is not there.
@@ -124,12 +139,18 @@ def _value(scalar: Any) -> Any:
 
 
 def _column_of_texts(path: Path, metadata: FileMetaData, text_field: str) -> int:
-    """The number of the column among those that are stored (fields of nested columns are columns there)."""
+    """The number of the column among those that are stored (fields of nested columns are columns
+    there).
+    """
     schema = metadata.schema.to_arrow_schema()
     fix = "name the column that holds the text with --text-field"
     if text_field not in schema.names:
         guess = nearest(text_field, schema.names)
-        also = f"; did you mean --text-field {guess}?" if guess else f"; its columns are {', '.join(schema.names)}"
+        also = (
+            f"; did you mean --text-field {guess}?"
+            if guess
+            else f"; its columns are {', '.join(schema.names)}"
+        )
         raise DataError(f"has no column {text_field}{also}", str(path), fix)
     kind = schema.types[schema.names.index(text_field)]
     kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind

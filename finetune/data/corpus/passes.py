@@ -1,4 +1,6 @@
-"""What is done to each unit of a corpus: looked at once to know what there is, then turned into tokens."""
+"""What is done to each unit of a corpus: looked at once to know what there is, then turned into
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _ENCODED_BYTES = 8 << 20
 
 
 def document_keys(text: bytes, seed: int) -> tuple[int, int]:
-    """Two numbers in [0, 2^64) that follow from a document's content and the seed alone: for split and sampling."""
+    """Two numbers in [0, 2^64) that follow from a document's content and the seed alone: for split
+    and sampling.
+    """
     content = hashlib.sha256(text).digest()
     digest = hashlib.sha256(content + seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
@@ -33,7 +37,8 @@ class UnitReader:
     empty: int = 0
     problems: ProblemLog = field(default_factory=ProblemLog)
     records: int = 0
-    digest: bytes = b""  # over the documents; two readings of one unit agree, or its file was changed between them
+    # over the documents; two readings of one unit agree, or its file was changed between them
+    digest: bytes = b""
 
     def read(self, unit: Unit, number: int = 0) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
         """(text, its UTF-8, its keys) of every document that has more than white space."""
@@ -110,8 +115,8 @@ def split_bound(fraction: float) -> int:
 def final_bound(scan: Scan, fraction: float) -> int:
     """The bound with which neither split is empty, where there are two different documents at all.
 
-    It differs from `split_bound` only where that would leave a split empty: then the document with the lowest key is
-    for validation, or the one with the highest for training.
+    It differs from `split_bound` only where that would leave a split empty: then the document with
+    the lowest key is for validation, or the one with the highest for training.
     """
     if fraction == 0 or scan.lowest == scan.highest:
         return 0
@@ -147,7 +152,9 @@ class EncodeJob:
     def __call__(self, item: tuple[Unit, int, int]) -> UnitTokens:
         unit, *first_wanted = item
         if self._encoder is None:
-            self._encoder = DocumentEncoder(self.tokenizer_json, self.separator_id, self.special_tokens)
+            self._encoder = DocumentEncoder(
+                self.tokenizer_json, self.separator_id, self.special_tokens
+            )
         reader = UnitReader(self.text_field, self.seed)
         texts, text_bytes, encoded, ordinals, is_valid = [], 0, [], [], []
         for ordinal, (text, raw, (key, _)) in enumerate(reader.read(unit)):
@@ -163,12 +170,20 @@ class EncodeJob:
         encoded.append(self._encoder.encode(texts, self.dtype))
         ids, lengths = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
         return UnitTokens(
-            reader.digest, ids, lengths, np.array(ordinals, dtype=np.int64), np.array(is_valid, dtype=bool)
+            reader.digest,
+            ids,
+            lengths,
+            np.array(ordinals, dtype=np.int64),
+            np.array(is_valid, dtype=bool),
         )
 
 
-def tokenizer_texts(units: Iterable[Unit], text_field: str, seed: int, bound: int, share: float) -> Iterator[str]:
-    """Training documents for the tokenizer: that share of them, chosen by content and seed; none for validation."""
+def tokenizer_texts(
+    units: Iterable[Unit], text_field: str, seed: int, bound: int, share: float
+) -> Iterator[str]:
+    """Training documents for the tokenizer: that share of them, chosen by content and seed; none
+    for validation.
+    """
     for unit in units:
         for text, _, (split, sampling) in UnitReader(text_field, seed).read(unit):
             if split >= bound and sampling < share * KEYS:

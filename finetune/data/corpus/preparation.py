@@ -1,11 +1,15 @@
-"""From a corpus to a folder of token shards and their tokenizer: in three passes, resumed where it was stopped.
+"""From a corpus to a folder of token shards and their tokenizer: in three passes, resumed where it
+was stopped.
 
-1. Every document is looked at: what cannot be used is refused before anything is written, and the split is decided.
-2. The tokenizer is trained on training documents (at most `TOKENIZER_TEXT_BYTES` of them), or taken over.
-3. Every document becomes tokens; finished shards are kept through kills, by the positions in their headers.
+1. Every document is looked at: what cannot be used is refused before anything is written, and the
+  split is decided.
+2. The tokenizer is trained on training documents (at most `TOKENIZER_TEXT_BYTES` of them), or taken
+  over.
+3. Every document becomes tokens; finished shards are kept through kills, by the positions in their
+  headers.
 
-Nothing here depends on how many processes work, on where files lie, or on how often the work was stopped: the same
-documents in the same files and the same settings give the same bytes.
+Nothing here depends on how many processes work, on where files lie, or on how often the work was
+stopped: the same documents in the same files and the same settings give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +26,24 @@ import numpy as np
 
 from finetune.data.corpus.documents import Unit, find_files, units_of
 from finetune.data.corpus.parquet_files import check_parquet
-from finetune.data.corpus.passes import EncodeJob, Scan, ScanJob, UnitTokens, final_bound, split_bound, tokenizer_texts
+from finetune.data.corpus.passes import (
+    EncodeJob,
+    Scan,
+    ScanJob,
+    UnitTokens,
+    final_bound,
+    split_bound,
+    tokenizer_texts,
+)
 from finetune.data.corpus.shard_header import TOKENIZER_FOLDER, TokenHeader, dtype_for
 from finetune.data.corpus.shard_plan import Plan, read_plan
-from finetune.data.corpus.shard_writer import SPLITS, ShardKind, ShardWriter, finished_shards, remove_unfinished
+from finetune.data.corpus.shard_writer import (
+    SPLITS,
+    ShardKind,
+    ShardWriter,
+    finished_shards,
+    remove_unfinished,
+)
 from finetune.data.corpus.tokenizer import (
     open_tokenizer,
     save_tokenizer,
@@ -59,12 +77,14 @@ class PrepareSettings:
     """What the result depends on besides the documents."""
 
     vocab_size: int  # ids of the tokenizer to be trained
-    tokenizer: str | None = None  # folder or hub id of one to take over; then `vocab_size` does not count
+    # folder or hub id of one to take over; then `vocab_size` does not count
+    tokenizer: str | None = None
     valid_fraction: float = 0.01  # share of the documents for validation
     seed: int = 42
     shard_tokens: int = 100_000_000  # most tokens of a shard
     text_field: str = "text"  # the field of JSON and parquet records that holds the text
-    drop_bad_rows: bool = False  # leave out what cannot be used and count it, instead of refusing it
+    # leave out what cannot be used and count it, instead of refusing it
+    drop_bad_rows: bool = False
     special_tokens: bool = False  # what looks like a special token in a document is one
 
 
@@ -94,7 +114,8 @@ def prepare_tokens(
         num_workers: processes; None: as many as cores, and fewer for little data.
 
     Raises:
-        DataError: no documents, records without text, files that changed meanwhile, an unusable tokenizer.
+        DataError: no documents, records without text, files that changed meanwhile, an unusable
+            tokenizer.
         StateError: the folder holds something else, or was begun with other data or settings.
         FinetuneError: a file could not be written, or a worker was killed: run again to resume.
     """
@@ -105,7 +126,8 @@ def prepare_tokens(
             raise FinetuneError(
                 f"a file could not be read or written: {error.strerror or error}",
                 str(error.filename or folder),
-                "fix what the system names (free space, rights), and run the same command again: it resumes",
+                "fix what the system names (free space, rights), and run the same command again: it"
+                " resumes",
             ) from error
 
 
@@ -118,16 +140,28 @@ class _Preparation:
         num_workers: int | None,
         progress: Progress,
     ) -> None:
-        self.folder, self.settings, self.progress = folder, settings, progress
+        self.folder = folder
+        self.settings = settings
+        self.progress = progress
         self.begun = read_plan(folder)
-        inside = folder.resolve()  # what we wrote ourselves is no data, where the folder lies in that of the data
-        self.files = tuple(path for path in find_files(data) if inside not in path.resolve().parents)
+        # what we wrote ourselves is no data, where the folder lies in that of the data
+        inside = folder.resolve()
+        self.files = tuple(
+            path for path in find_files(data) if inside not in path.resolve().parents
+        )
         self.input_bytes = sum(path.stat().st_size for path in self.files)
-        self.num_workers = num_workers or max(1, min(usable_cores(), self.input_bytes // BYTES_PER_WORKER))
+        self.num_workers = num_workers or max(
+            1, min(usable_cores(), self.input_bytes // BYTES_PER_WORKER)
+        )
 
     def run(self) -> Prepared:
-        check_parquet([path for path in self.files if path.suffix.lower() == ".parquet"], self.settings.text_field)
-        borrowed = open_tokenizer(self.settings.tokenizer) if self.settings.tokenizer is not None else None
+        check_parquet(
+            [path for path in self.files if path.suffix.lower() == ".parquet"],
+            self.settings.text_field,
+        )
+        borrowed = (
+            open_tokenizer(self.settings.tokenizer) if self.settings.tokenizer is not None else None
+        )
         settings = self._settings_of_result(borrowed)
         if self.begun is not None:
             self.begun.check_settings(self.folder, settings)
@@ -153,7 +187,9 @@ class _Preparation:
 
     def _scan(self) -> Scan:
         total = Scan()
-        job = ScanJob(self.settings.text_field, self.settings.seed, split_bound(self.settings.valid_fraction))
+        job = ScanJob(
+            self.settings.text_field, self.settings.seed, split_bound(self.settings.valid_fraction)
+        )
         with ordered_map(job, self.num_workers) as apply:
             for scan in apply(enumerate(units_of(self.files))):
                 total.add(scan)
@@ -172,11 +208,16 @@ class _Preparation:
                 "give files with text; in records, --text-field names the field that holds it",
             )
         if dropped := scan.problems.total:
-            logger.warning("%d of %d records were dropped: %s", dropped, scan.records, dict(scan.problems.counts))
+            logger.warning(
+                "%d of %d records were dropped: %s",
+                dropped,
+                scan.records,
+                dict(scan.problems.counts),
+            )
         if scan.lowest == scan.highest and self.settings.valid_fraction:
             logger.warning(
-                "there is only one document, so there is no validation split: every part of a text file above 1 MiB, "
-                "or every record of a JSONL file, would be a document of its own"
+                "there is only one document, so there is no validation split: every part of a text"
+                " file above 1 MiB, or every record of a JSONL file, would be a document of its own"
             )
 
     def _corpus(self) -> dict[str, Any]:
@@ -189,7 +230,9 @@ class _Preparation:
         }
 
     def _settings_of_result(self, borrowed: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The settings that the result depends on; a tokenizer counts by what it does, not by where it lies."""
+        """The settings that the result depends on; a tokenizer counts by what it does, not by where
+        it lies.
+        """
         kept = asdict(self.settings)
         del kept["drop_bad_rows"]  # the documents that are left are compared
         if not self.settings.special_tokens:
@@ -217,9 +260,12 @@ class _Preparation:
         self.progress("training the tokenizer", 0, self.input_bytes)
         share = min(1.0, TOKENIZER_TEXT_BYTES / self.scan.text_bytes)
         units = self._counted(units_of(self.files), "training the tokenizer")
-        texts = tokenizer_texts(units, self.settings.text_field, self.settings.seed, self.bound, share)
+        texts = tokenizer_texts(
+            units, self.settings.text_field, self.settings.seed, self.bound, share
+        )
         if self.settings.special_tokens:
-            texts = map(without_special_tokens, texts)  # they are ids of their own, not to be merged from pieces
+            # they are ids of their own, not to be merged from pieces
+            texts = map(without_special_tokens, texts)
         return train_tokenizer(texts, self.settings.vocab_size)
 
     def _counted(self, units: Iterator[Unit], what: str) -> Iterator[Unit]:
@@ -232,18 +278,26 @@ class _Preparation:
     # ------------------------------------------------------------------ the tokens
 
     def _make_shards(
-        self, tokenizer: PreTrainedTokenizerBase, kind: ShardKind, splits: dict[str, list[TokenHeader]]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: ShardKind,
+        splits: dict[str, list[TokenHeader]],
     ) -> dict[str, list[TokenHeader]]:
         """Make what is missing after the finished shards, and return all."""
         if self.begun is not None and self.begun.finished is not None:
-            self.plan.write(self.folder)  # nobody may take the folder for whole while it is repaired
+            # nobody may take the folder for whole while it is repaired
+            self.plan.write(self.folder)
         for split, kept in splits.items():
             remove_unfinished(self.folder, split, kept)
-        writers = {split: ShardWriter(self.folder, split, kind, kept) for split, kept in splits.items()}
+        writers = {
+            split: ShardWriter(self.folder, split, kind, kept) for split, kept in splits.items()
+        }
         self._encode(tokenizer, kind, writers)
         return {split: writer.headers for split, writer in writers.items()}
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, kind: ShardKind, writers: dict[str, ShardWriter]) -> None:
+    def _encode(
+        self, tokenizer: PreTrainedTokenizerBase, kind: ShardKind, writers: dict[str, ShardWriter]
+    ) -> None:
         job = EncodeJob(
             self.settings.text_field,
             self.settings.seed,
@@ -259,7 +313,9 @@ class _Preparation:
                 stack.callback(writer.close)
             apply = stack.enter_context(ordered_map(job, self.num_workers))
             done = 0
-            for number, (unit, tokens) in enumerate(self._unit_tokens(apply, writers, begin), begin):
+            for number, (unit, tokens) in enumerate(
+                self._unit_tokens(apply, writers, begin), begin
+            ):
                 if tokens.digest != self.scan.digests[number]:
                     raise _changed(unit)
                 _write(writers, number, tokens)
@@ -269,23 +325,34 @@ class _Preparation:
                 writer.finish()
 
     def _unit_tokens(
-        self, apply: Callable[..., Iterator[UnitTokens]], writers: dict[str, ShardWriter], begin: int
+        self,
+        apply: Callable[..., Iterator[UnitTokens]],
+        writers: dict[str, ShardWriter],
+        begin: int,
     ) -> Iterator[tuple[Unit, UnitTokens]]:
-        """The units from `begin` on with their tokens; of the units before a split's position, none of that split."""
+        """The units from `begin` on with their tokens; of the units before a split's position, none
+        of that split.
+        """
         starts = [writers[split].position for split in SPLITS]
         numbered = enumerate(islice(units_of(self.files), begin, None), begin)
-        wanted = ((unit, *(_first_wanted(number, start) for start in starts)) for number, unit in numbered)
+        wanted = (
+            (unit, *(_first_wanted(number, start) for start in starts)) for number, unit in numbered
+        )
         return zip(islice(units_of(self.files), begin, None), apply(wanted), strict=True)
 
 
 def _kind(tokenizer: PreTrainedTokenizerBase, shard_tokens: int) -> ShardKind:
     ids = vocabulary_of(tokenizer)
-    return ShardKind(dtype_for(ids), ids, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens)
+    return ShardKind(
+        dtype_for(ids), ids, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens
+    )
 
 
 def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str, Any]:
     """What the plan says when all is there."""
-    facts: dict[str, Any] = {name: getattr(kind, name) for name in ("tokenizer_hash", "vocabulary", "separator_id")}
+    facts: dict[str, Any] = {
+        name: getattr(kind, name) for name in ("tokenizer_hash", "vocabulary", "separator_id")
+    }
     for split, headers in splits.items():
         facts[split] = {
             "shards": len(headers),
@@ -296,7 +363,9 @@ def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str
 
 
 def _first_wanted(number: int, start: tuple[int, int]) -> int:
-    """The first document of unit `number` that is still to be written, for a split that resumes at `start`."""
+    """The first document of unit `number` that is still to be written, for a split that resumes at
+    `start`.
+    """
     unit, document = start
     return document if number == unit else 0 if number > unit else np.iinfo(np.int64).max
 
@@ -304,7 +373,11 @@ def _first_wanted(number: int, start: tuple[int, int]) -> int:
 def _write(writers: dict[str, ShardWriter], number: int, tokens: UnitTokens) -> None:
     stops = np.cumsum(tokens.lengths)
     for length, stop, ordinal, valid in zip(
-        tokens.lengths.tolist(), stops.tolist(), tokens.ordinals.tolist(), tokens.is_valid.tolist(), strict=True
+        tokens.lengths.tolist(),
+        stops.tolist(),
+        tokens.ordinals.tolist(),
+        tokens.is_valid.tolist(),
+        strict=True,
     ):
         writers[SPLITS[valid]].add(tokens.ids[stop - length : stop], number, ordinal)
 

@@ -1,8 +1,8 @@
 """The form of token shards on disk. Public, frozen by a test.
 
-NAME.bin    the ids, one after another, little-endian, uint16 where every id is below 65,536, else uint32
-NAME.index  int64, little-endian, (documents + 1,): where each document starts, and the number of tokens
-NAME.json   the header, below
+NAME.bin    the ids, one after another, little-endian, uint16 where every id is below 65,536, else
+uint32 NAME.index  int64, little-endian, (documents + 1,): where each document starts, and the
+number of tokens NAME.json   the header, below
 
 The `.bin` is the last of the three to get its name, so that a shard under its name is whole.
 """
@@ -21,7 +21,8 @@ from finetune.errors import DataError
 from finetune.storage.durable_files import read_bytes
 
 FORMAT = "finetune tokens"
-# What `python -m finetune prepare` writes beside the shards; its "finished" is null until all is there.
+# What `python -m finetune prepare` writes beside the shards; its "finished" is null until all is
+# there.
 PLAN_FILE, PLAN_FORMAT, PLAN_VERSION = "prepare.json", "finetune prepared data", 1
 TOKENIZER_FOLDER = "tokenizer"
 VERSION = 1
@@ -49,7 +50,8 @@ class TokenHeader:
     separator_id: int | None = None  # the id every document starts with; None where it is unknown
     sha256: str = ""  # of the .bin; of several shards, of their list
     index_sha256: str = ""  # of the .index
-    continues_at: tuple[int, int] = (0, 0)  # (unit, document in it) of the input after the last document; for restarts
+    # (unit, document in it) of the input after the last document; for restarts
+    continues_at: tuple[int, int] = (0, 0)
 
     @property
     def size_bytes(self) -> int:
@@ -72,10 +74,12 @@ def index_path(path: Path) -> Path:
 
 
 def read_header(path: Path) -> TokenHeader | None:
-    """The header of a .bin file; None where there is no file of that name, or it is no header of ours.
+    """The header of a .bin file; None where there is no file of that name, or it is no header of
+    ours.
 
     Raises:
-        DataError: a header of ours that cannot be read, of another version, or with a value that cannot be.
+        DataError: a header of ours that cannot be read, of another version, or with a value that
+            cannot be.
     """
     source = header_path(path)
     try:
@@ -83,14 +87,17 @@ def read_header(path: Path) -> TokenHeader | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"the header cannot be read: {error.strerror}", str(source), _MAKE_AGAIN) from error
+        raise DataError(
+            f"the header cannot be read: {error.strerror}", str(source), _MAKE_AGAIN
+        ) from error
     except ValueError as error:
         raise DataError(f"the header is no JSON: {error}", str(source), _MAKE_AGAIN) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     if content.get("version") != VERSION:
         raise DataError(
-            f"the header has version {content.get('version')!r}, and this program reads version {VERSION}",
+            f"the header has version {content.get('version')!r}, and this program reads version"
+            f" {VERSION}",
             str(source),
             "use the version of finetune that wrote it, or prepare the data again",
         )
@@ -119,5 +126,7 @@ _RULES = {
     "separator_id": lambda value: value is None or _count(value),
     "sha256": _hash,
     "index_sha256": _hash,
-    "continues_at": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_count, value)),
+    "continues_at": lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(map(_count, value))
+    ),
 }

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.data.corpus.shard_header import PLAN_FILE, PLAN_FORMAT, PLAN_VERSION, TOKENIZER_FOLDER, TokenHeader
+from finetune.data.corpus.shard_header import (
+    PLAN_FILE,
+    PLAN_FORMAT,
+    PLAN_VERSION,
+    TOKENIZER_FOLDER,
+    TokenHeader,
+)
 from finetune.data.corpus.shard_writer import SHARD_NAME
 from finetune.errors import StateError
 from finetune.storage.durable_files import is_still_open, read_bytes, replace_file
@@ -15,7 +21,14 @@ from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME
 
 _LIMIT_BYTES = 1 << 20
 _PLAN_TEMPORARY = f".{PLAN_FILE}.tmp"
-_OURS = {PLAN_FILE, _PLAN_TEMPORARY, TOKENIZER_FOLDER, f".{TOKENIZER_FOLDER}.tmp", LOCK_NAME, CLAIM_NAME}
+_OURS = {
+    PLAN_FILE,
+    _PLAN_TEMPORARY,
+    TOKENIZER_FOLDER,
+    f".{TOKENIZER_FOLDER}.tmp",
+    LOCK_NAME,
+    CLAIM_NAME,
+}
 _PARTS = ("settings", "corpus", "finished")
 
 
@@ -29,7 +42,11 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         """Put the plan into its folder, replacing an older one."""
-        content = {"format": PLAN_FORMAT, "version": PLAN_VERSION, **{name: getattr(self, name) for name in _PARTS}}
+        content = {
+            "format": PLAN_FORMAT,
+            "version": PLAN_VERSION,
+            **{name: getattr(self, name) for name in _PARTS},
+        }
         replace_file(folder / PLAN_FILE, (json.dumps(content, indent=1) + "\n").encode())
 
     def is_whole(self, splits: dict[str, list[TokenHeader]]) -> bool:
@@ -54,14 +71,19 @@ class Plan:
         """StateError: the folder was begun with other documents."""
         if self.corpus != now:
             raise StateError(
-                f"the output folder was begun with other data: {_described(self.corpus)} then, {_described(now)} now",
+                f"the output folder was begun with other data: {_described(self.corpus)} then,"
+                f" {_described(now)} now",
                 str(folder),
-                "give the same --data (the order of the files counts), or choose another --output-dir",
+                "give the same --data (the order of the files counts), or choose another"
+                " --output-dir",
             )
 
 
 def _described(corpus: dict[str, Any]) -> str:
-    return f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes ({str(corpus.get('sha256'))[:8]})"
+    return (
+        f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes"
+        f" ({str(corpus.get('sha256'))[:8]})"
+    )
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -75,9 +97,13 @@ def read_plan(folder: Path) -> Plan | None:
     if PLAN_FILE not in names:
         strange = strange or sorted(names - {LOCK_NAME, CLAIM_NAME, _PLAN_TEMPORARY})
     if strange:
-        what = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        what = ", ".join(strange[:3]) + (
+            f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        )
         raise StateError(
-            f"the output folder already holds other things: {what}", str(folder), "choose another --output-dir"
+            f"the output folder already holds other things: {what}",
+            str(folder),
+            "choose another --output-dir",
         )
     if PLAN_FILE not in names:
         return None
@@ -90,6 +116,8 @@ def read_plan(folder: Path) -> Plan | None:
         known = False
     if not known:
         raise StateError(
-            f"{PLAN_FILE} is damaged, or of another version", str(folder), "delete the folder, or choose another"
+            f"{PLAN_FILE} is damaged, or of another version",
+            str(folder),
+            "delete the folder, or choose another",
         )
     return plan

@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.corpus.shard_files import damage
-from finetune.data.corpus.shard_header import DTYPES, INDEX_DTYPE, TokenHeader, header_path, index_path, read_header
+from finetune.data.corpus.shard_header import (
+    DTYPES,
+    INDEX_DTYPE,
+    TokenHeader,
+    header_path,
+    index_path,
+    read_header,
+)
 from finetune.errors import DataError, StateError
 from finetune.storage.durable_files import move, remove_tree, replace_file, sync_file, sync_folder
 
@@ -45,15 +52,20 @@ def shard_path(folder: Path, split: str, number: int) -> Path:
 class ShardWriter:
     """Documents -> shards of one split, in order.
 
-    A shard ends before the document that would bring it above `shard_tokens`; a longer document has one of its own.
+    A shard ends before the document that would bring it above `shard_tokens`; a longer document has
+    one of its own.
 
     Args:
         folder: where the shards go; only this writer writes shards of its split there.
         finished: headers of the shards that are there already; writing resumes after them.
     """
 
-    def __init__(self, folder: Path, split: str, kind: ShardKind, finished: list[TokenHeader]) -> None:
-        self.folder, self.split, self.kind = folder, split, kind
+    def __init__(
+        self, folder: Path, split: str, kind: ShardKind, finished: list[TokenHeader]
+    ) -> None:
+        self.folder = folder
+        self.split = split
+        self.kind = kind
         self.headers = list(finished)
         self._descriptor: int | None = None
         self._begin()
@@ -64,7 +76,9 @@ class ShardWriter:
         return self.headers[-1].continues_at if self.headers else (0, 0)
 
     def add(self, ids: np.ndarray, unit: int, document: int) -> None:
-        """Append one document (its separator included) that is number `document` of an input unit."""
+        """Append one document (its separator included) that is number `document` of an input
+        unit.
+        """
         if self._tokens and self._tokens + len(ids) > self.kind.shard_tokens:
             self.finish()
         self._buffer.append(ids)
@@ -76,7 +90,9 @@ class ShardWriter:
             self._flush()
 
     def finish(self) -> None:
-        """Give the shard its name, durably: index, header, then the tokens. Nothing where it has no document."""
+        """Give the shard its name, durably: index, header, then the tokens. Nothing where it has no
+        document.
+        """
         if not self._tokens:
             return
         self._flush()
@@ -103,14 +119,20 @@ class ShardWriter:
         self._begin()
 
     def close(self) -> None:
-        """Let go of the file; an unfinished shard stays under its temporary name and is begun anew next time."""
+        """Let go of the file; an unfinished shard stays under its temporary name and is begun anew
+        next time.
+        """
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _begin(self) -> None:
         if len(self.headers) >= _MOST_SHARDS:
-            raise DataError(f"more than {_MOST_SHARDS} shards are needed", str(self.folder), "raise --shard-tokens")
+            raise DataError(
+                f"more than {_MOST_SHARDS} shards are needed",
+                str(self.folder),
+                "raise --shard-tokens",
+            )
         self._buffer: list[np.ndarray] = []
         self._buffered_bytes = self._tokens = 0
         self._starts = array("q")
@@ -130,19 +152,23 @@ class ShardWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self._temporary, flags, 0o666)
         data = (
-            np.concatenate(self._buffer).astype(DTYPES[self.kind.dtype], copy=False).tobytes() if self._buffer else b""
+            np.concatenate(self._buffer).astype(DTYPES[self.kind.dtype], copy=False).tobytes()
+            if self._buffer
+            else b""
         )
         self._digest.update(data)
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
-        self._buffer, self._buffered_bytes = [], 0
+        self._buffer = []
+        self._buffered_bytes = 0
 
 
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
     """The finished shards of a split up to the first that is not there whole, verified by SHA-256.
 
-    A damaged shard is logged; it and all after it are to be made again: each begins where the one before it ended.
+    A damaged shard is logged; it and all after it are to be made again: each begins where the one
+    before it ended.
 
     Raises:
         StateError: shards of another tokenizer.
@@ -173,8 +199,16 @@ def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHead
 def remove_unfinished(folder: Path, split: str, kept: list[TokenHeader]) -> None:
     """Remove the files of all shards of a split but the first ones, which are kept."""
     paths = [shard_path(folder, split, number) for number in range(len(kept))]
-    whole = {name for path in paths for name in (path.name, index_path(path).name, header_path(path).name)}
+    whole = {
+        name
+        for path in paths
+        for name in (path.name, index_path(path).name, header_path(path).name)
+    }
     for file in sorted(folder.iterdir()):
-        if SHARD_NAME.fullmatch(file.name) and file.name.lstrip(".").startswith(split) and file.name not in whole:
+        if (
+            SHARD_NAME.fullmatch(file.name)
+            and file.name.lstrip(".").startswith(split)
+            and file.name not in whole
+        ):
             remove_tree(file, missing_ok=True)
     sync_folder(folder)

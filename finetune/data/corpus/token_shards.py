@@ -1,4 +1,6 @@
-"""Token shards as one stream: found, mapped into memory, and checked before and while they are read."""
+"""Token shards as one stream: found, mapped into memory, and checked before and while they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,27 @@ __all__ = ["TokenShards", "bytes_per_token", "tokenizer_folder", "tokenizer_hash
 
 
 class TokenShards:
-    """A stream of tokens over one or several .bin files in order of their names. Copies to processes are small.
+    """A stream of tokens over one or several .bin files in order of their names. Copies to
+    processes are small.
 
     Args:
         source: a file, a folder, a glob, or a list of them.
         split: of a folder, which files: "train" (`*train*.bin`), "val" (`*val*.bin`), None: all.
-        vocab_size: number of ids of the model; needed for files without header, and no file may have more.
+        vocab_size: number of ids of the model; needed for files without header, and no file may
+            have more.
         tokenizer_hash: the tokenizer of the run; None: not compared.
-        embeddings: of the model, where it may have fewer than its tokenizer has ids; an id above is refused when read.
+        embeddings: of the model, where it may have fewer than its tokenizer has ids; an id above is
+            refused when read.
 
     Attributes:
         paths: the files.
-        headers: their headers; those of files without one are made from their size and `vocab_size`.
+        headers: their headers; those of files without one are made from their size and
+            `vocab_size`.
         tokens: how many there are in all.
 
     Raises:
-        DataError: missing, empty, truncated or unfinished files, another tokenizer, other number of ids, no header and
-            no `vocab_size`; `Problems` for several.
+        DataError: missing, empty, truncated or unfinished files, another tokenizer, other number of
+            ids, no header and no `vocab_size`; `Problems` for several.
     """
 
     def __init__(
@@ -78,7 +84,8 @@ class TokenShards:
         return self.tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a memory map would be copied as a whole to another process
+        # a memory map would be copied as a whole to another process
+        return {**self.__dict__, "_maps": {}}
 
     @cached_property
     def header(self) -> TokenHeader:
@@ -96,16 +103,21 @@ class TokenShards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the stream holds, as 64 hexadecimal digits: from the headers, not from names and places."""
+        """What the stream holds, as 64 hexadecimal digits: from the headers, not from names and
+        places.
+        """
         known = [
             [header.sha256 or hash_file(path), header.dtype, header.tokens, header.vocabulary]
             for path, header in zip(self.paths, self.headers, strict=True)
         ]
-        return hashlib.sha256(json.dumps([known, self.headers[0].tokenizer_hash]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([known, self.headers[0].tokenizer_hash]).encode()
+        ).hexdigest()
 
     @cached_property
     def documents(self) -> np.ndarray:
-        """int64 `(documents + 1,)`: where each document starts, and at the end the number of tokens.
+        """int64 `(documents + 1,)`: where each document starts, and at the end the number of
+        tokens.
 
         Raises:
             DataError: an index that is missing, truncated, or does not fit its shard.
@@ -146,7 +158,9 @@ class TokenShards:
             try:
                 fault = damage(path, header) if header.sha256 else None
                 if fault:
-                    raise DataError(fault, str(path), "copy it again, or run `python -m finetune prepare` again")
+                    raise DataError(
+                        fault, str(path), "copy it again, or run `python -m finetune prepare` again"
+                    )
                 for start in range(0, header.tokens, 1 << 22):
                     self._part(number, start, min(start + (1 << 22), header.tokens))
             except DataError as problem:
@@ -158,24 +172,33 @@ class TokenShards:
         if number not in self._maps:
             shape = (header.tokens,)
             try:
-                self._maps[number] = np.memmap(self.paths[number], DTYPES[header.dtype], "r", shape=shape)
-            except (OSError, ValueError) as error:  # ValueError: shorter than when it was opened first
+                self._maps[number] = np.memmap(
+                    self.paths[number], DTYPES[header.dtype], "r", shape=shape
+                )
+            # ValueError: shorter than when it was opened first
+            except (OSError, ValueError) as error:
                 raise DataError(
-                    f"the shard cannot be read: {error}", str(self.paths[number]), "do not change shards in use"
+                    f"the shard cannot be read: {error}",
+                    str(self.paths[number]),
+                    "do not change shards in use",
                 ) from error
         ids = self._maps[number][start:stop]
         known = min(header.vocabulary, self.embeddings or header.vocabulary)
         if len(ids) and int(ids.max()) >= known:
             position = int(np.argmax(ids >= known))
             raise DataError(
-                f"token {start + position} is {int(ids[position])}, and the vocabulary has {known} ids",
+                f"token {start + position} is {int(ids[position])}, and the vocabulary has"
+                f" {known} ids",
                 str(self.paths[number]),
-                "use the vocabulary size of the tokenizer that made the file, or prepare the data again",
+                "use the vocabulary size of the tokenizer that made the file, or prepare the data"
+                " again",
             )
         return ids.astype(np.int32)
 
 
-def tokenizer_folder(source: str | Path | Sequence[str | Path], split: str | None = None) -> Path | None:
+def tokenizer_folder(
+    source: str | Path | Sequence[str | Path], split: str | None = None
+) -> Path | None:
     """The tokenizer that `prepare` saved beside the shards; None where there is none."""
     folder = find_shards(source, split)[0].parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None

@@ -1,4 +1,6 @@
-"""The tokenizer of a corpus: trained here or taken over, with its hash and the bytes that each token stands for."""
+"""The tokenizer of a corpus: trained here or taken over, with its hash and the bytes that each
+token stands for.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-# Ids 0 to 3. The separator starts every document; a turn's end ends an answer; nothing but padding is `PAD`, so that
-# no token that must be learned is masked or, as padding_idx, kept from learning.
-PAD, SEPARATOR, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Ids 0 to 3. The separator starts every document; a turn's end ends an answer; nothing but padding
+# is `PAD`, so that no token that must be learned is masked or, as padding_idx, kept from learning.
+PAD, SEPARATOR, TURN_START, TURN_END = SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
 BYTES = 256
 SMALLEST_VOCABULARY = BYTES + len(SPECIAL_TOKENS)
-# The word pattern of Qwen2.5 and Qwen3 (tokenizer.json of those models): every digit is a piece of its own.
+# The word pattern of Qwen2.5 and Qwen3 (tokenizer.json of those models): every digit is a piece of
+# its own.
 WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # What does not change which ids a text becomes, or is written otherwise by every version.
 _NOT_HASHED = ("version", "truncation", "padding", "post_processor")
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """64 hexadecimal digits: the same for tokenizers that turn texts into the same ids, whatever their template.
+    """64 hexadecimal digits: the same for tokenizers that turn texts into the same ids, whatever
+    their template.
 
     Raises:
         DataError: a tokenizer without a `tokenizers` backend.
@@ -55,10 +65,12 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """int64 `(vocabulary,)`: how many bytes of text each token stands for; special tokens and gaps 0.
+    """int64 `(vocabulary,)`: how many bytes of text each token stands for; special tokens and gaps
+    0.
 
-    With it a loss per token becomes bits per byte, which tokenizers share: sum of nats / (ln 2 * sum of bytes).
-    Exact for byte-level tokenizers. For those of SentencePiece's kind a word's leading space counts as a byte.
+    With it a loss per token becomes bits per byte, which tokenizers share: sum of nats / (ln 2 *
+    sum of bytes). Exact for byte-level tokenizers. For those of SentencePiece's kind a word's
+    leading space counts as a byte.
     """
     backend = json.loads(_backend(tokenizer).to_str())
     byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
@@ -78,7 +90,8 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def separator_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that starts every document: the beginning-of-text token, else `<|endoftext|>`, else the end token.
+    """The id that starts every document: the beginning-of-text token, else `<|endoftext|>`, else
+    the end token.
 
     Raises:
         DataError: the tokenizer has none of them.
@@ -91,7 +104,8 @@ def separator_of(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
     raise DataError(
-        "the tokenizer has no token to put between documents (bos_token, <|endoftext|> or eos_token)",
+        "the tokenizer has no token to put between documents (bos_token, <|endoftext|> or"
+        " eos_token)",
         str(tokenizer.name_or_path),
         "set bos_token in its tokenizer_config.json, or leave --tokenizer out to make a tokenizer",
     )
@@ -110,8 +124,9 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE of at most `vocab_size` ids, with special tokens and a ChatML template.
 
-    Every text comes back exactly: nothing is normalized, and every byte is a token. The same texts give the same
-    tokenizer. Fewer ids than asked come out where the texts have no more pairs to merge; that is warned of.
+    Every text comes back exactly: nothing is normalized, and every byte is a token. The same texts
+    give the same tokenizer. Fewer ids than asked come out where the texts have no more pairs to
+    merge; that is warned of.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -190,7 +205,9 @@ class DocumentEncoder:
         special_tokens: what looks like a special token in a text is one; else it is text.
     """
 
-    def __init__(self, tokenizer_json: str, separator_id: int, special_tokens: bool = False) -> None:
+    def __init__(
+        self, tokenizer_json: str, separator_id: int, special_tokens: bool = False
+    ) -> None:
         from tokenizers import Tokenizer
 
         backend = Tokenizer.from_str(tokenizer_json)
@@ -198,10 +215,13 @@ class DocumentEncoder:
         backend.no_padding()
         backend.post_processor = None  # it adds special tokens; the separator is ours to place
         backend.encode_special_tokens = not special_tokens
-        self._backend, self._separator_id = backend, separator_id
+        self._backend = backend
+        self._separator_id = separator_id
 
     def encode(self, texts: list[str], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all documents one after another, and the length of each with its separator, int64."""
+        """The ids of all documents one after another, and the length of each with its separator,
+        int64.
+        """
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         parts, lengths = [], np.empty(len(texts), dtype=np.int64)
         separator = np.array([self._separator_id], dtype=dtype)

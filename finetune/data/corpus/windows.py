@@ -1,8 +1,10 @@
-"""A token stream as samples: windows of `max_seq_len` targets, which training reads like any other samples.
+"""A token stream as samples: windows of `max_seq_len` targets, which training reads like any other
+samples.
 
-A window holds one token more than it has targets: the model sees all but its last, and is to predict all but its first.
-Windows follow one another without gap (the last token of one is the first of the next, so every token but the stream's
-first is a target once a pass), or each begins where a document begins, or each is filled with documents that fit.
+A window holds one token more than it has targets: the model sees all but its last, and is to
+predict all but its first. Windows follow one another without gap (the last token of one is the
+first of the next, so every token but the stream's first is a target once a pass), or each begins
+where a document begins, or each is filled with documents that fit.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ class Windows:
 
     Args:
         max_seq_len: targets of a window.
-        document_aligned: begin every window at a document; tokens between a window's end and the next document are cut.
+        document_aligned: begin every window at a document; tokens between a window's end and the
+            next document are cut.
         limit: most windows, from the beginning; None for all.
         name: the setting that names the stream, for messages.
 
     Attributes:
         starts: int64 `(N,)`: the first token of each window.
-        lengths: int32 `(N,)`: tokens that the model computes for each window, which are its targets too.
+        lengths: int32 `(N,)`: tokens that the model computes for each window, which are its targets
+            too.
         tokens: of the whole stream.
         cut_tokens: tokens that are no target of any window.
 
@@ -51,7 +55,8 @@ class Windows:
         limit: int | None = None,
         name: str = "token files",
     ) -> None:
-        self.stream, self.max_seq_len = stream, max_seq_len
+        self.stream = stream
+        self.max_seq_len = max_seq_len
         starts = (
             _aligned_starts(stream.documents, max_seq_len)
             if document_aligned
@@ -65,10 +70,13 @@ class Windows:
         """What follows from the number of windows."""
         if not windows:
             raise DataError(
-                f"{self.stream.tokens:,} tokens are not one window of {self.max_seq_len:,} targets (and the token "
-                "before them)",
+                f"{self.stream.tokens:,} tokens are not one window of {self.max_seq_len:,} targets"
+                " (and the token before them)",
                 where=name,
-                fix=f"give more data, or lower --max-seq-len to at most {max(2, self.stream.tokens - 1):,}",
+                fix=(
+                    "give more data, or lower --max-seq-len to at most"
+                    f" {max(2, self.stream.tokens - 1):,}"
+                ),
             )
         self.tokens = self.stream.tokens
         # One number seen N times, without memory.
@@ -86,13 +94,15 @@ class Windows:
 
 
 class BestFitWindows(Windows):
-    """Windows that each begin with a document's separator and are filled as `best_fit` says; otherwise as `Windows`.
+    """Windows that each begin with a document's separator and are filled as `best_fit` says;
+    otherwise as `Windows`.
 
     No token is in two windows. `cut_tokens` are those in none.
     """
 
     def __init__(self, stream: TokenShards, max_seq_len: int, *, name: str = "token files") -> None:
-        self.stream, self.max_seq_len = stream, max_seq_len
+        self.stream = stream
+        self.max_seq_len = max_seq_len
         self._documents, self._firsts = pack_best_fit(np.diff(stream.documents), max_seq_len + 1)
         self.cut_tokens = stream.tokens - (len(self._firsts) - 1) * (max_seq_len + 1)
         self._count(len(self._firsts) - 1, name)
@@ -107,7 +117,8 @@ class BestFitWindows(Windows):
 
 
 class JoinedWindows:
-    """Windows of several streams, one stream after another; as `Windows` for whoever trains on them.
+    """Windows of several streams, one stream after another; as `Windows` for whoever trains on
+    them.
 
     Attributes:
         sources: int64 `(N,)`: the stream of each window, counted from 0.
@@ -135,22 +146,28 @@ class JoinedWindows:
 
 
 def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWindows:
-    """The windows that a run trains on; with weights each entry is a stream of its own, and else all are one.
+    """The windows that a run trains on; with weights each entry is a stream of its own, and else
+    all are one.
 
     Args:
         known: what `TokenShards` is to check the files against.
 
     Raises:
-        DataError: no window; or they are to begin at documents, and the files do not say where those do.
+        DataError: no window; or they are to begin at documents, and the files do not say where
+            those do.
     """
-    sources = [(path,) for path in config.train_data_path] if config.data_weights else [config.train_data_path]
+    sources = (
+        [(path,) for path in config.train_data_path]
+        if config.data_weights
+        else [config.train_data_path]
+    )
     parts = [_windows_of(TokenShards(source, split="train", **known), config) for source in sources]
     windows = JoinedWindows(parts) if config.data_weights else parts[0]
     cut = windows.cut_tokens / windows.tokens
     if config.windows != "stream" and cut > MUCH_CUT:
         logger.warning(
-            "%.0f%% of the training tokens are cut by --windows %s: the documents are longer than the windows of %d "
-            "tokens. Fix: --windows stream, or a larger --max-seq-len",
+            "%.0f%% of the training tokens are cut by --windows %s: the documents are longer than"
+            " the windows of %d tokens. Fix: --windows stream, or a larger --max-seq-len",
             100 * cut,
             config.windows,
             config.max_seq_len,
@@ -162,11 +179,14 @@ def _windows_of(stream: TokenShards, config: PretrainConfig) -> Windows:
     kind, name = config.windows, "--train-data-path"
     if kind != "stream":
         lacking = [
-            p for p, h in zip(stream.paths, stream.headers, strict=True) if not h.sha256 or h.separator_id is None
+            p
+            for p, h in zip(stream.paths, stream.headers, strict=True)
+            if not h.sha256 or h.separator_id is None
         ]
         if lacking:
             raise DataError(
-                "the file does not say where its documents begin, or they begin with no token of their own",
+                "the file does not say where its documents begin, or they begin with no token of"
+                " their own",
                 where=str(lacking[0]),
                 fix="prepare the texts with python -m finetune prepare, or take --windows stream",
             )
@@ -176,7 +196,8 @@ def _windows_of(stream: TokenShards, config: PretrainConfig) -> Windows:
 
 
 def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """The first document, then always the first document that begins where the last window has ended, or later.
+    """The first document, then always the first document that begins where the last window has
+    ended, or later.
 
     Windows overlap by the token that only the earlier one predicts, as without alignment.
     """

@@ -1,4 +1,6 @@
-"""One function over many items in several processes: results in order, bounded memory, nobody left behind."""
+"""One function over many items in several processes: results in order, bounded memory, nobody left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ _job: Callable[[Any], Any] | None = None
 
 @contextmanager
 def ordered_map(
-    job: Callable[[Any], Any], num_workers: int, *, start: str = "spawn", option: str = "--num-workers"
+    job: Callable[[Any], Any],
+    num_workers: int,
+    *,
+    start: str = "spawn",
+    option: str = "--num-workers",
 ) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """`with ordered_map(job, n) as apply: for result in apply(items)`: the results of `job(item)` in order.
+    """`with ordered_map(job, n) as apply: for result in apply(items)`: the results of `job(item)`
+    in order.
 
     Args:
-        job: called in every process; sent there once, so it may be large. With one worker it is called here.
+        job: called in every process; sent there once, so it may be large. With one worker it is
+            called here.
         num_workers: processes.
-        start: how they begin; "fork" where the caller's main module may be a script that must not run again.
+        start: how they begin; "fork" where the caller's main module may be a script that must not
+            run again.
         option: what sets the number of processes, for the message.
 
     Raises:
@@ -40,15 +49,20 @@ def ordered_map(
         yield lambda items: map(job, items)
         return
     pool = ProcessPoolExecutor(
-        num_workers, mp_context=multiprocessing.get_context(start), initializer=_start, initargs=(job,)
+        num_workers,
+        mp_context=multiprocessing.get_context(start),
+        initializer=_start,
+        initargs=(job,),
     )
     try:
         yield lambda items: _in_order(pool, items, num_workers * _AHEAD)
     except BrokenProcessPool as error:
         raise FinetuneError(
-            "a worker process ended by itself; most often the system killed it because memory ran out",
+            "a worker process ended by itself; most often the system killed it because memory"
+            " ran out",
             "the worker processes",
-            f"run the same command again with a smaller {option}: it resumes with the unfinished shard",
+            f"run the same command again with a smaller {option}: it resumes with the unfinished"
+            " shard",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -67,7 +81,8 @@ def _in_order(pool: ProcessPoolExecutor, items: Iterable[Any], most: int) -> Ite
 def _start(job: Callable[[Any], Any]) -> None:
     global _job
     _job = job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
+    # Ctrl-C reaches the whole group; the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
 

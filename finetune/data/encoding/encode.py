@@ -15,7 +15,9 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class Encoded:
-    """T tokens of a text. `starts` and `ends` are character offsets, int64 (T,); `ids` int32 (T,)."""
+    """T tokens of a text. `starts` and `ends` are character offsets, int64 (T,); `ids` int32
+    (T,).
+    """
 
     ids: np.ndarray
     starts: np.ndarray
@@ -23,36 +25,42 @@ class Encoded:
 
 
 class Encoder:
-    """A tokenizer as a function from text to tokens, special tokens in the text included and none added.
+    """A tokenizer as a function from text to tokens, special tokens in the text included and none
+    added.
 
-    The whole text is tokenized once. Where a token would straddle the beginning of a trained span, the text is cut
-    there and both sides are tokenized alone: at inference the prompt is tokenized alone too, so the model meets exactly
-    the prompt's tokens, and every target is a whole token of the answer. A token that runs past the *end* of a trained
-    span with white space only (an end-of-turn token that swallows the newline after it, a "." fused with a newline) is
-    the answer's last token and stays whole; one that takes other text with it is cut like the first. A tokenizer for
-    which cutting changes the text (one that writes a space before every piece) keeps its straddling token as part of
-    the prompt: it is not trained.
+    The whole text is tokenized once. Where a token would straddle the beginning of a trained span,
+    the text is cut there and both sides are tokenized alone: at inference the prompt is tokenized
+    alone too, so the model meets exactly the prompt's tokens, and every target is a whole token of
+    the answer. A token that runs past the *end* of a trained span with white space only (an
+    end-of-turn token that swallows the newline after it, a "." fused with a newline) is the
+    answer's last token and stays whole; one that takes other text with it is cut like the first. A
+    tokenizer for which cutting changes the text (one that writes a space before every piece) keeps
+    its straddling token as part of the prompt: it is not trained.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                f"{type(tokenizer).__name__} gives no character offsets: answers cannot be told from prompts exactly",
+                f"{type(tokenizer).__name__} gives no character offsets: answers cannot be told"
+                " from prompts exactly",
                 where=str(tokenizer.name_or_path),
                 fix="use the model's tokenizer.json (a tokenizer of the 'tokenizers' library)",
             )
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
-        # The post-processor adds special tokens, which templates write themselves; some trim spaces off the offsets.
+        # The post-processor adds special tokens, which templates write themselves; some trim spaces
+        # off the offsets.
         backend.post_processor = None
         self._backend = backend
 
     def encode(self, text: str, turns: Sequence[Turn] = (), cut_at: int | None = None) -> Encoded:
-        """Tokenize `text` so that no token straddles a trained turn's boundary (see the class's text).
+        """Tokenize `text` so that no token straddles a trained turn's boundary (see the class's
+        text).
 
         Args:
-            cut_at: a character to cut at in any case: what is behind it has no part in the tokens before it.
+            cut_at: a character to cut at in any case: what is behind it has no part in the tokens
+                before it.
         """
         whole = self._piece(text, 0)
         cuts = _straddled(text, whole, turns)
@@ -60,9 +68,13 @@ class Encoder:
             cuts = sorted({*cuts, cut_at})
         if not cuts:
             return whole
-        pieces = [self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        pieces = [
+            self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+        ]
         names = ("ids", "starts", "ends")
-        cut = Encoded(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names))
+        cut = Encoded(
+            *(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names)
+        )
         return cut if self._text(cut.ids) == self._text(whole.ids) else whole
 
     def _piece(self, text: str, offset: int) -> Encoded:
@@ -90,7 +102,11 @@ def trained_tokens(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[n
     """For each turn the indices of its tokens, int64, in order."""
     spans = []
     for turn in turns:
-        inside = (encoded.starts >= turn.start) & (encoded.starts < turn.end) & (encoded.starts < encoded.ends)
+        inside = (
+            (encoded.starts >= turn.start)
+            & (encoded.starts < turn.end)
+            & (encoded.starts < encoded.ends)
+        )
         spans.append(np.flatnonzero(inside & (encoded.ends <= _past_space(text, turn.end))))
     return spans
 

@@ -25,13 +25,17 @@ class Rendered:
     """One sample of T tokens."""
 
     input_ids: np.ndarray  # int32 (T,)
-    supervised: np.ndarray  # bool (T,): the token is a target, predicted from those before it; never position 0
+    # bool (T,): the token is a target, predicted from those before it; never position 0
+    supervised: np.ndarray
     trimmed_tokens: int = 0  # taken out of the prompt's contents
     dropped_turns: int = 0  # answers left out from the end of the conversation
-    cut_answer: bool = False  # the last answer lost its end, and no end-of-turn token is trained for it
+    # the last answer lost its end, and no end-of-turn token is trained for it
+    cut_answer: bool = False
     cut_text_tokens: int = 0  # taken off the end of a plain text
-    ends: bool = True  # a whole answer ends with a special token: the model learns to stop (True if none is whole)
-    follows_prompt: bool = True  # every answer comes right after the generation prompt that inference uses
+    # a whole answer ends with a special token: the model learns to stop (True if none is whole)
+    ends: bool = True
+    # every answer comes right after the generation prompt that inference uses
+    follows_prompt: bool = True
     # Of preferences (data/preference):
     first_length: int = 0  # tokens of the first document of two
     first_targets: int = 0  # targets among them
@@ -39,19 +43,25 @@ class Rendered:
 
 
 class Renderer:
-    """Renders conversations to samples of at most `cutoff_len` tokens; may be sent to other processes.
+    """Renders conversations to samples of at most `cutoff_len` tokens; may be sent to other
+    processes.
 
     Raises:
-        DataError: no chat template, a broken one, a tokenizer without offsets, or a cutoff that leaves no room for an
-            answer after the template's own tokens.
+        DataError: no chat template, a broken one, a tokenizer without offsets, or a cutoff that
+            leaves no room for an answer after the template's own tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int, *, train_thinking: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int, *, train_thinking: bool = True
+    ) -> None:
         self.template = ChatTemplate(tokenizer)
         self.cutoff_len = cutoff_len
         self.train_thinking = train_thinking  # else think blocks are context
         self._encoder = Encoder(tokenizer)
-        begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        begins = (
+            tokenizer.bos_token_id is not None
+            and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        )
         self._begin_id = (
             tokenizer.bos_token_id if begins else None
         )  # where the tokenizer itself writes it before a text
@@ -59,10 +69,12 @@ class Renderer:
         self._check_cutoff(str(tokenizer.name_or_path))
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
-        """The samples of one conversation: one, or one per answer where the template asks for it (see spans.py).
+        """The samples of one conversation: one, or one per answer where the template asks for it
+        (see spans.py).
 
         Raises:
-            RecordProblem: the template refuses the record or rewrites its answer; nothing or all would be trained.
+            RecordProblem: the template refuses the record or rewrites its answer; nothing or all
+                would be trained.
         """
         if conversation.plain_text is not None:
             return [self._text(conversation.plain_text)]
@@ -73,15 +85,25 @@ class Renderer:
         return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of the record spells a special token, which the tokenizer will read as one."""
+        """Whether a text of the record spells a special token, which the tokenizer will read as
+        one.
+        """
         texts = [message.content for message in conversation.messages]
-        texts += [json.dumps(call.arguments) for message in conversation.messages for call in message.calls]
+        texts += [
+            json.dumps(call.arguments)
+            for message in conversation.messages
+            for call in message.calls
+        ]
         return any(map(self.template.has_special, texts))
 
     def _text(self, text: str) -> Rendered:
-        """A plain text between the tokens that begin and end one; every token but the first is a target."""
+        """A plain text between the tokens that begin and end one; every token but the first is a
+        target.
+        """
         if self._end_id is None:
-            raise RecordProblem("no end token", "a plain text ends with the tokenizer's eos_token, and it has none")
+            raise RecordProblem(
+                "no end token", "a plain text ends with the tokenizer's eos_token, and it has none"
+            )
         begin = [] if self._begin_id is None else [self._begin_id]
         ids = np.array([*begin, *self._encoder.encode(text).ids.tolist()], dtype=np.int32)
         if not len(ids) or ids[-1] != self._end_id:  # a text may spell it
@@ -94,10 +116,17 @@ class Renderer:
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)
         answers, supervised = self._targets(rendering, encoded)
-        kept = fit(encoded, self._prompt_contents(template, rendering, encoded, supervised), answers, self.cutoff_len)
+        kept = fit(
+            encoded,
+            self._prompt_contents(template, rendering, encoded, supervised),
+            answers,
+            self.cutoff_len,
+        )
         return self._rendered(rendering, encoded, supervised, kept)
 
-    def _targets(self, rendering: Rendering, encoded: Encoded) -> tuple[list[np.ndarray], np.ndarray]:
+    def _targets(
+        self, rendering: Rendering, encoded: Encoded
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """The tokens of each answer, and which of all T are targets, bool (T,)."""
         answers = trained_tokens(rendering.text, encoded, rendering.turns)
         supervised = np.zeros(len(encoded.ids), dtype=bool)
@@ -105,12 +134,19 @@ class Renderer:
             supervised[answer] = True
         supervised[:1] = False  # nothing comes before position 0 to predict it from
         if not all(map(len, answers)) or not supervised.any():
-            raise RecordProblem("nothing to train", "an answer has no token of its own under this tokenizer")
+            raise RecordProblem(
+                "nothing to train", "an answer has no token of its own under this tokenizer"
+            )
         if supervised[1:].all():
-            raise RecordProblem("everything would be trained", "the chat template writes no prompt before the answer")
+            raise RecordProblem(
+                "everything would be trained",
+                "the chat template writes no prompt before the answer",
+            )
         return answers, supervised
 
-    def _rendered(self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray, kept: Kept) -> Rendered:
+    def _rendered(
+        self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray, kept: Kept
+    ) -> Rendered:
         whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
         return Rendered(
             encoded.ids[kept.tokens],
@@ -125,7 +161,9 @@ class Renderer:
     def _prompt_contents(
         self, template: ChatTemplate, rendering: Rendering, encoded: Encoded, supervised: np.ndarray
     ) -> list[np.ndarray]:
-        """Tokens that lie wholly inside contents that are not trained; found only for samples that are too long."""
+        """Tokens that lie wholly inside contents that are not trained; found only for samples that
+        are too long.
+        """
         if len(encoded.ids) <= self.cutoff_len:
             return []
         contents = []
@@ -133,10 +171,17 @@ class Renderer:
             if message.role == "assistant" and message.trained:
                 continue
             span = content_span(template, rendering.text, rendering.messages, number)
-            if span is not None:  # else the template rewrites it, and it is kept like the template's own text
-                inside = (encoded.starts >= span[0]) & (encoded.ends <= span[1]) & (encoded.starts < encoded.ends)
+            # else the template rewrites it, and it is kept like the template's own text
+            if span is not None:
+                inside = (
+                    (encoded.starts >= span[0])
+                    & (encoded.ends <= span[1])
+                    & (encoded.starts < encoded.ends)
+                )
                 contents.append(np.flatnonzero(inside & ~supervised))
-        return sorted((content for content in contents if len(content)), key=lambda content: content[0])
+        return sorted(
+            (content for content in contents if len(content)), key=lambda content: content[0]
+        )
 
     def _check_cutoff(self, where: str) -> None:
         try:
@@ -152,24 +197,30 @@ class Renderer:
         header_tokens = len(self._encoder.encode(prompt).ids) - question_tokens
         if self.cutoff_len < header_tokens + 2:
             raise DataError(
-                f"cutoff_len {self.cutoff_len} is too short: the chat template alone takes {header_tokens} tokens, "
-                "and a question and an answer need at least one each",
+                f"cutoff_len {self.cutoff_len} is too short: the chat template alone takes"
+                f" {header_tokens} tokens, and a question and an answer need at least one each",
                 where=f"--cutoff-len, {where}",
-                fix=f"set --cutoff-len to at least {header_tokens + 2}; hundreds or thousands are usual",
+                fix=(
+                    f"set --cutoff-len to at least {header_tokens + 2}; hundreds or thousands are"
+                    " usual"
+                ),
             )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end an answer: the special tokens that the chat template ends one with, and the tokenizer's own end.
+    """Ids that end an answer: the special tokens that the chat template ends one with, and the
+    tokenizer's own end.
 
-    Generation must stop at each of them: a base model's own settings know only the last. Errors are `Renderer`'s.
+    Generation must stop at each of them: a base model's own settings know only the last. Errors are
+    `Renderer`'s.
     """
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(sorted({*trained_end_ids(tokenizer), *own}))
 
 
 def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens that the chat template ends an answer with, which a model must learn to write.
+    """The special tokens that the chat template ends an answer with, which a model must learn to
+    write.
 
     Errors are `Renderer`'s.
     """
@@ -180,11 +231,14 @@ def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for token in reversed(sample.input_ids[sample.supervised].tolist()):
         if token in specials:
             ends.add(token)
-        elif str(tokenizer.decode([token])).strip():  # the answer itself; white space may stand between two ends
+        # the answer itself; white space may stand between two ends
+        elif str(tokenizer.decode([token])).strip():
             break
     return tuple(sorted(ends))
 
 
-def render(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> list[Rendered]:
+def render(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
+) -> list[Rendered]:
     """Render one conversation; for many, make one `Renderer` and call it."""
     return Renderer(tokenizer, cutoff_len)(conversation)

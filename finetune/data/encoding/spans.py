@@ -1,19 +1,23 @@
-"""Where in a rendered conversation the trained text lies: found by rendering, never by guessing at a template.
+"""Where in a rendered conversation the trained text lies: found by rendering, never by guessing at
+a template.
 
-The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*, because that is what
-the model must write when it answers. So if a template lets an answer begin with something of its own (Qwen3's empty
-think block in the last turn), that is trained too: the same template's prompt, at inference, ends before it.
+The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*,
+because that is what the model must write when it answers. So if a template lets an answer begin
+with something of its own (Qwen3's empty think block in the last turn), that is trained too: the
+same template's prompt, at inference, ends before it.
 
-1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A = render(messages up to the
-   answer), the trained text is A minus P, if P begins both A and the whole rendering, and there too the rest of A
-   follows.
-2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out gives the plain
-   rendering, they show where the answer is (Qwen3: earlier answers of a conversation, whose think block is left out).
-3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning, which the template
-   keeps in the last turn only), found there by 1 or 2.
+1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A =
+   render(messages up to the answer), the trained text is A minus P, if P begins both A and the
+   whole rendering, and there too the rest of A follows.
+2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out
+   gives the plain rendering, they show where the answer is (Qwen3: earlier answers of a
+   conversation, whose think block is left out).
+3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning,
+   which the template keeps in the last turn only), found there by 1 or 2.
 4. Else the record is a problem, and is reported.
 
-The newline that many templates write after the end-of-turn token is not trained: generation has stopped before it.
+The newline that many templates write after the end-of-turn token is not trained: generation has
+stopped before it.
 """
 
 from __future__ import annotations
@@ -34,9 +38,17 @@ from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
 from finetune.data.tools import Tools, squeezed, written_out
 
-# Templates that print today's date would give other tokens tomorrow, and two nodes could disagree at midnight. Theirs
-# is this date instead (the one that Llama 3.1's own template falls back to).
-_PINNED_DATE = {"%Y": "2024", "%m": "07", "%d": "26", "%B": "July", "%b": "Jul", "%A": "Friday", "%a": "Fri"}
+# Templates that print today's date would give other tokens tomorrow, and two nodes could disagree
+# at midnight. Theirs is this date instead (the one that Llama 3.1's own template falls back to).
+_PINNED_DATE = {
+    "%Y": "2024",
+    "%m": "07",
+    "%d": "26",
+    "%B": "July",
+    "%b": "Jul",
+    "%A": "Friday",
+    "%a": "Fri",
+}
 _PINNED_CLOCK = (
     "{%- macro strftime_now(format) -%}{{ format"
     + "".join(f"|replace('{code}','{text}')" for code, text in _PINNED_DATE.items())
@@ -52,8 +64,10 @@ class Turn:
 
     start: int
     end: int  # one past its last character, the end-of-turn token included
-    ends: bool  # whether it ends with a special token of the tokenizer, so that the model learns to stop
-    follows_prompt: bool = True  # whether the generation prompt that inference uses comes right before `start`
+    # whether it ends with a special token of the tokenizer, so that the model learns to stop
+    ends: bool
+    # whether the generation prompt that inference uses comes right before `start`
+    follows_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,9 @@ class ChatTemplate:
         self.source = _PINNED_CLOCK + source if "strftime_now" in source else source
         flagged = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = flagged | {str(token) for token in tokenizer.all_special_tokens}
-        self.specials = tuple(sorted((token for token in specials if token.strip()), key=len, reverse=True))
+        self.specials = tuple(
+            sorted((token for token in specials if token.strip()), key=len, reverse=True)
+        )
         self._special = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
 
     def with_tools(self, tools: Tools) -> ChatTemplate:
@@ -114,7 +130,9 @@ class ChatTemplate:
         return text.endswith(self.specials)
 
     def stops(self, text: str) -> Iterator[int]:
-        """Where a trained text may end, the longest first: without white space, then without each special token."""
+        """Where a trained text may end, the longest first: without white space, then without each
+        special token.
+        """
         stop = len(text.rstrip())
         while True:
             yield stop
@@ -139,32 +157,45 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 
 def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendering]:
-    """Render a conversation and find its trained turns; one rendering, or one per answer (see the module's text).
+    """Render a conversation and find its trained turns; one rendering, or one per answer (see the
+    module's text).
 
     Raises:
-        RecordProblem: the template refuses the record, or writes its answers so that they cannot be found for certain.
+        RecordProblem: the template refuses the record, or writes its answers so that they cannot be
+            found for certain.
     """
     messages = tuple(messages)
-    answers = [number for number, message in enumerate(messages) if message.role == "assistant" and message.trained]
+    answers = [
+        number
+        for number, message in enumerate(messages)
+        if message.role == "assistant" and message.trained
+    ]
     text = template.render(messages)
     _check_tools(template, messages)
     turns = [_find(template, text, messages, answer) for answer in answers]
     found = tuple(turn for turn in turns if turn is not None)
-    if len(found) == len(answers) and all(a.end <= b.start for a, b in zip(found, found[1:], strict=False)):
+    if len(found) == len(answers) and all(
+        a.end <= b.start for a, b in zip(found, found[1:], strict=False)
+    ):
         return [Rendering(text, messages, found)]
     return [_alone(template, messages[: answer + 1]) for answer in answers]
 
 
 def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
-    """A template that leaves tools, calls or results out would train answers to what is not there."""
-    prompt = messages[: next(number for number, message in enumerate(messages) if message.role == "assistant")]
+    """A template that leaves tools, calls or results out would train answers to what is not
+    there.
+    """
+    prompt = messages[
+        : next(number for number, message in enumerate(messages) if message.role == "assistant")
+    ]
     names = [str(tool["function"]["name"]) for tool in template.tools]
     if names:
         with_tools = template.render(prompt)
         without = template.with_tools(()).render(prompt)
         if any(with_tools.count(name) <= without.count(name) for name in names):
             raise RecordProblem(
-                "tools left out by the chat template", "it does not write the 'tools' of a record; use one that does"
+                "tools left out by the chat template",
+                "it does not write the 'tools' of a record; use one that does",
             )
     for number, message in enumerate(messages):
         if not message.calls:
@@ -184,13 +215,16 @@ def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
     if turn is None:
         raise RecordProblem(
             "answer not found in the chat template's text",
-            f"the template rewrites or leaves out part of the answer in turn {len(messages)} "
-            "(reasoning between <think> and </think>, for instance); use --template with one that keeps it",
+            f"the template rewrites or leaves out part of the answer in turn {len(messages)}"
+            " (reasoning between <think> and </think>, for instance); use --template with one that"
+            " keeps it",
         )
     return Rendering(text, messages, (turn,))
 
 
-def _find(template: ChatTemplate, text: str, messages: tuple[Message, ...], answer: int) -> Turn | None:
+def _find(
+    template: ChatTemplate, text: str, messages: tuple[Message, ...], answer: int
+) -> Turn | None:
     prompt = template.render(messages[:answer], generation_prompt=True)
     last = answer == len(messages) - 1
     alone = text if last else template.render(messages[: answer + 1])
@@ -200,9 +234,16 @@ def _find(template: ChatTemplate, text: str, messages: tuple[Message, ...], answ
 
 
 def _by_prefix(
-    template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
+    template: ChatTemplate,
+    text: str,
+    prompt: str,
+    alone: str,
+    messages: tuple[Message, ...],
+    answer: int,
 ) -> Turn | None:
-    """Step 1. Texts of this record are compared, and the answer must come out whole (white space may differ)."""
+    """Step 1. Texts of this record are compared, and the answer must come out whole (white space
+    may differ).
+    """
     if not (alone.startswith(prompt) and text.startswith(prompt)):
         return None
     written = alone[len(prompt) :]
@@ -215,15 +256,23 @@ def _by_prefix(
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether the text has the message's reasoning, and then its content and calls, whatever the white space."""
+    """Whether the text has the message's reasoning, and then its content and calls, whatever the
+    white space.
+    """
     text, reasoning = squeezed(text), squeezed(message.reasoning)
     found = text.find(reasoning)
     rest = text[found + len(reasoning) :]
-    return found >= 0 and squeezed(message.content) in rest and all(written_out(call, rest) for call in message.calls)
+    return (
+        found >= 0
+        and squeezed(message.content) in rest
+        and all(written_out(call, rest) for call in message.calls)
+    )
 
 
 def _continues(prompt: str, written: str, message: Message) -> bool:
-    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the answer."""
+    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the
+    answer.
+    """
     prompt, written, content = squeezed(prompt), squeezed(written), squeezed(message.content)
     if not all(written_out(call, written) for call in message.calls):
         return False
@@ -233,8 +282,12 @@ def _continues(prompt: str, written: str, message: Message) -> bool:
     )
 
 
-def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int) -> None:
-    """A template may ignore reasoning, or open a think block of its own before the answer's, which would teach two."""
+def _check_reasoning(
+    template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int
+) -> None:
+    """A template may ignore reasoning, or open a think block of its own before the answer's, which
+    would teach two.
+    """
     content = messages[answer].content
     if messages[answer].reasoning:
         without = (*messages[:answer], dataclasses.replace(messages[answer], reasoning=""))
@@ -256,12 +309,21 @@ def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message
 
 
 def _by_marks(
-    template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
+    template: ChatTemplate,
+    text: str,
+    prompt: str,
+    alone: str,
+    messages: tuple[Message, ...],
+    answer: int,
 ) -> Turn | None:
-    """Step 2. What the template writes between prompt and answer, and after it, is taken from the answer's own end."""
-    if messages[answer].reasoning or messages[answer].calls:  # the marks would show only where the content is
+    """Step 2. What the template writes between prompt and answer, and after it, is taken from the
+    answer's own end.
+    """
+    # the marks would show only where the content is
+    if messages[answer].reasoning or messages[answer].calls:
         return None
-    # Mistral's tools stand before the last question: an earlier answer would be trained without them.
+    # Mistral's tools stand before the last question: an earlier answer would be trained without
+    # them.
     if template.tools and answer < len(messages) - 1 and not text.startswith(prompt):
         return None
     span = content_span(template, text, messages, answer)
@@ -277,11 +339,15 @@ def _by_marks(
     return Turn(start, end, template.ends_with_special(text[start:end]), follows_prompt)
 
 
-def content_span(template: ChatTemplate, text: str, messages: Sequence[Message], number: int) -> tuple[int, int] | None:
-    """Characters of message `number`'s content in `text`, the plain rendering of `messages`; None if not certain.
+def content_span(
+    template: ChatTemplate, text: str, messages: Sequence[Message], number: int
+) -> tuple[int, int] | None:
+    """Characters of message `number`'s content in `text`, the plain rendering of `messages`; None
+    if not certain.
 
-    The content is rendered between marks, once as it is and once with the marks inside its outer white space (which
-    templates may strip). The span counts only if each mark comes out once and the text without them is the plain one.
+    The content is rendered between marks, once as it is and once with the marks inside its outer
+    white space (which templates may strip). The span counts only if each mark comes out once and
+    the text without them is the plain one.
     """
     content = messages[number].content
     opening, closing = _unused_characters(text + content)
@@ -293,7 +359,8 @@ def content_span(template: ChatTemplate, text: str, messages: Sequence[Message],
         turns[number] = dataclasses.replace(messages[number], content=marked)
         try:
             shown = template.render(turns)
-        except RecordProblem:  # a template that looks into the content, and not at this one with marks
+        # a template that looks into the content, and not at this one with marks
+        except RecordProblem:
             continue
         if shown.count(opening) == 1 and shown.count(closing) == 1:
             start, end = shown.index(opening), shown.index(closing) - 1
@@ -303,7 +370,9 @@ def content_span(template: ChatTemplate, text: str, messages: Sequence[Message],
 
 
 def _unused_characters(text: str) -> tuple[str, str]:
-    """Two private-use characters that the text does not hold: no template strips, splits at or escapes them."""
+    """Two private-use characters that the text does not hold: no template strips, splits at or
+    escapes them.
+    """
     private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
     unused = (mark for mark in map(chr, private) if mark not in text)
     return next(unused), next(unused)

@@ -1,8 +1,9 @@
 """Chat templates by name, and the tokenizer with the template that a run uses.
 
-The templates below are written by us after the public prompt formats of the model families they are named for. They
-cover what training needs (system, user, assistant turns); where a family has no system turn, the system text is put
-before the first question. A model's own template is better where it has one.
+The templates below are written by us after the public prompt formats of the model families they are
+named for. They cover what training needs (system, user, assistant turns); where a family has no
+system turn, the system text is put before the first question. A model's own template is better
+where it has one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _CHATML_TURNS = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
-# Of the others none writes tools' results as its family does: such a record needs the model's own template.
+# Of the others none writes tools' results as its family does: such a record needs the model's own
+# template.
 _NO_TOOL_TURNS = (
     "{%- if messages | selectattr('role', 'equalto', 'tool') | list -%}"
     "{{ raise_exception('this template has no turns of tools: use the one of the model') }}"
@@ -36,23 +38,21 @@ _NO_TOOL_TURNS = (
 
 # Sets `system` and `turns`, and puts the system text before the first question.
 _SYSTEM_INTO_QUESTION = (
-    "{%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}"
-    "{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages -%}"
+    "{%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else ''"
+    " -%}{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages -%}"
 )
 
 _WITHOUT_TOOLS: dict[str, str] = {
     "qwen": (
-        "{%- if messages[0]['role'] != 'system' -%}"
-        "{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}"
-        "{%- endif -%}" + _CHATML_TURNS
+        "{%- if messages[0]['role'] != 'system' -%}{{ '<|im_start|>system\\nYou are Qwen, created"
+        " by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}{%- endif -%}"
+        + _CHATML_TURNS
     ),
     "llama3": (
-        "{{ bos_token }}"
-        "{%- for message in messages -%}"
-        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-        "{{ message['content'] | trim + '<|eot_id|>' }}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}"
+        "{{ bos_token }}{%- for message in messages -%}{{ '<|start_header_id|>' + message['role'] +"
+        " '<|end_header_id|>\\n\\n' }}{{ message['content'] | trim + '<|eot_id|>' }}{%- endfor"
+        " -%}{%- if add_generation_prompt -%}{{"
+        " '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}"
     ),
     "mistral": (
         _SYSTEM_INTO_QUESTION + "{{ bos_token }}"
@@ -85,7 +85,8 @@ _WITHOUT_TOOLS: dict[str, str] = {
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
     ),
-    # GLM-4 ends an answer with the token that opens the next question, so the last answer gets one too.
+    # GLM-4 ends an answer with the token that opens the next question, so the last answer gets one
+    # too.
     "glm4": (
         "{{ '[gMASK]<sop>' }}"
         "{%- for message in messages -%}"
@@ -94,16 +95,15 @@ _WITHOUT_TOOLS: dict[str, str] = {
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
     ),
-    # Plain text and the tokenizer's own first and last token: for any base model. Llama, Mistral and Gemma were never
-    # trained without their first token; other tokenizers have none, and nothing is written.
+    # Plain text and the tokenizer's own first and last token: for any base model. Llama, Mistral
+    # and Gemma were never trained without their first token; other tokenizers have none, and
+    # nothing is written.
     "alpaca": (
-        "{{ bos_token }}"
-        "{%- for message in messages -%}"
-        "{%- if message['role'] == 'system' -%}{{ message['content'] + '\\n\\n' }}"
-        "{%- elif message['role'] == 'user' -%}{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}"
-        "{%- else -%}{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{ '### Response:\\n' }}{%- endif -%}"
+        "{{ bos_token }}{%- for message in messages -%}{%- if message['role'] == 'system' -%}{{"
+        " message['content'] + '\\n\\n' }}{%- elif message['role'] == 'user' -%}{{ '###"
+        " Instruction:\\n' + message['content'] + '\\n\\n' }}{%- else -%}{{ '### Response:\\n' +"
+        " message['content'] + eos_token + '\\n\\n' }}{%- endif -%}{%- endfor -%}{%- if"
+        " add_generation_prompt -%}{{ '### Response:\\n' }}{%- endif -%}"
     ),
     "vicuna": (
         "{{ bos_token }}"
@@ -116,7 +116,9 @@ _WITHOUT_TOOLS: dict[str, str] = {
     ),
 }
 
-TEMPLATES = {"chatml": _CHATML_TURNS} | {name: _NO_TOOL_TURNS + source for name, source in _WITHOUT_TOOLS.items()}
+TEMPLATES = {"chatml": _CHATML_TURNS} | {
+    name: _NO_TOOL_TURNS + source for name, source in _WITHOUT_TOOLS.items()
+}
 
 
 def template_source(template: str) -> str:
@@ -131,23 +133,30 @@ def template_source(template: str) -> str:
     path = Path(template).expanduser()
     if not path.is_file():
         raise DataError(
-            f"{template!r} is neither a template's name nor a file{did_you_mean(template, TEMPLATES)}",
+            f"{template!r} is neither a template's name nor a"
+            f" file{did_you_mean(template, TEMPLATES)}",
             where="--template",
             fix=f"use one of {known}, or a file with a Jinja chat template",
         )
     try:
         source = path.read_text(encoding="utf-8")
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation_tags(source))
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            _without_generation_tags(source)
+        )
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
         line = f":{error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise DataError(
-            f"the chat template cannot be read: {error}", where=f"{path}{line}", fix="correct the Jinja template"
+            f"the chat template cannot be read: {error}",
+            where=f"{path}{line}",
+            fix="correct the Jinja template",
         ) from error
     return source
 
 
 def _without_generation_tags(source: str) -> str:
-    """`{% generation %}` is transformers' own tag; plain Jinja need not know it to check the rest."""
+    """`{% generation %}` is transformers' own tag; plain Jinja need not know it to check the
+    rest.
+    """
     for tag in ("generation", "endgeneration"):
         for opening in ("{%", "{%-"):
             for closing in ("%}", "-%}"):
@@ -158,11 +167,13 @@ def _without_generation_tags(source: str) -> str:
 def load_tokenizer(
     model: str, template: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, local files first, and give it the chat template that the run uses.
+    """Load the tokenizer of a model, local files first, and give it the chat template that the run
+    uses.
 
-    The template is set on the tokenizer, so `save_pretrained` writes it beside the adapter and chat reads the same one.
-    A tokenizer without padding token pads with its end token: masks go by position, so that one is still learned, and
-    no embedding is added. HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME work as in transformers.
+    The template is set on the tokenizer, so `save_pretrained` writes it beside the adapter and chat
+    reads the same one. A tokenizer without padding token pads with its end token: masks go by
+    position, so that one is still learned, and no embedding is added. HF_ENDPOINT, HF_HUB_OFFLINE
+    and HF_HOME work as in transformers.
 
     Args:
         model: a folder or a hub id.
@@ -179,8 +190,10 @@ def load_tokenizer(
         raise DataError(
             "the tokenizer has no chat template",
             where=model,
-            fix=f"pass --template with one of {', '.join(sorted(TEMPLATES))}, or with a Jinja file; "
-            "alpaca suits any base model",
+            fix=(
+                f"pass --template with one of {', '.join(sorted(TEMPLATES))}, or with a Jinja file;"
+                " alpaca suits any base model"
+            ),
         )
     if tokenizer.pad_token_id is None:
         stand_in = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -197,8 +210,16 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _from_folder(folder, trust_remote_code)
-    if folder.is_absolute() or model.startswith((".", "~")) or model.partition("@")[0].count("/") > 1:
-        raise DataError("no such model folder", where=model, fix="give --model a folder or a hub id (owner/name)")
+    if (
+        folder.is_absolute()
+        or model.startswith((".", "~"))
+        or model.partition("@")[0].count("/") > 1
+    ):
+        raise DataError(
+            "no such model folder",
+            where=model,
+            fix="give --model a folder or a hub id (owner/name)",
+        )
     name, revision = split_revision(model)
     near = near_folder(name)
     given = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -218,7 +239,11 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")) and not any(folder.glob("*.py")):
+    if (
+        not any(folder.glob("tokenizer*"))
+        and not any(folder.glob("vocab*"))
+        and not any(folder.glob("*.py"))
+    ):
         raise DataError(
             "the model folder has no tokenizer (no tokenizer.json or tokenizer.model)",
             where=str(folder),
@@ -226,11 +251,14 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBa
         )
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
+    # the tokenizers library raises bare Exception for a broken tokenizer.json
+    except Exception as error:
         raise DataError(
             f"the tokenizer cannot be loaded: {_first_line(error)}",
             where=str(folder),
-            fix="check the tokenizer files; a tokenizer with its own code needs --trust-remote-code",
+            fix=(
+                "check the tokenizer files; a tokenizer with its own code needs --trust-remote-code"
+            ),
         ) from error
 
 

@@ -1,7 +1,8 @@
 """Trained turns without the thinking that begins them, for --train-thinking false.
 
-Thinking is what stands between the generation prompt and the answer: a think block (of the template, empty ones too, or
-of the record's own text), or `reasoning_content` in whatever form the template gives it.
+Thinking is what stands between the generation prompt and the answer: a think block (of the
+template, empty ones too, or of the record's own text), or `reasoning_content` in whatever form the
+template gives it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ def behind_thinking(rendering: Rendering) -> Rendering:
     Raises:
         RecordProblem: the template gives reasoning in a form in which its end is not found.
     """
-    answers = [message for message in rendering.messages if message.role == "assistant" and message.trained]
+    answers = [
+        message for message in rendering.messages if message.role == "assistant" and message.trained
+    ]
     # A rendering for one answer of several has the turn of the last.
     turns = zip(rendering.turns, answers[-len(rendering.turns) :], strict=True)
-    return replace(rendering, turns=tuple(_behind(rendering.text, turn, answer) for turn, answer in turns))
+    return replace(
+        rendering, turns=tuple(_behind(rendering.text, turn, answer) for turn, answer in turns)
+    )
 
 
 def _behind(text: str, turn: Turn, answer: Message) -> Turn:
@@ -65,5 +70,6 @@ def _behind_block(written: str, reasoning: str, content: str, by_prompt: bool) -
 def _untold() -> RecordProblem:
     return RecordProblem(
         "thinking not told from the answer",
-        "the chat template writes 'reasoning_content' in a form of its own; leave out --train-thinking false",
+        "the chat template writes 'reasoning_content' in a form of its own; leave out"
+        " --train-thinking false",
     )

@@ -15,7 +15,8 @@ from finetune.data.steps import SampleSource, StepBatches
 class AnswerSource(SampleSource, Protocol):
     """What training on preferences needs of a data set; `PreferenceSamples` is one."""
 
-    first_lengths: np.ndarray  # int (N,): tokens of a pair's first document; 0 where a sample is one document
+    # int (N,): tokens of a pair's first document; 0 where a sample is one document
+    first_lengths: np.ndarray
     first_supervised: np.ndarray  # int (N,): targets of that document
     labels: np.ndarray  # int (N,): 1 for a good answer, 0 for a bad one, -1 for a pair
 
@@ -30,7 +31,11 @@ class AnswerBatches(StepBatches):
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
         lengths, first = self.samples.lengths[indices], self.samples.first_lengths[indices]
         # Padded, the documents of a pair are two lines, as long as the longer of them.
-        return lengths if packing else np.where(first > 0, 2 * np.maximum(first, lengths - first), lengths)
+        return (
+            lengths
+            if packing
+            else np.where(first > 0, 2 * np.maximum(first, lengths - first), lengths)
+        )
 
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
         groups, documents = self._groups_of(indices), []
@@ -39,7 +44,8 @@ class AnswerBatches(StepBatches):
             first = int(self.samples.first_lengths[index])
             cuts = [0, first, len(ids)] if first else [0, len(ids)]
             documents += [
-                (ids[begin:end], supervised[begin:end], group) for begin, end in zip(cuts, cuts[1:], strict=False)
+                (ids[begin:end], supervised[begin:end], group)
+                for begin, end in zip(cuts, cuts[1:], strict=False)
             ]
         targets = tuple(int(supervised[1:].sum()) for _, supervised, _ in documents)
         answers = Answers(
@@ -49,4 +55,6 @@ class AnswerBatches(StepBatches):
             groups=torch.from_numpy(groups.astype(np.int64)),
             labels=torch.from_numpy(self.samples.labels[indices].astype(np.int64)),
         )
-        return replace(collate(documents, packing=packing, pad_token_id=self.pad_token_id), answers=answers)
+        return replace(
+            collate(documents, packing=packing, pad_token_id=self.pad_token_id), answers=answers
+        )

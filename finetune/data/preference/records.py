@@ -1,9 +1,9 @@
 """Records of preferences -> conversations with two answers, or with one and what was thought of it.
 
-Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as whole conversations
-(TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`); `rejected_response` or `rejected_messages` beside an
-ordinary record (ms-swift). Labels: an ordinary record with a true or false `label` (TRL, ms-swift) or `kto_tag`
-(LLaMA-Factory), for KTO.
+Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as
+whole conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`);
+`rejected_response` or `rejected_messages` beside an ordinary record (ms-swift). Labels: an ordinary
+record with a true or false `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory), for KTO.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ _LABEL_KEYS = ("label", "kto_tag")
 _BOTH_KEYS = ("chosen", "rejected")
 _OTHER_KEYS = ("rejected_messages", "rejected_response")  # beside an ordinary record
 _SIDE_KEYS = _BOTH_KEYS + _OTHER_KEYS
-_CHOSEN = "chosen and rejected"  # a format of pairs; the others are ordinary ones with another answer
+# a format of pairs; the others are ordinary ones with another answer
+_CHOSEN = "chosen and rejected"
 _WHOLE = ("system", "user")  # a side that begins with such a turn has its prompt
 
 
 @dataclass(frozen=True)
 class Preference(Conversation):
-    """A prompt with two answers, or with one that has a label. `messages` are the prompt and the chosen answer.
+    """A prompt with two answers, or with one that has a label. `messages` are the prompt and the
+    chosen answer.
 
-    Of the answers only what follows the prompt is trained; turns that both sides begin with belong to the prompt.
+    Of the answers only what follows the prompt is trained; turns that both sides begin with belong
+    to the prompt.
     """
 
     prompt_turns: int = 0  # the first turns, of both
-    rejected: tuple[Message, ...] = ()  # the prompt and the other answer; empty where there is a label
+    # the prompt and the other answer; empty where there is a label
+    rejected: tuple[Message, ...] = ()
     label: bool | None = None  # whether the answer is a good one
 
 
@@ -59,11 +63,16 @@ class PreferenceReader(RecordReader):
     preference: PreferenceForm = "pairs"
 
     def _renamed(self, record: Any) -> Any:
-        """A side that is one turn becomes a list of it: like the lists of other formats, it is searched for media."""
+        """A side that is one turn becomes a list of it: like the lists of other formats, it is
+        searched for media.
+        """
         record = super()._renamed(record)
         if not isinstance(record, Mapping):
             return record
-        return {k: [value] if k in _SIDE_KEYS and isinstance(value, Mapping) else value for k, value in record.items()}
+        return {
+            k: [value] if k in _SIDE_KEYS and isinstance(value, Mapping) else value
+            for k, value in record.items()
+        }
 
     def _detect(self, record: Any) -> str:
         if not isinstance(record, Mapping):
@@ -72,20 +81,29 @@ class PreferenceReader(RecordReader):
         if self.preference == "pairs" and not _has(record, _OTHER_KEYS):
             if not _has(record, _BOTH_KEYS):
                 keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-                what = f"keys are {keys}; a pair has 'chosen' and 'rejected', or 'rejected_response' beside an answer"
+                what = (
+                    f"keys are {keys}; a pair has 'chosen' and 'rejected', or 'rejected_response'"
+                    " beside an answer"
+                )
                 raise RecordProblem("unknown format", what)
             return _CHOSEN
         name = detect_format(record, self.columns)
         if name == "text":
-            raise RecordProblem("unknown format", "a plain text has no answer that could be better or worse")
+            raise RecordProblem(
+                "unknown format", "a plain text has no answer that could be better or worse"
+            )
         return name
 
-    def _to_conversation(self, record: Any, form: str, difficulties: Sequence[str] | None) -> Conversation:
+    def _to_conversation(
+        self, record: Any, form: str, difficulties: Sequence[str] | None
+    ) -> Conversation:
         if not isinstance(record, Mapping):
             raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
         self._refuse_other_kind(record)
         if self.preference == "labels":
-            return _labelled(record, to_conversation(record, form, difficulties, self.difficulty_field), form)
+            return _labelled(
+                record, to_conversation(record, form, difficulties, self.difficulty_field), form
+            )
         if form == _CHOSEN:
             refuse_media(record)
             difficulty = difficulty_of(record, difficulties, self.difficulty_field)
@@ -96,10 +114,16 @@ class PreferenceReader(RecordReader):
     def _refuse_other_kind(self, record: Mapping[str, Any]) -> None:
         pair, label = _has(record, _SIDE_KEYS), _has(record, _LABEL_KEYS)
         if self.preference == "pairs" and label and not pair:
-            what = "it has a label and one answer; --loss kto trains on such records, the other losses on pairs"
+            what = (
+                "it has a label and one answer; --loss kto trains on such records, the other losses"
+                " on pairs"
+            )
             raise RecordProblem("a label, not a pair", what)
         if self.preference == "labels" and pair:
-            what = "it has two answers; --loss kto trains on one answer with a label, the other losses on pairs"
+            what = (
+                "it has two answers; --loss kto trains on one answer with a label, the other losses"
+                " on pairs"
+            )
             raise RecordProblem("a pair, not a label", what)
 
 
@@ -118,18 +142,25 @@ def _has(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) -> Preference:
     given = [record[key] for key in _LABEL_KEYS if record.get(key) is not None]
     if len(given) != 1:
-        raise RecordProblem("two labels" if given else "no label", f"a record needs one of {' or '.join(_LABEL_KEYS)}")
+        raise RecordProblem(
+            "two labels" if given else "no label",
+            f"a record needs one of {' or '.join(_LABEL_KEYS)}",
+        )
     texts = {"true": True, "false": False}  # as CSV has them
     label = texts.get(given[0].strip().lower()) if isinstance(given[0], str) else given[0]
     if not isinstance(label, bool):
         raise RecordProblem("wrong type", f"the label is {kind_of(given[0])}; it is true or false")
     messages, answer_turns = conversation.messages, 1
     if form == "prompt-completion":
-        completion = record["response"] if record.get("completion") is None else record["completion"]
+        completion = (
+            record["response"] if record.get("completion") is None else record["completion"]
+        )
         answer_turns = 1 if isinstance(completion, str) else len(completion)
     prompt_turns = len(messages) - answer_turns
     found = _answered(messages, prompt_turns, "the record")
-    return Preference(found, conversation.difficulty, conversation.tools, False, prompt_turns, label=label)
+    return Preference(
+        found, conversation.difficulty, conversation.tools, False, prompt_turns, label=label
+    )
 
 
 # ---------------------------------------------------------------------- pairs
@@ -145,12 +176,17 @@ def _pair(sides: _Sides, difficulty: str | None, record: Mapping[str, Any]) -> P
         raise RecordProblem("equal answers", "'chosen' and 'rejected' say the same")
     for side, name in ((chosen, "chosen"), (rejected, "rejected")):
         if shared == len(side):
-            raise RecordProblem("no answer", f"'{name}' has nothing behind the turns that both have")
+            raise RecordProblem(
+                "no answer", f"'{name}' has nothing behind the turns that both have"
+            )
         if not shared or side[shared].role != "assistant":
             what = (
-                f"they first differ in turn {shared + 1}, where {name!r} is by the {side[shared].role}, not an answer"
+                f"they first differ in turn {shared + 1}, where {name!r} is by the"
+                f" {side[shared].role}, not an answer"
             )
-            raise RecordProblem("prompt mismatch", f"'chosen' and 'rejected' answer different prompts: {what}")
+            raise RecordProblem(
+                "prompt mismatch", f"'chosen' and 'rejected' answer different prompts: {what}"
+            )
     found, other = _answered(chosen, shared, "'chosen'"), _answered(rejected, shared, "'rejected'")
     return Preference(found, difficulty, tools_of(record), prompt_turns=shared, rejected=other)
 
@@ -165,8 +201,13 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 def _answered(messages: Sequence[Message], prompt_turns: int, where: str) -> tuple[Message, ...]:
     """The turns with those of the prompt as context."""
     if not messages[prompt_turns].trained:
-        raise RecordProblem("no answer", f"{where}: the first answer behind the prompt has weight 0")
-    return (*(replace(message, trained=False) for message in messages[:prompt_turns]), *messages[prompt_turns:])
+        raise RecordProblem(
+            "no answer", f"{where}: the first answer behind the prompt has weight 0"
+        )
+    return (
+        *(replace(message, trained=False) for message in messages[:prompt_turns]),
+        *messages[prompt_turns:],
+    )
 
 
 def _both_sides(record: Mapping[str, Any]) -> _Sides:
@@ -194,7 +235,10 @@ def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sid
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
     """What a record says that both sides answer; nothing where the sides say it."""
-    key = next((key for key in ("prompt", "conversations", "instruction", "messages") if record.get(key)), None)
+    key = next(
+        (key for key in ("prompt", "conversations", "instruction", "messages") if record.get(key)),
+        None,
+    )
     if key is None:
         return []
     if key == "instruction":
@@ -212,15 +256,21 @@ def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[M
     elif isinstance(value, (list, tuple)):
         answer = read_turns({key: value}, key, len(prompt)) if value else []
     else:
-        raise RecordProblem("wrong type", f"'{key}' is {kind_of(value)}, not a text, a turn or a list of turns")
+        raise RecordProblem(
+            "wrong type", f"'{key}' is {kind_of(value)}, not a text, a turn or a list of turns"
+        )
     if not answer:
         raise RecordProblem("no answer", f"'{key}' is empty")
     if answer[0].role not in _WHOLE:
         if not prompt:
-            raise RecordProblem("no prompt", f"'{key}' is an answer, and the record has no 'prompt'")
+            raise RecordProblem(
+                "no prompt", f"'{key}' is an answer, and the record has no 'prompt'"
+            )
         return [*prompt, *answer]
     answer = read_turns({**record, key: value}, key)
-    return [prompt[0], *answer] if prompt and prompt[0].role == "system" != answer[0].role else answer
+    return (
+        [prompt[0], *answer] if prompt and prompt[0].role == "system" != answer[0].role else answer
+    )
 
 
 def _checked(messages: list[Message], key: str) -> list[Message]:
@@ -231,13 +281,23 @@ def _checked(messages: list[Message], key: str) -> list[Message]:
 
 
 def _check_prompt(prompt: Sequence[Message], shared: Sequence[Message]) -> None:
-    """The prompt that a record names must be what its sides, as whole conversations, begin with, or the end of it."""
+    """The prompt that a record names must be what its sides, as whole conversations, begin with, or
+    the end of it.
+    """
     named = [replace(message, trained=True) for message in prompt if message.role != "system"]
     turns = [replace(message, trained=True) for message in shared if message.role != "system"]
-    systems = [[message for message in messages if message.role == "system"] for messages in (prompt, shared)]
+    systems = [
+        [message for message in messages if message.role == "system"]
+        for messages in (prompt, shared)
+    ]
     places = range(len(turns) - len(named) + 1)
-    if not any(turns[place : place + len(named)] == named for place in places) or systems[0] not in (
+    if not any(turns[place : place + len(named)] == named for place in places) or systems[
+        0
+    ] not in (
         [],
         systems[1],
     ):
-        raise RecordProblem("prompt mismatch", "the turns that 'chosen' and 'rejected' begin with are not the prompt")
+        raise RecordProblem(
+            "prompt mismatch",
+            "the turns that 'chosen' and 'rejected' begin with are not the prompt",
+        )

@@ -1,11 +1,14 @@
-"""Preference -> one sample: both answers, each a document behind the same prompt, or the one that has a label.
+"""Preference -> one sample: both answers, each a document behind the same prompt, or the one that
+has a label.
 
-Each document is rendered, tokenized and cut as fine-tuning does it. Their prompts are then the same tokens, always:
+Each document is rendered, tokenized and cut as fine-tuning does it. Their prompts are then the same
+tokens, always:
 
-- The tokens before the answers are equal, because no token straddles their beginning. Where they are not (some
-  tokenizers split the white space at a prompt's end by what follows it), both texts are cut there.
-- Where a document is longer than the cutoff, its prompt loses its middle (see encoding/truncate.py); of two prompts
-  that lose different tokens both documents take the shorter.
+- The tokens before the answers are equal, because no token straddles their beginning. Where they
+  are not (some tokenizers split the white space at a prompt's end by what follows it), both texts
+  are cut there.
+- Where a document is longer than the cutoff, its prompt loses its middle (see
+  encoding/truncate.py); of two prompts that lose different tokens both documents take the shorter.
 """
 
 from __future__ import annotations
@@ -37,10 +40,13 @@ class _Side:
 
 
 class PreferenceRenderer(Renderer):
-    """Renders preferences to samples whose documents have at most `cutoff_len` tokens each; errors are `Renderer`'s."""
+    """Renders preferences to samples whose documents have at most `cutoff_len` tokens each; errors
+    are `Renderer`'s.
+    """
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
-        """One sample; none where the answers differ only behind the cutoff, and one without targets where one has none.
+        """One sample; none where the answers differ only behind the cutoff, and one without targets
+        where one has none.
 
         Raises:
             RecordProblem: as `Renderer`; or the documents are equal, or their prompts are not.
@@ -49,14 +55,26 @@ class PreferenceRenderer(Renderer):
         template = self.template.with_tools(conversation.tools)
         chosen = _one_rendering(template, conversation.messages)
         if conversation.label is not None:
-            return [replace(self._sample(template, self._trained(chosen)), label=int(conversation.label))]
-        documents = self._documents(template, chosen, _one_rendering(template, conversation.rejected))
+            return [
+                replace(
+                    self._sample(template, self._trained(chosen)), label=int(conversation.label)
+                )
+            ]
+        documents = self._documents(
+            template, chosen, _one_rendering(template, conversation.rejected)
+        )
         if not all(document.supervised.any() for document in documents):
             return [replace(documents[0], supervised=np.zeros_like(documents[0].supervised))]
-        return [] if np.array_equal(documents[0].input_ids, documents[1].input_ids) else [_joined(*documents)]
+        return (
+            []
+            if np.array_equal(documents[0].input_ids, documents[1].input_ids)
+            else [_joined(*documents)]
+        )
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of either side spells a special token, which the tokenizer will read as one."""
+        """Whether a text of either side spells a special token, which the tokenizer will read as
+        one.
+        """
         assert isinstance(conversation, Preference)
         other = Conversation(conversation.rejected)
         return super().has_control_tokens(conversation) or super().has_control_tokens(other)
@@ -64,7 +82,9 @@ class PreferenceRenderer(Renderer):
     def _trained(self, rendering: Rendering) -> Rendering:
         return rendering if self.train_thinking else behind_thinking(rendering)
 
-    def _documents(self, template: ChatTemplate, chosen: Rendering, rejected: Rendering) -> list[Rendered]:
+    def _documents(
+        self, template: ChatTemplate, chosen: Rendering, rejected: Rendering
+    ) -> list[Rendered]:
         begin = chosen.turns[0].start
         if begin != rejected.turns[0].start or chosen.text[:begin] != rejected.text[:begin]:
             raise RecordProblem(
@@ -75,7 +95,9 @@ class PreferenceRenderer(Renderer):
         renderings = [self._trained(chosen), self._trained(rejected)]
         encodings, prompt_tokens = self._with_one_prompt(renderings, begin)
         if np.array_equal(encodings[0].ids, encodings[1].ids):
-            raise RecordProblem("equal answers", "'chosen' and 'rejected' are the same text in the chat template")
+            raise RecordProblem(
+                "equal answers", "'chosen' and 'rejected' are the same text in the chat template"
+            )
         sides = []
         for rendering, encoded in zip(renderings, encodings, strict=True):
             answers, supervised = self._targets(rendering, encoded)
@@ -87,8 +109,12 @@ class PreferenceRenderer(Renderer):
             for side, tokens in zip(sides, kept, strict=True)
         ]
 
-    def _with_one_prompt(self, renderings: list[Rendering], begin: int) -> tuple[list[Encoded], int]:
-        """The tokens of both, and how many of them are before the answers, which begin at character `begin`."""
+    def _with_one_prompt(
+        self, renderings: list[Rendering], begin: int
+    ) -> tuple[list[Encoded], int]:
+        """The tokens of both, and how many of them are before the answers, which begin at character
+        `begin`.
+        """
         for cut_at in (None, begin):
             encodings = [self._encoder.encode(one.text, one.turns, cut_at) for one in renderings]
             prompts = [encoded.ids[encoded.starts < begin] for encoded in encodings]
@@ -96,7 +122,8 @@ class PreferenceRenderer(Renderer):
                 return encodings, len(prompts[0])
         raise RecordProblem(
             "prompts differ in tokens",
-            "this tokenizer joins the end of the prompt with the answers; use the model's own tokenizer and template",
+            "this tokenizer joins the end of the prompt with the answers; use the model's own"
+            " tokenizer and template",
         )
 
 
@@ -105,23 +132,26 @@ def _one_rendering(template: ChatTemplate, messages: Sequence[Message]) -> Rende
     if len(renderings) > 1:
         raise RecordProblem(
             "several samples of one side",
-            "the chat template rewrites earlier answers, so that each would be a sample of its own; "
-            "let the side be one answer, or use another --template",
+            "the chat template rewrites earlier answers, so that each would be a sample of its own;"
+            " let the side be one answer, or use another --template",
         )
     return renderings[0]
 
 
 def _fit_both(sides: list[_Side], prompt_tokens: int, cutoff_len: int) -> list[Kept]:
-    """Of each side at most `cutoff_len` tokens, and the same of the first `prompt_tokens`, which both begin with.
+    """Of each side at most `cutoff_len` tokens, and the same of the first `prompt_tokens`, which
+    both begin with.
 
     Whichever document leaves its prompt less room decides: the other has room for that prompt, too.
     """
     kept = [fit(side.encoded, side.contents, side.answers, cutoff_len) for side in sides]
     prompt = min((one.tokens[one.tokens < prompt_tokens] for one in kept), key=len)
     return [
-        one
-        if np.array_equal(one.tokens[one.tokens < prompt_tokens], prompt)
-        else _refitted(side, prompt, prompt_tokens, cutoff_len)
+        (
+            one
+            if np.array_equal(one.tokens[one.tokens < prompt_tokens], prompt)
+            else _refitted(side, prompt, prompt_tokens, cutoff_len)
+        )
         for side, one in zip(sides, kept, strict=True)
     ]
 

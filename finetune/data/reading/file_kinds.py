@@ -26,7 +26,9 @@ SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 
 
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-KINDS_IN_WORDS = f"{', '.join(SUFFIXES)}; of the first three also with {', '.join(_COMPRESSIONS)} behind"
+KINDS_IN_WORDS = (
+    f"{', '.join(SUFFIXES)}; of the first three also with {', '.join(_COMPRESSIONS)} behind"
+)
 
 
 def is_data_file(path: Path) -> bool:
@@ -41,7 +43,9 @@ def is_compressed(path: Path) -> bool:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """`.jsonl` and `.gz` of `rows.jsonl.gz`; the second is empty where nothing compresses the file."""
+    """`.jsonl` and `.gz` of `rows.jsonl.gz`; the second is empty where nothing compresses the
+    file.
+    """
     last = path.suffix.lower()
     return (path.with_suffix("").suffix.lower(), last) if last in _COMPRESSIONS else (last, "")
 
@@ -53,11 +57,15 @@ def said_if_unreadable(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot be read: {reason}", where=str(path), fix="check the file") from error
+        raise DataError(
+            f"cannot be read: {reason}", where=str(path), fix="check the file"
+        ) from error
 
 
 def open_text(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed. Errors as `said_if_unreadable` knows them, also while it is read."""
+    """The file's bytes, decompressed. Errors as `said_if_unreadable` knows them, also while it is
+    read.
+    """
     compression = _suffixes(path)[1]
     if compression == ".zst":
         import pyarrow
@@ -69,7 +77,9 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def file_kind(path: Path) -> str:
-    """parquet, arrow, csv, array or lines: how the records of a file are told apart. May raise as `open_text`."""
+    """parquet, arrow, csv, array or lines: how the records of a file are told apart. May raise as
+    `open_text`.
+    """
     suffix = _suffixes(path)[0]
     if suffix in (".parquet", ".arrow", ".csv"):
         return suffix[1:]
@@ -77,7 +87,9 @@ def file_kind(path: Path) -> str:
 
 
 def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` tells an array of records from lines."""
+    """The first byte that is no white space; empty where there is none. `[` tells an array of
+    records from lines.
+    """
     with open_text(path) as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
         while block:
@@ -88,10 +100,12 @@ def first_character(path: Path) -> bytes:
 
 
 def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """`(line, record)` of a file of comma-separated values with a header, or `(line, RecordProblem)`; all are texts.
+    """`(line, record)` of a file of comma-separated values with a header, or `(line,
+    RecordProblem)`; all are texts.
 
     Raises:
-        DataError: no header, a name twice in it, broken quotes (records behind them cannot be told apart), not UTF-8.
+        DataError: no header, a name twice in it, broken quotes (records behind them cannot be told
+            apart), not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)  # of the process: a text is as long as it is
     with io.TextIOWrapper(open_text(path), encoding="utf-8-sig", newline="") as file:
@@ -100,18 +114,29 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             header = next(rows, [])
             if len(set(header)) != len(header) or not header:
-                raise DataError("has no header of different names", where=f"{path}:1", fix="name each column once")
+                raise DataError(
+                    "has no header of different names",
+                    where=f"{path}:1",
+                    fix="name each column once",
+                )
             line = rows.line_num + 1
             for row in rows:
                 if len(row) == len(header):
                     yield line, dict(zip(header, row, strict=True))
                 elif row:
-                    yield line, RecordProblem("broken CSV", f"{len(row)} fields under {len(header)} names")
+                    yield (
+                        line,
+                        RecordProblem("broken CSV", f"{len(row)} fields under {len(header)} names"),
+                    )
                 line = rows.line_num + 1
         except csv.Error as error:
-            raise DataError(f"broken CSV: {error}", where=f"{path}:{line}", fix="correct the quotes") from error
+            raise DataError(
+                f"broken CSV: {error}", where=f"{path}:{line}", fix="correct the quotes"
+            ) from error
         except UnicodeDecodeError as error:
-            raise DataError("is not UTF-8", where=f"{path}, from line {line}", fix="save the file as UTF-8") from error
+            raise DataError(
+                "is not UTF-8", where=f"{path}, from line {line}", fix="save the file as UTF-8"
+            ) from error
 
 
 def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
@@ -126,24 +151,30 @@ def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
     try:
         yield from pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=records)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error
+        raise DataError(
+            f"is no parquet file: {error}", where=str(path), fix="write the file again"
+        ) from error
 
 
 def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
     """The records of a batch as Python has them.
 
     Raises:
-        DataError: a value that Python has not: a time beyond the year 9999, a text that is not UTF-8.
+        DataError: a value that Python has not: a time beyond the year 9999, a text that is not
+            UTF-8.
     """
     try:
         return batch.to_pylist()
     except (OverflowError, ValueError) as error:
         what = f"has a value that cannot be read: {error}"
-        raise DataError(what, where=str(path), fix="leave the column out, or write it as text") from error
+        raise DataError(
+            what, where=str(path), fix="leave the column out, or write it as text"
+        ) from error
 
 
 def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at most so many.
+    """The records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at most
+    so many.
 
     Raises:
         DataError: it is none.
@@ -163,6 +194,10 @@ def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
             for batch in batches:
                 for first in range(0, batch.num_rows, records):
                     # Copied: a slice sent to another process takes all of its batch along.
-                    yield batch.take(pyarrow.array(range(first, min(first + records, batch.num_rows))))
+                    yield batch.take(
+                        pyarrow.array(range(first, min(first + records, batch.num_rows)))
+                    )
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"is no Arrow file: {error}", where=str(path), fix="write the file again") from error
+        raise DataError(
+            f"is no Arrow file: {error}", where=str(path), fix="write the file again"
+        ) from error

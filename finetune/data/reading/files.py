@@ -37,13 +37,16 @@ _STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "data
 
 
 def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
+    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted
+    by name.
 
-    Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files; hidden files and
-    folders are left out. One that `save_to_disk` of `datasets` wrote has the files that it names.
+    Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files;
+    hidden files and folders are left out. One that `save_to_disk` of `datasets` wrote has the files
+    that it names.
 
     Raises:
-        DataError: a path that does not exist, holds no data file, or is of another kind; several together.
+        DataError: a path that does not exist, holds no data file, or is of another kind; several
+            together.
     """
     if isinstance(paths, (str, Path)):
         paths = [paths]
@@ -60,14 +63,21 @@ def expand_groups(paths: Sequence[str | Path]) -> list[list[Path]]:
 
     files = expand_each(paths, expand)
     if not files:
-        raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
+        raise DataError(
+            "no data files were named", where="--data", fix="give --data a file, a folder or a glob"
+        )
     if twice := named_twice(files):
-        logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
+        logger.warning(
+            "read more than once, as asked: %s (name a file once to train on it once)",
+            ", ".join(twice),
+        )
     return groups
 
 
 def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]) -> list[Path]:
-    """The files that each path names, in order; what is wrong with several paths is reported together."""
+    """The files that each path names, in order; what is wrong with several paths is reported
+    together.
+    """
     files: list[Path] = []
     problems: list[FinetuneError] = []
     for path in paths:
@@ -85,14 +95,20 @@ def named_twice(files: Sequence[Path]) -> list[str]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder down to the bottom, sorted by name, without hidden files and folders."""
+    """The files of a folder down to the bottom, sorted by name, without hidden files and
+    folders.
+    """
     inside = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    return sorted(
+        p for p in inside if not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    )
 
 
 def glob_files(pattern: Path) -> list[Path]:
     """The files that a glob names, sorted by name; ** stands for folders at any depth."""
-    return sorted(path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file())
+    return sorted(
+        path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file()
+    )
 
 
 def _expand(given: str) -> list[Path]:
@@ -102,12 +118,18 @@ def _expand(given: str) -> list[Path]:
     if path.is_dir():
         files = _saved_files(path) or [inside for inside in visible_files(path) if _is_data(inside)]
         if not files:
-            raise DataError("the folder holds no data file", where=given, fix=f"kinds: {KINDS_IN_WORDS}")
+            raise DataError(
+                "the folder holds no data file", where=given, fix=f"kinds: {KINDS_IN_WORDS}"
+            )
         return files
     if path.exists():
         if not is_data_file(path):
             text = path.suffix.lower() in (".txt", ".md")
-            plain = "plain text is for `python -m finetune prepare` and pretraining; for fine-tuning " if text else ""
+            plain = (
+                "plain text is for `python -m finetune prepare` and pretraining; for fine-tuning "
+                if text
+                else ""
+            )
             raise DataError(
                 f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
                 where=given,
@@ -117,42 +139,55 @@ def _expand(given: str) -> list[Path]:
     if matches := [match for match in glob_files(path) if _is_data(match)]:
         return matches
     if glob.has_magic(given):
-        raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {KINDS_IN_WORDS}")
+        raise DataError(
+            "no data file matches", where=given, fix=f"check the pattern; kinds: {KINDS_IN_WORDS}"
+        )
     raise DataError("no such file or folder", where=given, fix=similar_files(path))
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data is none."""
+    """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data
+    is none.
+    """
     about = path.name in (_STATE_FILE, _INFO_FILE) and (path.parent / _STATE_FILE).is_file()
     about = about and (path.parent / _INFO_FILE).is_file()
     return is_data_file(path) and path.name != _SPLITS_FILE and not about
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a data set that `save_to_disk` wrote there, in order; empty where it is no such folder."""
+    """The files of a data set that `save_to_disk` wrote there, in order; empty where it is no such
+    folder.
+    """
     try:
         if (folder / _SPLITS_FILE).is_file():
             splits = json.loads((folder / _SPLITS_FILE).read_bytes())["splits"]
             if len(splits) != 1:
                 fix = f"name one of them, e.g. {folder / splits[0]}" if splits else "save it again"
-                raise DataError(f"holds the splits {', '.join(splits) or 'none'}", where=str(folder), fix=fix)
+                raise DataError(
+                    f"holds the splits {', '.join(splits) or 'none'}", where=str(folder), fix=fix
+                )
             folder = folder / splits[0]
         if not ((folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()):
             return []
-        return [folder / entry["filename"] for entry in json.loads((folder / _STATE_FILE).read_bytes())["_data_files"]]
+        return [
+            folder / entry["filename"]
+            for entry in json.loads((folder / _STATE_FILE).read_bytes())["_data_files"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"looks like a saved data set and is none: {error!r}"
         raise DataError(what, where=str(folder), fix="save it again with save_to_disk") from error
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet and arrow).
+    """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet
+    and arrow).
 
-    A file whose first character is `[` is one JSON array, any other text file but .csv is JSON Lines, whatever its
-    suffix. All are streamed; blank lines are no records.
+    A file whose first character is `[` is one JSON array, any other text file but .csv is JSON
+    Lines, whatever its suffix. All are streamed; blank lines are no records.
 
     Raises:
-        DataError: an array that is broken (records after the break cannot be told apart), or an unreadable file.
+        DataError: an array that is broken (records after the break cannot be told apart), or an
+            unreadable file.
     """
     with said_if_unreadable(path):
         kind = file_kind(path)
@@ -167,7 +202,9 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
                 yield from line_records(file, path)
 
 
-def line_records(lines: Iterable[bytes], path: Path, *, is_start: bool = True) -> Iterator[tuple[int, Any]]:
+def line_records(
+    lines: Iterable[bytes], path: Path, *, is_start: bool = True
+) -> Iterator[tuple[int, Any]]:
     """The records of JSON Lines as in `read_records`, with lines counted from 1.
 
     Args:
@@ -195,5 +232,6 @@ def decode_record(raw: bytes) -> Any:
         return RecordProblem("not UTF-8", f"byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+    # a number of thousands of digits; thousands of nested brackets
+    except (ValueError, RecursionError) as error:
         return RecordProblem("broken JSON", str(error).split(";")[0])

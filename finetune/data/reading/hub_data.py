@@ -1,4 +1,6 @@
-"""Data sets by name, from the Hugging Face hub or ModelScope: the Arrow files that their libraries keep of them."""
+"""Data sets by name, from the Hugging Face hub or ModelScope: the Arrow files that their libraries
+keep of them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ _FORM = "write hub:OWNER/NAME, and where needed /SUBSET, @REVISION, :SPLIT behin
 def hub_files(given: str) -> list[Path] | None:
     """The Arrow files of a data set by name, in order; None where it is no such name.
 
-    The libraries download it where it is not cached, keep it under their own folders (HF_HOME, MODELSCOPE_CACHE), and
-    read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    The libraries download it where it is not cached, keep it under their own folders (HF_HOME,
+    MODELSCOPE_CACHE), and read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
     Raises:
-        DataError: no name, or that of a local folder too; no such data set, subset, revision or split, out of reach
-            and not cached; no ModelScope library.
+        DataError: no name, or that of a local folder too; no such data set, subset, revision or
+            split, out of reach and not cached; no ModelScope library.
     """
     prefix = next((prefix for prefix in HUB_PREFIXES if given.startswith(prefix)), None)
     if prefix is None:
@@ -35,22 +37,35 @@ def hub_files(given: str) -> list[Path] | None:
         raise DataError("is no name of a data set", where=given, fix=_FORM)
     name = found["name"]
     if {".", ".."} & set(name.split("/")):
-        raise DataError("is no name of a data set", where=given, fix=f"write ./{name} for a folder; {_FORM}")
+        raise DataError(
+            "is no name of a data set", where=given, fix=f"write ./{name} for a folder; {_FORM}"
+        )
     if Path(name).exists():  # which both libraries would read instead
         what = f"is also the name of a local file or folder: {name}"
-        raise DataError(what, where=given, fix=f"write ./{name} for that one, or start where it is not")
+        raise DataError(
+            what, where=given, fix=f"write ./{name} for that one, or start where it is not"
+        )
     if prefix == "modelscope:" and importlib.util.find_spec("modelscope") is None:
-        raise DataError("the library of ModelScope is not installed", where=given, fix="pip install modelscope")
+        raise DataError(
+            "the library of ModelScope is not installed", where=given, fix="pip install modelscope"
+        )
     load = _load_modelscope if prefix == "modelscope:" else _load_hub
     try:
         rows = load(name, found["subset"], found["revision"], found["split"] or "train")
     except Exception as error:  # the libraries, and those below them, raise kinds of their own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fix = f"check name and connection (HF_ENDPOINT names a mirror; offline it must be cached); {_FORM}"
+        fix = (
+            "check name and connection (HF_ENDPOINT names a mirror; offline it must be cached);"
+            f" {_FORM}"
+        )
         raise DataError(f"the data set cannot be loaded: {reason}", where=given, fix=fix) from error
     files = [Path(entry["filename"]) for entry in rows.cache_files]
     if not files:
-        raise DataError("the data set has no files on disk", where=given, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE")
+        raise DataError(
+            "the data set has no files on disk",
+            where=given,
+            fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE",
+        )
     return list(dict.fromkeys(files))
 
 
@@ -62,12 +77,15 @@ def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -
     for entry in rows.cache_files if commit else ():
         # Out of reach, datasets takes the latest that is cached; it keeps each under its commit.
         if commit not in Path(entry["filename"]).parts:
-            raise ValueError(f"revision {revision} is not cached, another one is: {entry['filename']}")
+            raise ValueError(
+                f"revision {revision} is not cached, another one is: {entry['filename']}"
+            )
     return rows
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    """The commit that a branch, tag or short commit stands for, by the hub: datasets keeps no names of commits.
+    """The commit that a branch, tag or short commit stands for, by the hub: datasets keeps no names
+    of commits.
 
     Raises:
         ValueError: the hub does not know it, or is out of reach.
@@ -80,7 +98,10 @@ def _commit(name: str, revision: str | None) -> str | None:
         return HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:  # of huggingface_hub and of what is below it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = f"the commit of revision {revision} is not known (offline write its 40 digits): {reason}"
+        what = (
+            f"the commit of revision {revision} is not known (offline write its 40 digits):"
+            f" {reason}"
+        )
         raise ValueError(what) from error
 
 
@@ -89,4 +110,5 @@ def _load_modelscope(name: str, subset: str | None, revision: str | None, split:
 
     version = {} if revision is None else {"version": revision}
     rows = MsDataset.load(name, subset_name=subset, split=split, **version)
-    return rows.to_hf_dataset() if hasattr(rows, "to_hf_dataset") else rows  # an MsDataset, or what it wraps
+    # an MsDataset, or what it wraps
+    return rows.to_hf_dataset() if hasattr(rows, "to_hf_dataset") else rows

@@ -1,4 +1,6 @@
-"""The records of a JSON array one by one, with their lines; of a file of any size only some of the text is held."""
+"""The records of a JSON array one by one, with their lines; of a file of any size only some of the
+text is held.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from finetune.data.reading.file_kinds import open_text
 from finetune.errors import DataError
 
 CHUNK_BYTES = 1 << 20
-# What a text that goes on may still change: the end of a number ("1." of "1.5", "1e+" of "1e+5"), and where an error is
-# found that is none (before the rest of "-Infinity", of "\ud83d\ude00").
+# What a text that goes on may still change: the end of a number ("1." of "1.5", "1e+" of "1e+5"),
+# and where an error is found that is none (before the rest of "-Infinity", of "\ud83d\ude00").
 _TAIL = 16
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
@@ -55,13 +57,17 @@ class _Text:
     """A file's text from `position` on, as far as it was needed; what is behind is let go."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._json = json.JSONDecoder()
         self._read_bytes = 0  # without the mark at the beginning, which is no text
         self._ended = False
-        self.text, self.position = "", 0
-        self._line, self._counted = 1, 0  # the line at that place of `text`
+        self.text = ""
+        self.position = 0
+        # the line at that place of `text`
+        self._line = 1
+        self._counted = 0
 
     def skip_space(self) -> None:
         """Go on to what is no white space, or to the end."""
@@ -79,7 +85,9 @@ class _Text:
             except (ValueError, RecursionError) as error:
                 if self._may_go_on(error) and self._extend():
                     continue
-                raise self.broken(getattr(error, "pos", self.position), getattr(error, "msg", str(error))) from error
+                raise self.broken(
+                    getattr(error, "pos", self.position), getattr(error, "msg", str(error))
+                ) from error
             if len(self.text) - end < _TAIL and self._extend():
                 continue
             self.position = end
@@ -92,18 +100,25 @@ class _Text:
         return self._line
 
     def broken(self, place: int | None, reason: str, line: int | None = None) -> DataError:
-        """The error for what is wrong at a place; text that is not UTF-8, wherever, is raised instead."""
+        """The error for what is wrong at a place; text that is not UTF-8, wherever, is raised
+        instead.
+        """
         line = self.line_at(place) if place is not None else line
         while self._extend():
             self.position = len(self.text)
         return DataError(
             f"broken JSON: {reason}",
             where=f"{self._path}:{line}",
-            fix="correct the array; only .jsonl files, one record per line, can leave out a broken one",
+            fix=(
+                "correct the array; only .jsonl files, one record per line, can leave out a"
+                " broken one"
+            ),
         )
 
     def _may_go_on(self, error: ValueError | RecursionError) -> bool:
-        """Whether more text may make it right: it ends inside a text, or near where the error is."""
+        """Whether more text may make it right: it ends inside a text, or near where the error
+        is.
+        """
         if not isinstance(error, json.JSONDecodeError):
             return False
         return error.msg.startswith("Unterminated string") or len(self.text) - error.pos < _TAIL
@@ -121,7 +136,9 @@ class _Text:
             more = self._decoder.decode(raw, final=self._ended)
         except UnicodeDecodeError as error:
             raise DataError(
-                f"is not UTF-8 at byte {begin + error.start}", where=str(self._path), fix="save the file as UTF-8"
+                f"is not UTF-8 at byte {begin + error.start}",
+                where=str(self._path),
+                fix="save the file as UTF-8",
             ) from error
         self._read_bytes += len(raw)
         if self._ended:

@@ -26,6 +26,13 @@ def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile
     Raises:
         DataError: as `expand_paths`.
     """
-    sources = [entry if isinstance(entry, DataSource) else DataSource(path=os.fspath(entry)) for entry in entries]
-    groups = enumerate(zip(sources, expand_groups([source.path for source in sources]), strict=True))
-    return tuple(DataFile(path, source, number) for number, (source, paths) in groups for path in paths)
+    sources = [
+        entry if isinstance(entry, DataSource) else DataSource(path=os.fspath(entry))
+        for entry in entries
+    ]
+    groups = enumerate(
+        zip(sources, expand_groups([source.path for source in sources]), strict=True)
+    )
+    return tuple(
+        DataFile(path, source, number) for number, (source, paths) in groups for path in paths
+    )

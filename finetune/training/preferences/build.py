@@ -1,4 +1,6 @@
-"""From a checked run on preferences to its trainer: the parts are those of fine-tuning (training/build_sft.py)."""
+"""From a checked run on preferences to its trainer: the parts are those of fine-tuning
+(training/build_sft.py).
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,25 @@ def build_trainer(
         batches_class=AnswerBatches,
         head_class=WeighedHead,
         objective=objective,
-        saved_references=_saved_references(config, data, place) if config.needs_reference and not asked else {},
+        saved_references=_saved_references(config, data, place)
+        if config.needs_reference and not asked
+        else {},
     )
 
 
-def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) -> dict[Side, SavedReference]:
-    """By side; the list of global batches says beforehand which answers KTO's reference point is of."""
-    samples_cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
+def _saved_references(
+    config: PreferenceConfig, data: Prepared, place: Place
+) -> dict[Side, SavedReference]:
+    """By side; the list of global batches says beforehand which answers KTO's reference point is
+    of.
+    """
+    samples_cache = (
+        Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
+    )
 
-    def saved(side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None) -> SavedReference:
+    def saved(
+        side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None
+    ) -> SavedReference:
         return SavedReference(
             side=side,
             parts={"weights": data.identity["weights"], "data": content, "dtype": place.dtype},
@@ -71,14 +83,19 @@ def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) ->
 
     def add_mismatched(side: Side, samples: Samples, batches: BatchSource) -> None:
         pairs = all_mismatched_pairs(batches, len(samples))
-        if not len(pairs):  # no global batch has two samples: the reference point is 0 and nothing is asked
+        # no global batch has two samples: the reference point is 0 and nothing is asked
+        if not len(pairs):
             return
         content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
         found[side] = saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
 
-    found: dict[Side, SavedReference] = {"train": saved("train", data.train.fingerprint, data.batches.drawn())}
+    found: dict[Side, SavedReference] = {
+        "train": saved("train", data.train.fingerprint, data.batches.drawn())
+    }
     if data.valid is not None:
-        found["valid"] = saved("valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool))
+        found["valid"] = saved(
+            "valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool)
+        )
     if config.loss == "kto":
         add_mismatched("train-mismatched", data.train, data.batches)
         if data.valid is not None:

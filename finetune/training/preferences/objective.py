@@ -20,8 +20,8 @@ from finetune.modeling.objective import Scored
 from finetune.training.preferences.reference import Reference
 from finetune.training.preferences.reference_point import ReferencePoint
 
-# What is added up, over all samples and over those of each group. Of a pair both answers count; of a record with a
-# label its one answer is a chosen one (good) or a rejected one (bad).
+# What is added up, over all samples and over those of each group. Of a pair both answers count; of
+# a record with a label its one answer is a chosen one (good) or a rejected one (bad).
 SUMS = (
     "loss",  # without the cross-entropy that --sft-weight adds
     "right",  # pairs whose chosen answer has the higher reward
@@ -38,7 +38,8 @@ SUMS = (
 
 @dataclass
 class PreferenceObjective:
-    """The mean loss of the global batch's samples, and `sft_weight` times the mean loss of its chosen answers' tokens.
+    """The mean loss of the global batch's samples, and `sft_weight` times the mean loss of its
+    chosen answers' tokens.
 
     Attributes:
         samples: those of the batches that are trained on.
@@ -67,14 +68,31 @@ class PreferenceObjective:
         if self.point is not None:
             self._reference_point = self.point.of(model, self.samples, batch.indices)
 
-    def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:
-        # The reference first: its activations are gone before those that the backward pass needs are made.
-        reference = None if self.reference is None else self.reference.log_probabilities(model, microbatch, head)
+    def score(
+        self,
+        model: torch.nn.Module,
+        microbatch: Microbatch,
+        head: ChunkedHead | None,
+        *,
+        groups: int,
+    ) -> Scored:
+        # The reference first: its activations are gone before those that the backward pass needs
+        # are made.
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probabilities(model, microbatch, head)
+        )
         losses = microbatch_losses(model, microbatch, microbatch.input_ids.device, head)
         return self.scored(losses, microbatch.answers, reference, groups=groups)
 
     def scored(
-        self, losses: torch.Tensor, answers: Answers | None, reference: torch.Tensor | None, *, groups: int
+        self,
+        losses: torch.Tensor,
+        answers: Answers | None,
+        reference: torch.Tensor | None,
+        *,
+        groups: int,
     ) -> Scored:
         """Of the targets' losses `(n,)` and the reference's log-probabilities `(documents,)`."""
         assert answers is not None
@@ -91,7 +109,8 @@ class PreferenceObjective:
         numbers = torch.arange(-1, groups, device=losses.device)
         # The first row is all samples; a sample without a group (-1) is in no other.
         belongs = (answers.groups == numbers[:, None]) | (numbers[:, None] < 0)
-        sums = torch.where(belongs[:, None, :], table, table.new_zeros(())).sum(dim=-1)  # (1 + groups, SUMS)
+        # (1 + groups, SUMS)
+        sums = torch.where(belongs[:, None, :], table, table.new_zeros(())).sum(dim=-1)
         return Scored(total, sums.flatten())
 
     def _compared(
@@ -120,12 +139,17 @@ class PreferenceObjective:
             "reference_point": torch.zeros_like(chosen),
         }
 
-    def _labelled(self, log_probs: torch.Tensor, answers: Answers, reference: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _labelled(
+        self, log_probs: torch.Tensor, answers: Answers, reference: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """The same of answers with labels, `(samples,)`."""
         config, ratios = self.config, log_probs - reference
         point = torch.full_like(ratios, self._reference_point, requires_grad=False)
         good = answers.labels == 1
-        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        weights = {
+            "desirable_weight": config.desirable_weight,
+            "undesirable_weight": config.undesirable_weight,
+        }
         loss = losses_of.kto_losses(ratios, good, point, beta=config.beta, **weights)
         nothing = torch.zeros_like(ratios)
         found = {"loss": loss, "right": nothing, "chosen_tokens": nothing, "reference_point": point}
@@ -135,7 +159,9 @@ class PreferenceObjective:
             found[f"{name}_logprob"] = torch.where(own, log_probs, nothing)
         return found
 
-    def _losses(self, log_probs: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def _losses(
+        self, log_probs: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None
+    ) -> torch.Tensor:
         """`(pairs,)`."""
         loss = losses_of.PAIR_LOSSES[self.config.loss]
         parts = [log_probs] if reference is None else [log_probs, reference]
@@ -147,18 +173,28 @@ class PreferenceObjective:
 
 @cache
 def _settings_of(loss: Callable[..., torch.Tensor]) -> tuple[str, ...]:
-    return tuple(name for name, one in signature(loss).parameters.items() if one.kind is one.KEYWORD_ONLY)
+    return tuple(
+        name for name, one in signature(loss).parameters.items() if one.kind is one.KEYWORD_ONLY
+    )
 
 
-def preference_facts(sums: Sequence[float], groups: LossGroups, config: PreferenceConfig) -> dict[str, float]:
-    """What the log says of sums over samples: means over all of them, and over those of each difficulty and source."""
+def preference_facts(
+    sums: Sequence[float], groups: LossGroups, config: PreferenceConfig
+) -> dict[str, float]:
+    """What the log says of sums over samples: means over all of them, and over those of each
+    difficulty and source.
+    """
     table = np.asarray(sums).reshape(1 + len(groups), len(SUMS))
     facts = _means(dict(zip(SUMS, table[0].tolist(), strict=True)), config)
     for prefix, by in (("", groups.by_difficulty), ("source_", groups.by_source)):
         columns = {name: by(table[1:, number].tolist()) for number, name in enumerate(SUMS)}
         for one in columns["loss"]:
             means = _means({name: column[one] for name, column in columns.items()}, config)
-            facts |= {f"{prefix}{name}/{one}": means[name] for name in ("loss", "accuracy", "margin") if name in means}
+            facts |= {
+                f"{prefix}{name}/{one}": means[name]
+                for name in ("loss", "accuracy", "margin")
+                if name in means
+            }
     return facts
 
 

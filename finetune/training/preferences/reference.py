@@ -1,7 +1,8 @@
 """What the model said before the run, which it is compared with; a second model is never in memory.
 
-With an adapter it is the same model with the adapter off, asked microbatch by microbatch. A model that is trained whole
-is asked once, before its first step; a run that resumes reads what was said then.
+With an adapter it is the same model with the adapter off, asked microbatch by microbatch. A model
+that is trained whole is asked once, before its first step; a run that resumes reads what was said
+then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Reference(Protocol):
     def log_probabilities(
         self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None
     ) -> torch.Tensor:
-        """`(documents,)`: of the answers of a microbatch that is on the device, without gradient."""
+        """`(documents,)`: of the answers of a microbatch that is on the device, without
+        gradient.
+        """
 
 
 class AdapterOff:
@@ -54,8 +57,12 @@ class Table:
         return self.values[microbatch.answers.samples].flatten()
 
 
-def log_probabilities(model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None) -> torch.Tensor:
-    """`(documents,)`: what a model says of the answers now, without dropout and without gradient."""
+def log_probabilities(
+    model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None
+) -> torch.Tensor:
+    """`(documents,)`: what a model says of the answers now, without dropout and without
+    gradient.
+    """
     assert microbatch.answers is not None
     with torch.no_grad(), _evaluating(model):
         losses = microbatch_losses(model, microbatch, microbatch.input_ids.device, head)

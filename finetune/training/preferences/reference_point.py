@@ -1,4 +1,6 @@
-"""KTO's reference point: what the model says more than before of answers to other prompts, over the global batch."""
+"""KTO's reference point: what the model says more than before of answers to other prompts, over the
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ from finetune.training.preferences.reference import Reference, log_probabilities
 
 
 def mismatched_pairs(indices: np.ndarray, total: int) -> np.ndarray:
-    """int64 `(batch,)`: each sample of a global batch with the one after it, of the last with the first.
+    """int64 `(batch,)`: each sample of a global batch with the one after it, of the last with the
+    first.
 
     Args:
-        total: samples there are; a pair's number is that of the prompt's sample x total + that of the answer's.
+        total: samples there are; a pair's number is that of the prompt's sample x total + that of
+            the answer's.
     """
     return indices.astype(np.int64) * total + np.roll(indices, -1)
 
@@ -54,7 +58,10 @@ def mismatched_microbatches(
     named = torch.from_numpy(numbers)
     for microbatch in batches.microbatches(everything, like.execution):
         assert microbatch.answers is not None
-        yield replace(microbatch, answers=replace(microbatch.answers, samples=named[microbatch.answers.samples]))
+        yield replace(
+            microbatch,
+            answers=replace(microbatch.answers, samples=named[microbatch.answers.samples]),
+        )
 
 
 class Mismatched:
@@ -65,7 +72,10 @@ class Mismatched:
 
     def __init__(self, samples: AnswerSource, pairs: np.ndarray) -> None:
         prompts, answers = np.divmod(pairs, len(samples))
-        known = {index: samples[index] for index in np.unique(np.concatenate([prompts, answers])).tolist()}
+        known = {
+            index: samples[index]
+            for index in np.unique(np.concatenate([prompts, answers])).tolist()
+        }
         longest = int(samples.lengths.max())
         # Where the answer begins, as far as it is trained.
         begins = {index: int(supervised.argmax()) for index, (_, supervised) in known.items()}
@@ -74,10 +84,15 @@ class Mismatched:
             (ids, _), (other_ids, other_supervised) = known[prompt], known[answer]
             parts = (ids[: begins[prompt]], other_ids[begins[answer] :])
             masks = (np.zeros(begins[prompt], dtype=bool), other_supervised[begins[answer] :])
-            self._documents.append((np.concatenate(parts)[:longest], np.concatenate(masks)[:longest]))
+            self._documents.append(
+                (np.concatenate(parts)[:longest], np.concatenate(masks)[:longest])
+            )
         self.lengths = np.array([len(ids) for ids, _ in self._documents], dtype=np.int32)
-        self.supervised_counts = np.array([mask.sum() for _, mask in self._documents], dtype=np.int32)
-        self.record_ids, self.labels = samples.record_ids[prompts], samples.labels[prompts]
+        self.supervised_counts = np.array(
+            [mask.sum() for _, mask in self._documents], dtype=np.int32
+        )
+        self.record_ids = samples.record_ids[prompts]
+        self.labels = samples.labels[prompts]
         self.first_lengths = self.first_supervised = np.zeros_like(self.lengths)
 
     def __len__(self) -> int:
@@ -126,7 +141,9 @@ class ReferencePoint:
     def _sum(self, model: torch.nn.Module, samples: AnswerSource, indices: np.ndarray) -> float:
         """Of this rank's part of the global batch."""
         pairs = mismatched_pairs(indices, len(samples))
-        numbers = np.arange(len(pairs)) if self.pairs is None else np.searchsorted(self.pairs, pairs)
+        numbers = (
+            np.arange(len(pairs)) if self.pairs is None else np.searchsorted(self.pairs, pairs)
+        )
         total = torch.zeros((), device=self.device)
         for microbatch in mismatched_microbatches(self.step_batches, samples, pairs, numbers):
             progress.mark()

@@ -1,7 +1,9 @@
-"""What a model said before it was trained whole: in the run's folder, and in the cache for other runs like it.
+"""What a model said before it was trained whole: in the run's folder, and in the cache for other
+runs like it.
 
-Training and validation data have a file each (KTO's two), so that a run may go on with other validation data. None is
-a `.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
+Training and validation data have a file each (KTO's two), so that a run may go on with other
+validation data. None is a `.safetensors` at the top of the run folder, which is handed out as a
+model: engines load all that lie there.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _FOLDER, _CACHED_NAME, _MISSING = "reference", "reference.st", "is missing"
 _SIDES = {
     "train": (
         "training data",
-        "put the file back, or start anew with another --output-dir; an adapter (--finetuning lora) needs none",
+        (
+            "put the file back, or start anew with another --output-dir; an adapter (--finetuning"
+            " lora) needs none"
+        ),
     ),
     "valid": ("validation data", "give the validation data that the run began with, or none"),
 }
@@ -39,7 +44,8 @@ _SIDES = {
 
 @dataclass(frozen=True)
 class SavedReference:
-    """The log-probabilities of the answers of one side's samples by the model before the run; rank 0 reads and writes.
+    """The log-probabilities of the answers of one side's samples by the model before the run; rank
+    0 reads and writes.
 
     Attributes:
         side: which data; "mismatched" are KTO's prompts with the answers of other samples.
@@ -67,7 +73,9 @@ class SavedReference:
         return f"{_FOLDER}/{self.side}.st"
 
     def find(self) -> torch.Tensor | str:
-        """Float32 `(N, documents of one)`, NaN for samples that are not drawn; or why there is none."""
+        """Float32 `(N, documents of one)`, NaN for samples that are not drawn; or why there is
+        none.
+        """
         cached = cache.find(self.cache_dir, self._cache_key())
         paths = [folder / self.name for folder in (self.folder, *self.others)]
         whys = set()
@@ -101,7 +109,12 @@ class SavedReference:
         if unknown.any():
             return f"lacks {int(unknown.sum()):,} of the samples that this run draws"
         if dtype != self.parts["dtype"]:
-            logger.warning("%s was computed in %s, and this run computes in %s", path, dtype, self.parts["dtype"])
+            logger.warning(
+                "%s was computed in %s, and this run computes in %s",
+                path,
+                dtype,
+                self.parts["dtype"],
+            )
         return table
 
     def refusal(self, why: str) -> StateError:
@@ -111,7 +124,9 @@ class SavedReference:
         return StateError(what, str(self.folder), fix)
 
     def store(self, table: torch.Tensor) -> None:
-        """Write them to the run's folder and, if nobody has yet, to the cache, which need not be writable."""
+        """Write them to the run's folder and, if nobody has yet, to the cache, which need not be
+        writable.
+        """
         samples = torch.from_numpy(np.flatnonzero(self.drawn))
         content = save({"samples": samples, "values": table[samples]}, metadata=dict(self.parts))
         path = self.folder / self.name
@@ -132,4 +147,7 @@ class SavedReference:
                 logger.warning("%s", error)
 
     def _cache_key(self) -> dict[str, str]:
-        return {**self.parts, "drawn": hashlib.sha256(np.packbits(self.drawn).tobytes()).hexdigest()}
+        return {
+            **self.parts,
+            "drawn": hashlib.sha256(np.packbits(self.drawn).tobytes()).hexdigest(),
+        }

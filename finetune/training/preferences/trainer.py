@@ -34,8 +34,8 @@ class PreferenceTrainer(SFTTrainer):
     """Trains on preferences, with or without LoRA.
 
     Args:
-        saved_references: where the log-probabilities of the model before the run are kept, "train" and "valid";
-            none where they are not needed, or asked of the model with its adapter off.
+        saved_references: where the log-probabilities of the model before the run are kept, "train"
+            and "valid"; none where they are not needed, or asked of the model with its adapter off.
     """
 
     step_batches: AnswerBatches
@@ -55,7 +55,10 @@ class PreferenceTrainer(SFTTrainer):
 
     def _shares(self, interval: Interval) -> dict[str, Any]:
         facts: dict[str, Any] = {}
-        for prefix, by in (("", interval.groups.by_difficulty), ("source_", interval.groups.by_source)):
+        for prefix, by in (
+            ("", interval.groups.by_difficulty),
+            ("source_", interval.groups.by_source),
+        ):
             counts = by(interval.group_tokens)
             for name in counts:
                 facts |= target_share(prefix, name, counts)
@@ -69,7 +72,9 @@ class PreferenceTrainer(SFTTrainer):
     # ------------------------------------------------------------------ evaluation
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
-        """Loss, accuracy, margin and log-probabilities of validation samples; some of them by difficulty and source."""
+        """Loss, accuracy, margin and log-probabilities of validation samples; some of them by
+        difficulty and source.
+        """
         assert isinstance(step_batches, AnswerBatches)
         groups = len(step_batches.groups)
         objective = replace(self.objective, samples=step_batches.samples)
@@ -84,16 +89,22 @@ class PreferenceTrainer(SFTTrainer):
                 objective.begin(model, batch)
                 for microbatch in batch.microbatches:
                     progress.mark()
-                    scored = objective.score(model, microbatch.to(self.args.device), self.head, groups=groups)
+                    scored = objective.score(
+                        model, microbatch.to(self.args.device), self.head, groups=groups
+                    )
                     sums += scored.sums.cpu().double()
-        return preference_facts(self.context.control.sum(sums.tolist()), step_batches.groups, objective.config)
+        return preference_facts(
+            self.context.control.sum(sums.tolist()), step_batches.groups, objective.config
+        )
 
-    # ------------------------------------------------------------------ what the model said before the run
+    # ----------------------------------------------------------- what the model said before the run
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
         # After super: under ZeRO-3 only DeepSpeed's engine can run a forward.
         for side, saved in self.saved_references.items():
             self._tables[side] = Table(self._reference_values(saved))
@@ -125,10 +136,16 @@ class PreferenceTrainer(SFTTrainer):
         if why:
             if not saved.fresh:
                 raise saved.refusal(why)
-            with self.context.signals.answered("stopping before the first step, without a checkpoint"):
+            with self.context.signals.answered(
+                "stopping before the first step, without a checkpoint"
+            ):
                 values = self._ask(saved)
         else:
-            values = torch.empty(len(saved.drawn), self.objective.config.documents_per_sample, device=self.args.device)
+            values = torch.empty(
+                len(saved.drawn),
+                self.objective.config.documents_per_sample,
+                device=self.args.device,
+            )
             if isinstance(found, torch.Tensor):
                 values.copy_(found)
             if self.accelerator.num_processes > 1:
@@ -147,7 +164,9 @@ class PreferenceTrainer(SFTTrainer):
         in_order = InOrder(len(samples), config.global_batch_size)
         total, began = in_order.total_steps, time.monotonic()
         with contextlib.ExitStack() as stack:
-            line = ProgressLine(total, counted="reference") if self.is_world_process_zero() else None
+            line = (
+                ProgressLine(total, counted="reference") if self.is_world_process_zero() else None
+            )
             if line is not None:
                 stack.callback(line.close)
             for step in range(total):
@@ -162,7 +181,9 @@ class PreferenceTrainer(SFTTrainer):
                     raise StoppedBeforeTraining
                 if line is not None:
                     left_seconds = (time.monotonic() - began) / (step + 1) * (total - step - 1)
-                    line.update(step + 1, stage="", facts="before the first step", eta_seconds=left_seconds)
+                    line.update(
+                        step + 1, stage="", facts="before the first step", eta_seconds=left_seconds
+                    )
         self._sum_over_ranks(asked)
         asked[torch.from_numpy(~drawn).to(device)] = torch.nan
         return asked

@@ -1,4 +1,6 @@
-"""From a checked pretraining run to a trainer: model from scratch or continued, rates, schedule, microbatches."""
+"""From a checked pretraining run to a trainer: model from scratch or continued, rates, schedule,
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,11 @@ def build_trainer(
     execution = _speed_up(model, config, able, device_type, dtype)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
-    own: dict[str, Any] = {"lora": lora, "compute_dtype": dtype, "state_form": "whole" if lora else "parts"}
+    own: dict[str, Any] = {
+        "lora": lora,
+        "compute_dtype": dtype,
+        "state_form": "whole" if lora else "parts",
+    }
     if rates is not None:
         fused = devices.DEVICE_KINDS[device_type].fused_adamw
         own = {"rates": rates, "fused": fused, "compute_dtype": DTYPES[dtype]}
@@ -106,7 +112,9 @@ def build_trainer(
         processing_class=data.tokenizer,
         settings=config,
         cost=cost,
-        bytes_per_token=_padded(data.bytes_per_token, data.model_config.get_text_config().vocab_size),
+        bytes_per_token=_padded(
+            data.bytes_per_token, data.model_config.get_text_config().vocab_size
+        ),
         **own,
     )
     _say_start(trainer, config, world, data, able, dtype, cost, rates, execution)
@@ -114,18 +122,26 @@ def build_trainer(
 
 
 def _cost(
-    model: Any, config: PretrainConfig, data: Prepared, world: LaunchWorld, able: Capabilities, dtype: str
+    model: Any,
+    config: PretrainConfig,
+    data: Prepared,
+    world: LaunchWorld,
+    able: Capabilities,
+    dtype: str,
 ) -> ComputeCost | None:
     """None where a continued model's sizes cannot be read."""
     peak = able.peak_flops if dtype != "float32" else None
     if config.model is None:
-        return ComputeCost(flops_per_token(model, config.max_seq_len), peak, devices=world.world_size)
+        return ComputeCost(
+            flops_per_token(model, config.max_seq_len), peak, devices=world.world_size
+        )
     try:
         shape = shape_of_config(data.model_config.to_dict(), config.model)
     except ConfigError as error:
         logger.info("the utilisation of the devices is not counted: %s", error.what)
         return None
-    # As the plan counts it: adapters cost less than all weights, and of a mixture a token passes some experts only.
+    # As the plan counts it: adapters cost less than all weights, and of a mixture a token passes
+    # some experts only.
     work = pretraining_workload(config, shape, Cluster(device_type="cpu"))
     return ComputeCost(planned_flops_per_token(work), peak, devices=world.world_size)
 
@@ -133,13 +149,18 @@ def _cost(
 def _speed_up(
     model: torch.nn.Module, config: PretrainConfig, able: Capabilities, device_type: str, dtype: str
 ) -> dict[str, Any]:
-    """Whether the model is compiled and computes in float8 from here on, and who computes its layers and attention."""
+    """Whether the model is compiled and computes in float8 from here on, and who computes its
+    layers and attention.
+    """
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
     # Adapters are computed as functions that the compiler cannot look into.
-    compiled = able.compile and config.finetuning == "full" if config.compile is None else config.compile
+    compiled = (
+        able.compile and config.finetuning == "full" if config.compile is None else config.compile
+    )
     if compiled:
-        # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
+        # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation
+        # can do without.
         model.compile()
     # The compiler fuses them itself, and cannot look into what others have made.
     wanted = "off" if compiled and config.fused_layers == "auto" else config.fused_layers
@@ -151,13 +172,18 @@ def _rates(config: PretrainConfig, data: Prepared) -> Rates:
     return scaled_rates(
         config,
         width=data.model_config.hidden_size,
-        worth_tokens=config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config)),
+        worth_tokens=config.target_param_data_ratio
+        * matrix_parameters(make_empty_model(data.model_config)),
         run_tokens=data.batches.total_steps * config.total_batch_size,
     )
 
 
-def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> Any:
-    """The model at the run's start or as it was saved; what is trained of it in float32, whatever is computed in."""
+def _model(
+    config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str
+) -> Any:
+    """The model at the run's start or as it was saved; what is trained of it in float32, whatever
+    is computed in.
+    """
     if config.model:
         model: Any = _continued_model(config, dtype)
     else:
@@ -182,14 +208,18 @@ def _model_from_scratch(config: PretrainConfig, data: Prepared) -> PreTrainedMod
     attention = choose_attention(data.model_config) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
     if data.tokenizer is not None:
-        # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
-        # no padding_idx; the trainer unsets it again before it saves.
-        model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
+        # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is
+        # made already and has no padding_idx; the trainer unsets it again before it saves.
+        model.config.pad_token_id = model.generation_config.pad_token_id = (
+            data.tokenizer.pad_token_id
+        )
     return model
 
 
 def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> bool:
-    """Let the blocks' matrix products run in float8, where the device has it; elsewhere say so once."""
+    """Let the blocks' matrix products run in float8, where the device has it; elsewhere say so
+    once.
+    """
     if not config.fp8:
         return False
     if not able.fp8:
@@ -198,12 +228,16 @@ def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities)
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise ConfigError("torchao is not installed", "--fp8", "pip install torchao, or leave --fp8 out") from error
+        raise ConfigError(
+            "torchao is not installed", "--fp8", "pip install torchao, or leave --fp8 out"
+        ) from error
     # The head stays as it is: its products decide the loss, and softmax amplifies their rounding.
     convert_to_float8_training(
         model,
         config=Float8LinearConfig.from_recipe_name("tensorwise"),
-        module_filter_fn=lambda module, name: "lm_head" not in name and all(n % 16 == 0 for n in module.weight.shape),
+        module_filter_fn=lambda module, name: (
+            "lm_head" not in name and all(n % 16 == 0 for n in module.weight.shape)
+        ),
     )
     return True
 
@@ -215,7 +249,9 @@ def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
     return np.pad(np.asarray(sizes), (0, max(0, vocabulary - len(sizes))))
 
 
-def _context(config: PretrainConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
+def _context(
+    config: PretrainConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session
+) -> RunContext:
     total = data.batches.total_steps
     settings = ScheduleSettings(
         total,
@@ -224,14 +260,25 @@ def _context(config: PretrainConfig, world: LaunchWorld, data: Prepared, start: 
         final_fraction=config.final_lr_fraction,
     )
     factor = learning_rate_schedule(config.lr_scheduler, settings)
-    return make_context(data, world, start, session, learning_rate_factor=factor, epochs_per_step=data.passes / total)
+    return make_context(
+        data,
+        world,
+        start,
+        session,
+        learning_rate_factor=factor,
+        epochs_per_step=data.passes / total,
+    )
 
 
 def _step_batches(
     config: PretrainConfig, world: LaunchWorld, data: Prepared, session: Session
 ) -> tuple[StepBatches, StepBatches | None]:
     execution = make_execution(
-        world, session, packing=False, token_budget=0, samples_per_microbatch=config.device_batch_size
+        world,
+        session,
+        packing=False,
+        token_budget=0,
+        samples_per_microbatch=config.device_batch_size,
     )
 
     def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
@@ -240,7 +287,9 @@ def _step_batches(
         if isinstance(windows, JoinedWindows):
             names = source_names([DataSource(path=path) for path in config.train_data_path])
             groups = LossGroups(sources=names, source_starts=windows.source_starts)
-        return StepBatches(windows, batches, execution, difficulty_ids=difficulties, groups=groups, pad_token_id=0)
+        return StepBatches(
+            windows, batches, execution, difficulty_ids=difficulties, groups=groups, pad_token_id=0
+        )
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
@@ -263,17 +312,27 @@ def _say_start(
     cut = data.train.cut_tokens / max(1, data.train.tokens)
     name = f"{config.model}, continued" if config.model else f"{config.arch}, depth {config.depth}"
     facts = {
-        "model": f"{name}: {shape.hidden_size} wide, {shape.num_attention_heads} heads, "
-        f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters",
-        "steps": f"{trainer.context.start_step + 1} to {total}, {config.total_batch_size:,} tokens each "
-        f"({config.global_batch_size:,} windows of {config.max_seq_len:,})",
-        "training data": f"{data.train.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
-        "processes": f"{world.world_size} on {able.name}, {dtype}"
-        + "".join(f", {name}" for name, used in execution.items() if used is True),
+        "model": (
+            f"{name}: {shape.hidden_size} wide, {shape.num_attention_heads} heads, "
+            f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters"
+        ),
+        "steps": (
+            f"{trainer.context.start_step + 1} to {total}, {config.total_batch_size:,} tokens each "
+            f"({config.global_batch_size:,} windows of {config.max_seq_len:,})"
+        ),
+        "training data": (
+            f"{data.train.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut"
+        ),
+        "processes": (
+            f"{world.world_size} on {able.name}, {dtype}"
+            + "".join(f", {name}" for name, used in execution.items() if used is True)
+        ),
         "fused layers": execution["fused_layers"],
         "attention": execution["attention"],
-        "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
-        f"{config.device_batch_size} windows",
+        "gradient accumulation": (
+            f"{config.gradient_accumulation_steps} microbatches of "
+            f"{config.device_batch_size} windows"
+        ),
     }
     if isinstance(data.train, JoinedWindows):
         weights, passes = source_weights(config, data.train), data.batches.passes().values()
@@ -288,13 +347,17 @@ def _say_start(
         )
     else:
         facts["trained parameters"] = f"{parameters['trainable']:,} ({config.finetuning})"
-        facts["learning rate"] = f"{config.learning_rate:.3g} (adamw); decay {config.weight_decay:.3g}"
+        facts["learning rate"] = (
+            f"{config.learning_rate:.3g} (adamw); decay {config.weight_decay:.3g}"
+        )
     if cost is not None:
         facts["arithmetic"] = f"{cost.flops_per_token / 1e6:,.1f} MFLOP a token"
     say_start(
         trainer,
         world,
-        plan_summary(trainer.step_batches, token_budget=0, samples_per_microbatch=config.device_batch_size),
+        plan_summary(
+            trainer.step_batches, token_budget=0, samples_per_microbatch=config.device_batch_size
+        ),
         tables={},
         facts=facts,
         dtype=dtype,

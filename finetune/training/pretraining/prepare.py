@@ -1,4 +1,6 @@
-"""What pretraining knows before a model or a process group exists: token streams, windows, global batches, shape."""
+"""What pretraining knows before a model or a process group exists: token streams, windows, global
+batches, shape.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Prepared:
 
 
 def prepare_data(config: PretrainConfig) -> Prepared:
-    """Tokenizer, token streams, windows and global batches, with the checks that need no weights."""
+    """Tokenizer, token streams, windows and global batches, with the checks that need no
+    weights.
+    """
     from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_hash
     from finetune.data.corpus.tokenizer import vocabulary_of
     from finetune.data.corpus.windows import JoinedWindows, Windows, training_windows
@@ -88,7 +92,9 @@ def prepare_data(config: PretrainConfig) -> Prepared:
         "embeddings": None if model_config is None else model_config.get_text_config().vocab_size,
     }
     train = training_windows(config, **known)
-    streams = [part.stream for part in (train.parts if isinstance(train, JoinedWindows) else (train,))]
+    streams = [
+        part.stream for part in (train.parts if isinstance(train, JoinedWindows) else (train,))
+    ]
     valid = None
     if config.valid_data_path:
         limit = max(1, config.eval_tokens // config.max_seq_len)
@@ -117,19 +123,27 @@ def prepare_data(config: PretrainConfig) -> Prepared:
         | {
             "vocabulary": vocabulary,
             "total_steps": batches.total_steps,
-            "data": streams[0].fingerprint if len(streams) == 1 else [stream.fingerprint for stream in streams],
+            "data": (
+                streams[0].fingerprint
+                if len(streams) == 1
+                else [stream.fingerprint for stream in streams]
+            ),
             "schedule": batches.fingerprint(),
         },
     )
 
 
 def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of the model that is continued, with the checks that need no weights."""
+    """Configuration and tokenizer of the model that is continued, with the checks that need no
+    weights.
+    """
     from finetune.data.encoding.templates import read_tokenizer
     from finetune.modeling import model_config as models
 
     assert config.model is not None
-    model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_model_config(
+        config.model, trust_remote_code=config.trust_remote_code
+    )
     models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
@@ -139,15 +153,20 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if longest and config.max_seq_len > longest:
         raise ConfigError(
-            f"max_seq_len is {config.max_seq_len}, and the model was made for at most {longest} tokens",
+            f"max_seq_len is {config.max_seq_len}, and the model was made for at most {longest}"
+            " tokens",
             "--max-seq-len",
             f"give at most {longest}",
         )
     return model_config, tokenizer
 
 
-def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int) -> GlobalBatches:
-    """The global batches: after every step each weighted source's share is within one window of its weight."""
+def _batches(
+    config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int
+) -> GlobalBatches:
+    """The global batches: after every step each weighted source's share is within one window of its
+    weight.
+    """
     import numpy as np
 
     from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
@@ -159,7 +178,10 @@ def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps
         # By number and not by path: a folder that was moved is the same source.
         names = tuple(f"source {number}" for number in range(1, len(config.data_weights) + 1))
         assert isinstance(train, JoinedWindows)
-        schedule, sources = Schedule(names, (Stage(1.0, source_weights(config, train)),)), train.sources
+        schedule, sources = (
+            Schedule(names, (Stage(1.0, source_weights(config, train)),)),
+            train.sources,
+        )
     return GlobalBatches(sources, schedule, config.global_batch_size, total_steps, config.seed)
 
 
@@ -177,7 +199,12 @@ def _identity(config: PretrainConfig) -> dict[str, Any]:
     names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
         batch = {"lr_batch_exponent": config.lr_batch_exponent} if config.lr_scaling else {}
-        return {"kind": "pretrain", **windows, **batch, **{name: getattr(config, name) for name in names}}
+        return {
+            "kind": "pretrain",
+            **windows,
+            **batch,
+            **{name: getattr(config, name) for name in names},
+        }
     from finetune.modeling.model_config import weights_identity
 
     names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())
@@ -193,8 +220,9 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
     folder = config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
     if folder is None:
         logger.warning(
-            "no tokenizer: no bits per byte, no samples, and the result has none. Fix: --tokenizer FOLDER, or prepare "
-            "the data with python -m finetune prepare, which puts one beside the token files"
+            "no tokenizer: no bits per byte, no samples, and the result has none. Fix: --tokenizer"
+            " FOLDER, or prepare the data with python -m finetune prepare, which puts one beside"
+            " the token files"
         )
         return None
     return open_tokenizer(folder)
@@ -203,8 +231,9 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
 def _check_enough(config: PretrainConfig, train: Windows | JoinedWindows) -> None:
     if len(train) < config.global_batch_size:
         raise DataError(
-            f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer than the "
-            f"{config.global_batch_size:,} of one global batch ({config.total_batch_size:,} tokens)",
+            f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer"
+            f" than the {config.global_batch_size:,} of one global batch"
+            f" ({config.total_batch_size:,} tokens)",
             "--train-data-path",
             f"give more data, or a --total-batch-size of at most {len(train) * config.max_seq_len}",
         )
@@ -218,8 +247,13 @@ def _total_steps(config: PretrainConfig, model_config: PretrainedConfig) -> int:
     from finetune.planning.flops import matrix_parameters
 
     parameters = matrix_parameters(make_empty_model(model_config))
-    steps = max(1, math.floor(config.target_param_data_ratio * parameters / config.total_batch_size))
+    steps = max(
+        1, math.floor(config.target_param_data_ratio * parameters / config.total_batch_size)
+    )
     logger.info(
-        "%d steps: %g tokens for each of %s parameters", steps, config.target_param_data_ratio, f"{parameters:,}"
+        "%d steps: %g tokens for each of %s parameters",
+        steps,
+        config.target_param_data_ratio,
+        f"{parameters:,}",
     )
     return steps

@@ -1,4 +1,6 @@
-"""Pretraining's trainers: from scratch, whose output is a whole transformers model, and of one that is continued."""
+"""Pretraining's trainers: from scratch, whose output is a whole transformers model, and of one that
+is continued.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ class TextTrainer(RunTrainer):
         bytes_per_token: int `(vocabulary,)`; None without a tokenizer.
     """
 
-    def __init__(self, *, settings: PretrainConfig, bytes_per_token: np.ndarray | None, **arguments: Any) -> None:
+    def __init__(
+        self, *, settings: PretrainConfig, bytes_per_token: np.ndarray | None, **arguments: Any
+    ) -> None:
         self.settings = settings
-        self.bytes_per_token = None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
+        self.bytes_per_token = (
+            None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
+        )
         super().__init__(**arguments)
 
     # ------------------------------------------------------------------ evaluation
@@ -43,8 +49,8 @@ class TextTrainer(RunTrainer):
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """Loss per token; and bits per byte, which tokenizers of any vocabulary share.
 
-        Bits per byte: nats of the tokens that stand for text / (ln 2 x bytes of that text). Special tokens have no
-        bytes, and their nats do not count.
+        Bits per byte: nats of the tokens that stand for text / (ln 2 x bytes of that text). Special
+        tokens have no bytes, and their nats do not count.
         """
         nats = text_nats = 0.0
         tokens = text_bytes = 0
@@ -56,7 +62,9 @@ class TextTrainer(RunTrainer):
                     sizes = self.bytes_per_token[microbatch.targets]
                     text_nats += float(precise[sizes > 0].sum())
                     text_bytes += int(sizes.sum())
-        nats, all_tokens, text_nats, all_bytes = self.context.control.sum([nats, tokens, text_nats, text_bytes])
+        nats, all_tokens, text_nats, all_bytes = self.context.control.sum(
+            [nats, tokens, text_nats, text_bytes]
+        )
         metrics = {"loss": nats / all_tokens}
         if all_bytes:
             metrics["bpb"] = text_nats / (math.log(2) * all_bytes)
@@ -73,15 +81,21 @@ class TextTrainer(RunTrainer):
                 self.print_samples(step, self.processing_class)
 
     def print_samples(self, step: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Let the model continue the beginnings of a few windows of the validation data (or else the training data)."""
+        """Let the model continue the beginnings of a few windows of the validation data (or else
+        the training data).
+        """
         windows = (self.eval_step_batches or self.step_batches).samples
         length = self.settings.max_seq_len
         begin = min(PROMPT_TOKENS, length // 2)
         prompts = [windows[i][0][:begin] for i in range(min(PROMPTS, len(windows)))]
         prompt = torch.from_numpy(np.stack(prompts)).long().to(self.args.device)
         temperature = self.settings.sample_temperature
-        choice = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        choice = (
+            {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        )
+        padding = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
         # SDPA has neither softcaps nor sinks, which a model from elsewhere may have.
         attention = "sdpa" if self.settings.model is None else "eager"
         # A generator of their own: training must not notice whether samples were taken.
@@ -96,7 +110,8 @@ class TextTrainer(RunTrainer):
                 **choice,
             )
         texts = [
-            (tokenizer.decode(ids[: prompt.shape[1]]), tokenizer.decode(ids[prompt.shape[1] :])) for ids in generated
+            (tokenizer.decode(ids[: prompt.shape[1]]), tokenizer.decode(ids[prompt.shape[1] :]))
+            for ids in generated
         ]
         for before, after in texts:
             logger.info("sample at step %d: %r -> %r", step, before, after)
@@ -112,8 +127,12 @@ class PretrainTrainer(TextTrainer):
         compute_dtype: of the model's products.
     """
 
-    def __init__(self, *, rates: Rates, fused: bool, compute_dtype: torch.dtype, **arguments: Any) -> None:
-        self.rates, self.fused, self.compute_dtype = rates, fused, compute_dtype
+    def __init__(
+        self, *, rates: Rates, fused: bool, compute_dtype: torch.dtype, **arguments: Any
+    ) -> None:
+        self.rates = rates
+        self.fused = fused
+        self.compute_dtype = compute_dtype
         super().__init__(state_form="parts", **arguments)
 
     # ------------------------------------------------------------------ optimizer
@@ -121,11 +140,17 @@ class PretrainTrainer(TextTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = make_optimizer(
-                self.model, self.settings, self.rates, fused=self.fused, compute_dtype=self.compute_dtype
+                self.model,
+                self.settings,
+                self.rates,
+                fused=self.fused,
+                compute_dtype=self.compute_dtype,
             )
         return self.optimizer
 
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         # Before the step and not in a scheduler: torch's schedulers set learning rates only.
         set_matrix_schedule(
             self.optimizer,
@@ -141,7 +166,8 @@ class PretrainTrainer(TextTrainer):
     def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """Configuration and tokenizer."""
         self._unset_padding()
-        config = copy.deepcopy(self.model.config)  # generating samples changes the model's for a while
+        # generating samples changes the model's for a while
+        config = copy.deepcopy(self.model.config)
         # No code in a checkpoint: that of lfm2_value goes with the model itself.
         config._auto_class = None  # type: ignore[misc]
 
@@ -155,26 +181,37 @@ class PretrainTrainer(TextTrainer):
     def output_weights(self) -> dict[str, torch.Tensor]:
         return self.whole_weights(None)
 
-    def write_output(self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None) -> None:
+    def write_output(
+        self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None
+    ) -> None:
         self._unset_padding()
         self.model.save_pretrained(folder, state_dict=weights)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
     def _unset_padding(self) -> None:
-        # Trainer copies the tokenizer's pad token into the model's configuration, where it would become a padding_idx,
-        # an embedding that does not train, in everything that is trained from this model.
+        # Trainer copies the tokenizer's pad token into the model's configuration, where it would
+        # become a padding_idx, an embedding that does not train, in everything that is trained from
+        # this model.
         self.model.config.pad_token_id = None
 
 
 class ContinuedTrainer(TextTrainer, SFTTrainer):
-    """Continues a model's pretraining: AdamW and output (a model or an adapter) are those of fine-tuning."""
+    """Continues a model's pretraining: AdamW and output (a model or an adapter) are those of
+    fine-tuning.
+    """
 
 
 @contextlib.contextmanager
 def _for_generation(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Uncompiled, with an attention whose masks know a cache, and without dropout; afterwards as before."""
-    before, training, compiled = model.config._attn_implementation, model.training, model._compiled_call_impl
+    """Uncompiled, with an attention whose masks know a cache, and without dropout; afterwards as
+    before.
+    """
+    before, training, compiled = (
+        model.config._attn_implementation,
+        model.training,
+        model._compiled_call_impl,
+    )
     model._compiled_call_impl = None
     model.set_attn_implementation(attention)
     model.eval()

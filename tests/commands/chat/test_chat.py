@@ -1,4 +1,6 @@
-"""The terminal chat: its commands on a model that says what it is told, and the real command on a pseudo-terminal."""
+"""The terminal chat: its commands on a model that says what it is told, and the real command on a
+pseudo-terminal.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,12 @@ class _Stream(Iterator[str]):
     def _end(self, reason: str) -> None:
         text = self.given.rstrip("!") if reason == "cancelled" else self.text
         self.answer = self.answer or SimpleNamespace(
-            text=text, finish_reason=reason, prompt_tokens=4, completion_tokens=3, token_ids=(), calls=self._calls()
+            text=text,
+            finish_reason=reason,
+            prompt_tokens=4,
+            completion_tokens=3,
+            token_ids=(),
+            calls=self._calls(),
         )
 
     def _calls(self) -> tuple[Call, ...]:
@@ -111,13 +118,19 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 
 def test_results_of_called_tools_are_asked_for(tmp_path: Path):
     file = tmp_path / "talk.json"
-    printed, chat, model = talk("call 2", '{"up": true}', "say done", f"/save {file}", "say later", tools=TOOLS)
+    printed, chat, model = talk(
+        "call 2", '{"up": true}', "say done", f"/save {file}", "say later", tools=TOOLS
+    )
     assert model.tools == TOOLS
     assert 'calls look_up {"port": 0}' in printed and 'calls look_up {"port": 1}' in printed
     roles = ["user", "assistant", "tool", "tool", "assistant"]
     assert [turn["role"] for turn in chat.session.turns[:5]] == roles
     calls, results = chat.session.turns[1]["tool_calls"], chat.session.turns[2:4]
-    assert [call["id"] for call in calls] == [result["tool_call_id"] for result in results] == ["id0", "id1"]
+    assert (
+        [call["id"] for call in calls]
+        == [result["tool_call_id"] for result in results]
+        == ["id0", "id1"]
+    )
     assert [result["content"] for result in results] == ['{"up": true}', "say done"]
     assert json.loads(calls[1]["function"]["arguments"]) == {"port": 1}
     loaded = ChatSession.load(file)
@@ -132,7 +145,8 @@ def test_results_of_called_tools_are_asked_for(tmp_path: Path):
 def test_a_question_whose_calls_get_no_result_is_forgotten():
     _printed, chat, model = talk("say one", "call 1")  # and the end of input instead of a result
     assert [turn["content"] for turn in chat.session.turns] == ["say one", "one"]
-    _printed, chat, model = talk("call 1", "refuse", "say one")  # the answer after the result is refused
+    # the answer after the result is refused
+    _printed, chat, model = talk("call 1", "refuse", "say one")
     assert [turn["content"] for turn in chat.session.turns] == ["say one", "one"]
 
 
@@ -157,27 +171,59 @@ def test_a_file_of_tools(tmp_path: Path):
 
 
 def test_several_lines():
-    _printed, chat, _model = talk("say a\\", "b\\", "c", '"""', "say x", "", "  y\\", '"""', "//slash", "   ")
-    assert [turn["content"] for turn in chat.session.turns[::2]] == ["say a\nb\nc", "say x\n\n  y\\", "/slash"]
+    _printed, chat, _model = talk(
+        "say a\\", "b\\", "c", '"""', "say x", "", "  y\\", '"""', "//slash", "   "
+    )
+    assert [turn["content"] for turn in chat.session.turns[::2]] == [
+        "say a\nb\nc",
+        "say x\n\n  y\\",
+        "/slash",
+    ]
 
 
 def test_commands(tmp_path: Path):
     file = tmp_path / "talk.json"
-    printed, chat, model = talk("/system be brief", "say 你好", f"/save {file}", "/reset", "say later", "/stats")
-    assert model.asked[1] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say later"}]
+    printed, chat, model = talk(
+        "/system be brief", "say 你好", f"/save {file}", "/reset", "say later", "/stats"
+    )
+    assert model.asked[1] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "say later"},
+    ]
     assert "3 generated" in printed and "context: 7 of 100 tokens" in printed
-    assert json.loads(file.read_text(encoding="utf-8"))["messages"][2] == {"role": "assistant", "content": "你好"}
+    assert json.loads(file.read_text(encoding="utf-8"))["messages"][2] == {
+        "role": "assistant",
+        "content": "你好",
+    }
     printed, chat, model = talk(
         f"/load {file}", "say more", f"/save {file}", "/help", "/nope", "/save", "/quit", "never"
     )
-    assert len(model.asked) == 1 and [m["role"] for m in model.asked[0]] == ["system", "user", "assistant", "user"]
-    assert "there is no command /nope" in printed and "no file is named" in printed and "/reset" in printed
+    assert len(model.asked) == 1 and [m["role"] for m in model.asked[0]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert (
+        "there is no command /nope" in printed
+        and "no file is named" in printed
+        and "/reset" in printed
+    )
     assert len(ChatSession.load(file).turns) == 4
 
 
 def test_in_chinese(tmp_path: Path):
     file = tmp_path / "talk.json"
-    asked = ("/help", "/stats", "/system", "say 一", "/stats", f"/save {file}", f"/load {file}", "/reset")
+    asked = (
+        "/help",
+        "/stats",
+        "/system",
+        "say 一",
+        "/stats",
+        f"/save {file}",
+        f"/load {file}",
+        "/reset",
+    )
     with speaking("zh"):
         printed, _chat, _model = talk(*asked, "interrupt me", "/system 简短")
     for words in (
@@ -199,14 +245,21 @@ def test_in_chinese(tmp_path: Path):
 def test_every_text_of_the_chat_is_translated():
     """The texts as the code marks them, with the same values in both languages."""
     tree = ast.parse(Path(terminal.__file__).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
     marked = [call.args[0] for call in calls if call.func.id in ("_", "N_")]
     texts = [argument.value for argument in marked if isinstance(argument, ast.Constant)]
     assert len(texts) > 10
     for text in texts:
         with speaking("zh"):
             chinese = _(text)
-        fields = [{field[1] for field in string.Formatter().parse(words) if field[1]} for words in (text, chinese)]
+        fields = [
+            {field[1] for field in string.Formatter().parse(words) if field[1]}
+            for words in (text, chinese)
+        ]
         assert fields[0] == fields[1] and chinese != text, text
 
 
@@ -223,19 +276,26 @@ def test_interrupt_stops_the_answer_and_keeps_what_is_there():
 
 
 def test_nothing_a_terminal_acts_on_gets_through():
-    attacks = "\x1b[2J\x1b]52;c;aGk=\x07 \x9b31m \x08\x08 a\rb \x7f \u202eevil \u2066x \x00 \x85 \u2028"
+    attacks = (
+        "\x1b[2J\x1b]52;c;aGk=\x07 \x9b31m \x08\x08 a\rb \x7f \u202eevil \u2066x \x00 \x85 \u2028"
+    )
     printed, chat, _ = talk("say " + attacks + " tab\there\nnew 中文 👋")
     shown = visible(printed)
     assert shown == printed, "a control character reached the terminal"
     assert "tab\there\nnew 中文 👋" in printed and "␛[2J" in printed
-    assert chat.session.turns[1]["content"].startswith("\x1b"), "the conversation keeps what the model wrote"
+    assert chat.session.turns[1]["content"].startswith("\x1b"), (
+        "the conversation keeps what the model wrote"
+    )
     for code in range(0x110000):
         if unicodedata.category(chr(code)) == "Cc":
             assert (visible(chr(code)) == chr(code)) == (chr(code) in "\n\t"), hex(code)
 
 
 _CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+CALLED = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+]
 
 
 def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
@@ -253,10 +313,20 @@ def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
         "not json",
         json.dumps({**good, "version": 2}),
         json.dumps({**good, "messages": [{"role": "user", "content": "alone"}]}),
-        json.dumps({**good, "messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}),
+        json.dumps(
+            {
+                **good,
+                "messages": [
+                    {"role": "assistant", "content": "x"},
+                    {"role": "user", "content": "x"},
+                ],
+            }
+        ),
         json.dumps({**good, "messages": [{"role": "root", "content": "x"}]}),
         json.dumps({**good, "messages": [{"role": "user", "content": 1}]}),
-        json.dumps({**good, "messages": [*CALLED, {"role": "tool", "content": "x", "tool_call_id": ["x"]}]}),
+        json.dumps(
+            {**good, "messages": [*CALLED, {"role": "tool", "content": "x", "tool_call_id": ["x"]}]}
+        ),
         "[" * 100_000,
     ):
         other.write_text(wrong)
@@ -277,10 +347,30 @@ def test_flags_with_underscores():
 
 def test_one_question_on_the_command_line():
     result = run_cli(
-        ["chat", "--model", MODEL, "--device-type", "cpu", "--prompt", "-", "--max-new-tokens", "5"], module="finetune"
+        [
+            "chat",
+            "--model",
+            MODEL,
+            "--device-type",
+            "cpu",
+            "--prompt",
+            "-",
+            "--max-new-tokens",
+            "5",
+        ],
+        module="finetune",
     )
     assert result.returncode == 2 and "the prompt is empty" in result.stderr
-    words = ["chat", "--model", MODEL, "--device-type", "cpu", "--prompt", "What is BGP?", "--max_new_tokens=5"]
+    words = [
+        "chat",
+        "--model",
+        MODEL,
+        "--device-type",
+        "cpu",
+        "--prompt",
+        "What is BGP?",
+        "--max_new_tokens=5",
+    ]
     result = run_cli(words, module="finetune")
     assert result.returncode == 0 and result.stdout.strip() and result.stderr == "", said(result)
     for wrong, message in (
@@ -290,16 +380,31 @@ def test_one_question_on_the_command_line():
         with pytest.raises(FinetuneError, match=message):
             read_options(ChatOptions, ["--model", "m", "--prompt", "x", *wrong])
     result = run_cli(["chat", "--prompt", "x", "--model", "no/such/folder/here"], module="finetune")
-    assert result.returncode == 2 and "no such model folder" in result.stderr and "Traceback" not in said(result)
+    assert (
+        result.returncode == 2
+        and "no such model folder" in result.stderr
+        and "Traceback" not in said(result)
+    )
 
 
 def test_a_conversation_in_a_terminal():
-    """The real command on a pseudo-terminal: an answer streams, Ctrl-C stops it and not the chat, Ctrl-D ends it."""
+    """The real command on a pseudo-terminal: an answer streams, Ctrl-C stops it and not the chat,
+    Ctrl-D ends it.
+    """
     question = "写一页网络手册。"  # the bundled model goes on for 175 tokens
     pid, terminal = pty.fork()
     if pid == 0:  # the child, which becomes the command
         os.chdir(ROOT)
-        words = [sys.executable, "-m", "finetune", "chat", "--model", str(MODEL), "--device-type", "cpu"]
+        words = [
+            sys.executable,
+            "-m",
+            "finetune",
+            "chat",
+            "--model",
+            str(MODEL),
+            "--device-type",
+            "cpu",
+        ]
         words += ["--temperature", "0"]
         os.execve(sys.executable, words, {**environment(), "TERM": "dumb", "NO_COLOR": "1"})
     seen = b""

@@ -1,4 +1,6 @@
-"""The public names of chat and serve stay: flags, metrics, paths, codes that scripts and dashboards rely on."""
+"""The public names of chat and serve stay: flags, metrics, paths, codes that scripts and dashboards
+rely on.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def names() -> list[str]:
     ]
     pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
     app = create_app(pool, Rules(), ServeOptions(model="m"), metrics, pool.close).app
-    lines += [f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)]
+    lines += [
+        f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)
+    ]
     return lines
 
 

@@ -31,10 +31,14 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "finetune.sft"]
 STUBBORN = [
     sys.executable,
     "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)",
+    (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
+        " time.sleep(600)"
+    ),
     "finetune.sft",
 ]
-# A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its own open.
+# A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its
+# own open.
 WORKER = """
 import sys, time, os, signal
 from pathlib import Path
@@ -92,7 +96,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
-    """A process as the launcher records it, which waits for a command line: right after exec there is none."""
+    """A process as the launcher records it, which waits for a command line: right after exec there
+    is none.
+    """
     found = describe(process.pid, "worker", rank=0, attempt=1)
     assert found is not None and found.command_digest is not None
     return asdict(found) | changed
@@ -108,8 +114,17 @@ def gone_supervisor(start: Start, **changed: Any) -> dict[str, Any]:
 
 def record_launch(place: Path, *processes: dict[str, Any], name: str = "20260101-000000-1") -> Path:
     path = place / "logs" / f"{name}.processes.json"
-    content = {"version": 1, "log": f"{name}.log", "output_dir": str(place / "runs" / "one"), "ended_at": None}
-    path.write_text(json.dumps({**content, "started_at": "2026-01-01T00:00:00+00:00", "processes": list(processes)}))
+    content = {
+        "version": 1,
+        "log": f"{name}.log",
+        "output_dir": str(place / "runs" / "one"),
+        "ended_at": None,
+    }
+    path.write_text(
+        json.dumps(
+            {**content, "started_at": "2026-01-01T00:00:00+00:00", "processes": list(processes)}
+        )
+    )
     return path
 
 
@@ -132,10 +147,14 @@ def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_com
     record_launch(place, gone_supervisor(start), described(orphan, rank=3))
     code, report = said(capsys, "runs/one")
     assert (code, report["dry_run"]) == (1, True)
-    assert [(p["pid"], p["rank"], p["done"]) for p in report["processes"]] == [(orphan.pid, 3, False)]
+    assert [(p["pid"], p["rank"], p["done"]) for p in report["processes"]] == [
+        (orphan.pid, 3, False)
+    ]
     assert is_running(orphan)
     code, report = said(capsys, "--yes", "--wait", "0.3")
-    assert code == 0 and [(p["pid"], p["done"]) for p in report["processes"]] == [(orphan.pid, True)]
+    assert code == 0 and [(p["pid"], p["done"]) for p in report["processes"]] == [
+        (orphan.pid, True)
+    ]
     assert not is_running(orphan) and orphan.returncode == -15
     assert is_running(stranger)
     assert said(capsys)[0] == 0, "nothing is left"
@@ -153,7 +172,11 @@ def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_com
     ],
 )
 def test_a_process_that_is_not_what_was_recorded_is_left_alone(
-    changed: dict[str, Any], why: str | None, place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any],
+    why: str | None,
+    place: Path,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
 ):
     process = start()
     record_launch(place, gone_supervisor(start), described(process) | changed)
@@ -162,16 +185,24 @@ def test_a_process_that_is_not_what_was_recorded_is_left_alone(
     assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
 
 
-def test_a_step_of_the_clock_changes_nothing(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_a_step_of_the_clock_changes_nothing(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     orphan = start()
-    record_launch(place, gone_supervisor(start), described(orphan, start_time=described(orphan)["start_time"] + 5))
+    record_launch(
+        place,
+        gone_supervisor(start),
+        described(orphan, start_time=described(orphan)["start_time"] + 5),
+    )
     assert [p["pid"] for p in said(capsys)[1]["processes"]] == [orphan.pid]
 
 
 def test_a_record_that_others_may_have_written_is_not_believed(
     place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Process ids, start times and commands are there for everybody to see: a forged record has them right."""
+    """Process ids, start times and commands are there for everybody to see: a forged record has
+    them right.
+    """
     orphan = start()
     path = record_launch(place, gone_supervisor(start), described(orphan))
 
@@ -185,10 +216,14 @@ def test_a_record_that_others_may_have_written_is_not_believed(
         assert is_refused("others can write the record (chmod go-w, if it is yours)")
     path.chmod(0o644)
     os.link(path, place / "another name")
-    assert is_refused("others can write the record (chmod go-w, if it is yours)"), "brought here from another place"
+    assert is_refused("others can write the record (chmod go-w, if it is yours)"), (
+        "brought here from another place"
+    )
     (place / "another name").unlink()
     path.parent.chmod(0o777)
-    assert is_refused("everybody can write in the record's folder (chmod o-w, if the record is yours)")
+    assert is_refused(
+        "everybody can write in the record's folder (chmod o-w, if the record is yours)"
+    )
     path.parent.chmod(0o1777)
     assert said(capsys)[0] == 1, "the sticky bit keeps others from it"
     if os.getuid() == 0:
@@ -209,13 +244,17 @@ def test_a_strangers_lock_and_logs_are_not_records(
     assert recorded_processes.records_of_run(run) == []
 
 
-def test_a_process_of_another_program_is_left_alone(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_a_process_of_another_program_is_left_alone(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     """Everything that a forged record can say of it is right."""
     stranger = start([sys.executable, "-c", "import time; time.sleep(600)", "thesis.py"])
     record_launch(place, gone_supervisor(start), described(stranger))
     code, report = said(capsys, "--yes", "--wait", "0")
     assert (code, report["processes"]) == (0, []) and is_running(stranger)
-    assert report["left_alone"] == [{"pid": stranger.pid, "why": "it does not run a command of this package"}]
+    assert report["left_alone"] == [
+        {"pid": stranger.pid, "why": "it does not run a command of this package"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,19 +302,25 @@ def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
     changed: dict[str, Any], place: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ):
     worker, supervisor = start(), start()
-    record_launch(place, described(supervisor, role="supervisor", rank=None, **changed), described(worker))
+    record_launch(
+        place, described(supervisor, role="supervisor", rank=None, **changed), described(worker)
+    )
     code, report = said(capsys, "--yes", "--wait", "0")
     assert (code, report["processes"]) == (0, []) and is_running(worker) and is_running(supervisor)
 
 
-def test_a_list_without_its_launcher_proves_nothing(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_a_list_without_its_launcher_proves_nothing(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     worker = start()
     record_launch(place, described(worker))
     record_launch(place, gone_supervisor(start), name="20260101-000000-2")  # of another launch
     assert said(capsys, "--yes", "--wait", "0")[0] == 0 and is_running(worker)
 
 
-def test_one_that_does_not_listen_is_killed(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_one_that_does_not_listen_is_killed(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     process = start(STUBBORN, stdout=subprocess.PIPE)
     process.stdout.readline()
     record_launch(place, gone_supervisor(start), described(process))
@@ -318,7 +363,9 @@ def elastic(place: Path, start: Start) -> tuple[subprocess.Popen, int, Path]:
     run = place / "runs" / "two"
     variables = environment({"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
     words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
-    parent = start([sys.executable, "-c", AGENT, *words], env=variables, stdout=subprocess.PIPE, text=True)
+    parent = start(
+        [sys.executable, "-c", AGENT, *words], env=variables, stdout=subprocess.PIPE, text=True
+    )
     return parent, int(parent.stdout.readline()), run
 
 
@@ -333,41 +380,63 @@ def test_a_worker_that_only_the_run_folder_knows(
     wait_for(lambda: said(capsys, str(run))[0] == 1, what="the worker's parent changes")
     code, report = said(capsys, str(run), "--yes", "--wait", "0.3")
     assert code == 0 and [p["pid"] for p in report["processes"]] == [worker]
-    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    wait_for(
+        lambda: (
+            not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+        )
+    )
 
 
-def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(place: Path, start: Start):
-    """The id and even the command fit: a run on another machine that shares the disk may have had the same id."""
+def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(
+    place: Path, start: Start
+):
+    """The id and even the command fit: a run on another machine that shares the disk may have had
+    the same id.
+    """
     run = place / "runs" / "one"
     process = start()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + 1))
     (run / "logs" / f"{stamp}-{process.pid}-rank0.log").touch()
     (run / ".lock").write_text(
-        json.dumps({"pid": process.pid, "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"})
+        json.dumps(
+            {"pid": process.pid, "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"}
+        )
     )
     found = find_stale(run)
     assert found.orphans == [] and "open" in found.left_alone[0]["why"]
 
 
-def test_a_process_started_by_hand_is_never_an_orphan(elastic: tuple[subprocess.Popen, int, Path], start: Start):
+def test_a_process_started_by_hand_is_never_an_orphan(
+    elastic: tuple[subprocess.Popen, int, Path], start: Start
+):
     parent, worker, run = elastic
     parent.kill()
     parent.wait()
     os.kill(worker, 9)
     words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
-    alone = start(words, env=environment(), stdout=subprocess.PIPE, text=True)  # nohup ... &, and the shell is gone
+    # nohup ... &, and the shell is gone
+    alone = start(words, env=environment(), stdout=subprocess.PIPE, text=True)
     pid = int(alone.stdout.readline())
     records = recorded_processes.records_of_run(run)
-    assert pid in {record.pid for record in records if find(record)[0] is not None}, "it is known and proved"
+    assert pid in {record.pid for record in records if find(record)[0] is not None}, (
+        "it is known and proved"
+    )
     assert pid not in {record.pid for record in find_stale(run).orphans}
 
 
 # ---------------------------------------------------------------- files
 
 
-def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_unfinished_checkpoints_go_unless_the_run_is_at_work(
+    place: Path, capsys: pytest.CaptureFixture[str]
+):
     run = place / "runs" / "one"
-    for name in (".staging-5-abc", ".removing-checkpoint-3", "checkpoint-5", ".invalid-checkpoint-4-1"):
+    for name in (
+        ".staging-5-abc",
+        ".removing-checkpoint-3",
+        "checkpoint-5",
+        ".invalid-checkpoint-4-1",
+    ):
         (run / name).mkdir()
         (run / name / "weights.safetensors").write_bytes(b"x" * 100)
     with RunLock(run):
@@ -382,13 +451,17 @@ def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, capsys
     ]
     assert (run / ".staging-5-abc").exists()
     assert said(capsys, "--yes")[0] == 0
-    left = sorted(path.name for path in run.iterdir() if "checkpoint" in path.name or "staging" in path.name)
+    left = sorted(
+        path.name for path in run.iterdir() if "checkpoint" in path.name or "staging" in path.name
+    )
     assert left == [".invalid-checkpoint-4-1", "checkpoint-5"]
 
 
 @pytest.fixture
 def shared(place: Path, start: Start) -> tuple[Path, int]:
-    """A folder in the place of /dev/shm, and the id of a recorded worker that is gone; its run wrote a second ago."""
+    """A folder in the place of /dev/shm, and the id of a recorded worker that is gone; its run
+    wrote a second ago.
+    """
     folder = place / "shm"
     folder.mkdir()
     process = start()
@@ -408,7 +481,14 @@ def found_in(folder: Path) -> list[str]:
 def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, int]):
     folder, pid = shared
     (folder / f"torch_{pid}_12345_0").write_bytes(b"x" * 64)
-    for name in (f"torch_{os.getpid()}_1_0", "torch_1_1_0", "psm_1234", f"torch_{pid}", f"sem.{pid}", f"x{pid}_1_0"):
+    for name in (
+        f"torch_{os.getpid()}_1_0",
+        "torch_1_1_0",
+        "psm_1234",
+        f"torch_{pid}",
+        f"sem.{pid}",
+        f"x{pid}_1_0",
+    ):
         (folder / name).write_bytes(b"x")
     assert found_in(folder) == [f"torch_{pid}_12345_0"]
     found = find_stale(None, shared_memory_folder=folder)
@@ -417,7 +497,9 @@ def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, in
 
 
 @pytest.mark.parametrize("moment", [-3600.0, 3600.0])
-def test_shared_memory_from_before_or_after_the_run_is_anothers(moment: float, shared: tuple[Path, int]):
+def test_shared_memory_from_before_or_after_the_run_is_anothers(
+    moment: float, shared: tuple[Path, int]
+):
     folder, pid = shared
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x")
@@ -425,7 +507,9 @@ def test_shared_memory_from_before_or_after_the_run_is_anothers(moment: float, s
     assert found_in(folder) == []
 
 
-def test_another_users_shared_memory_is_left_alone(shared: tuple[Path, int], monkeypatch: pytest.MonkeyPatch):
+def test_another_users_shared_memory_is_left_alone(
+    shared: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+):
     folder, pid = shared
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x")
@@ -435,7 +519,9 @@ def test_another_users_shared_memory_is_left_alone(shared: tuple[Path, int], mon
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     assert found_in(folder) == []
-    assert stale_artifacts.remove(found) is False and path.exists(), "it was looked at again before it was removed"
+    assert stale_artifacts.remove(found) is False and path.exists(), (
+        "it was looked at again before it was removed"
+    )
 
 
 def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Path):
@@ -446,7 +532,9 @@ def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Pat
         assert found_in(folder) == []
     assert found_in(folder) == [path.name]
     with RunLock(place / "runs" / "one"):
-        assert found_in(folder) == [], "the run is at work, perhaps where its processes cannot be seen"
+        assert found_in(folder) == [], (
+            "the run is at work, perhaps where its processes cannot be seen"
+        )
 
 
 def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start: Start):
@@ -455,33 +543,39 @@ def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start
     for name in ("buffer_of_any_name", "another"):
         (folder / name).write_bytes(b"x" * 4096)
     code = (
-        "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096); f.close(); "
-        "print(flush=True); time.sleep(600)"
+        "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096);"
+        " f.close(); print(flush=True); time.sleep(600)"
     )
     orphan = start(
-        [sys.executable, "-c", code, str(folder / "buffer_of_any_name"), "finetune.sft"], stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(folder / "buffer_of_any_name"), "finetune.sft"],
+        stdout=subprocess.PIPE,
     )
     orphan.stdout.readline()
     record_launch(place, gone_supervisor(start), described(orphan))
     found = find_stale(None, shared_memory_folder=folder)
     assert [file.path.name for file in found.files] == ["buffer_of_any_name"]
-    assert cleanup.clean(found, 0.2) == Cleaned({orphan.pid: ""}, {folder / "buffer_of_any_name": ""})
+    assert cleanup.clean(found, 0.2) == Cleaned(
+        {orphan.pid: ""}, {folder / "buffer_of_any_name": ""}
+    )
     assert [path.name for path in folder.iterdir()] == ["another"]
 
 
-def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_locks_of_killed_operator_builds(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     from finetune.training import operators
 
     assert operators._AT_WORK == stale_artifacts.OPERATOR_AT_WORK
     build = place / "operators" / "deepspeed_shm_comm"
     build.mkdir(parents=True)
     code = (
-        "import sys, time; from pathlib import Path; from finetune.training.operators import one_at_a_time\n"
-        "folder = Path(sys.argv[1])\n"
-        "with one_at_a_time(folder):\n"
-        "    (folder / 'lock').touch(); print(flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from finetune.training.operators import"
+        " one_at_a_time\nfolder = Path(sys.argv[1])\nwith one_at_a_time(folder):\n    (folder /"
+        " 'lock').touch(); print(flush=True); time.sleep(600)"
     )
-    builder = start([sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE)
+    builder = start(
+        [sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE
+    )
     builder.stdout.readline()
     assert (build / stale_artifacts.OPERATOR_LOCK_NAME).exists()
     assert said(capsys)[1]["files"] == [], "it is being built"
@@ -499,7 +593,9 @@ def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pyte
 
 
 @pytest.mark.frozen
-def test_the_form_of_the_json_is_frozen(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+def test_the_form_of_the_json_is_frozen(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
     lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
     frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
     orphan, other = start(), start()
@@ -507,7 +603,10 @@ def test_the_form_of_the_json_is_frozen(place: Path, start: Start, capsys: pytes
     record_launch(place, gone_supervisor(start), described(orphan), described(other, start_ticks=1))
     report = said(capsys)[1]
     assert set(report) == frozen["top"]
-    assert set(report["processes"][0]) == frozen["process"] and set(report["files"][0]) == frozen["file"]
+    assert (
+        set(report["processes"][0]) == frozen["process"]
+        and set(report["files"][0]) == frozen["file"]
+    )
     assert set(report["left_alone"][0]) <= {field.rstrip("?") for field in frozen["left_alone"]}
 
 
@@ -522,7 +621,9 @@ def test_words_in_both_languages(place: Path, start: Start, capsys: pytest.Captu
     assert "finetune.sft" in english, "what it will end is shown"
     assert main(["--yes", "--wait", "0.2", "--lang", "en"]) == 0
     after = capsys.readouterr()
-    assert "[ended]" in after.out and f"process {orphan.pid}  worker 1 of" in after.err, "before and after"
+    assert "[ended]" in after.out and f"process {orphan.pid}  worker 1 of" in after.err, (
+        "before and after"
+    )
 
 
 def test_what_is_not_a_run_is_refused(place: Path):

@@ -37,7 +37,12 @@ def test_commands_are_completed(script: str) -> None:
 
 def test_flags_and_their_choices_are_completed(script: str) -> None:
     assert completed(script, "finetune", "sft", "--lora-alp") == ["--lora-alpha"]
-    assert completed(script, "finetune", "sft", "--dtype", "") == ["auto", "float32", "float16", "bfloat16"]
+    assert completed(script, "finetune", "sft", "--dtype", "") == [
+        "auto",
+        "float32",
+        "float16",
+        "bfloat16",
+    ]
     assert completed(script, "finetune", "sft", "--dtype", "b") == ["bfloat16"]
     assert completed(script, "finetune", "monitor", "--lang", "z") == ["zh"]
     assert completed(script, "finetune", "chat", "--lora-alp") == []
@@ -65,5 +70,7 @@ def test_other_shells_can_read_theirs(shell: str) -> None:
     if program is None:
         pytest.skip(f"needs {shell}")
     script = run_cli(["completion", shell], module="finetune", check=True).stdout
-    result = subprocess.run([program, "-n", "/dev/stdin"], input=script, capture_output=True, text=True)
+    result = subprocess.run(
+        [program, "-n", "/dev/stdin"], input=script, capture_output=True, text=True
+    )
     assert (result.returncode, result.stderr) == (0, "")

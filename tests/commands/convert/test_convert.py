@@ -1,4 +1,6 @@
-"""Runs of other tools become run files that load, train what theirs trained, and name what they cannot say."""
+"""Runs of other tools become run files that load, train what theirs trained, and name what they
+cannot say.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,19 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
 def test_every_option_of_theirs_is_mapped_or_named(tool: Any) -> None:
-    names = [line for line in (HERE / f"{tool.name}.txt").read_text().split("\n") if line and line[0] != "#"]
+    names = [
+        line
+        for line in (HERE / f"{tool.name}.txt").read_text().split("\n")
+        if line and line[0] != "#"
+    ]
     assert len(names) > 100 and set(names) - set(tool.options) == set()
     settings = set(RunConfig.model_fields)
     for name, option in tool.options.items():
         assert not isinstance(option, str) or option in settings, name
-    assert tool.defaults.keys() <= tool.options.keys() and set(tool.aliases.values()) <= tool.options.keys()
+    assert (
+        tool.defaults.keys() <= tool.options.keys()
+        and set(tool.aliases.values()) <= tool.options.keys()
+    )
 
 
 def test_which_tool_it_is(folder: Path) -> None:
@@ -45,7 +54,9 @@ def test_which_tool_it_is(folder: Path) -> None:
     assert read_run("unclear.yaml", "trl")[0].name == "trl"
     commands = {
         "llamafactory-cli train --stage sft --model_name_or_path m": "llamafactory",
-        "python -m torch.distributed.run --nproc-per-node 8 src/train.py --stage sft": "llamafactory",
+        "python -m torch.distributed.run --nproc-per-node 8 src/train.py --stage sft": (
+            "llamafactory"
+        ),
         "axolotl train unclear.yaml": "axolotl",
         "NPROC_PER_NODE=8 swift pt --model m": "ms-swift",
         "--model_name_or_path m --dataset_name d --use_peft --max_length 5": "trl",
@@ -70,14 +81,27 @@ def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:
 
 
 def test_a_value_of_theirs_that_means_nothing_is_not_named() -> None:
-    draft = convert(TOOLS[1], {"model_name_or_path": "m", "dataset_name": "d", "use_dora": False, "pad_token": None}, 1)
+    draft = convert(
+        TOOLS[1],
+        {"model_name_or_path": "m", "dataset_name": "d", "use_dora": False, "pad_token": None},
+        1,
+    )
     assert not draft.trained and not draft.executed
 
 
 def test_no_secret_is_shown(capsys: Any) -> None:
-    names = ("swanlab_api_key", "swanlab_lark_secret", "hub_token", "hf_hub_token", "my_password", "lark_webhook_url")
+    names = (
+        "swanlab_api_key",
+        "swanlab_lark_secret",
+        "hub_token",
+        "hf_hub_token",
+        "my_password",
+        "lark_webhook_url",
+    )
     run = (
-        EXAMPLE | dict.fromkeys(names, "abc-123") | {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
+        EXAMPLE
+        | dict.fromkeys(names, "abc-123")
+        | {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
     )
     run |= {"proxy": "http://me:abc-123@mirror", "pad_token": "<|end|>"}
     _, text = converted(run, capsys)
@@ -134,7 +158,10 @@ def test_what_is_no_text_of_a_run_is_refused(folder: Path, monkeypatch: pytest.M
 
 
 def test_the_longest_start_tells_the_tool(capsys: Any) -> None:
-    for start in ("torchrun swift/cli/sft.py", "python -m torch.distributed.run /opt/swift/cli/sft.py"):
+    for start in (
+        "torchrun swift/cli/sft.py",
+        "python -m torch.distributed.run /opt/swift/cli/sft.py",
+    ):
         assert read_run(f"{start} --model m", None).tool.name == "ms-swift"
     assert read_run("torchrun trl/scripts/sft.py --model m", None).tool.name == "trl"
     assert read_run("python examples/sft.py --model m", None).tool.name == "trl"
@@ -154,7 +181,9 @@ def test_the_longest_start_tells_the_tool(capsys: Any) -> None:
         ({**EXAMPLE, **PRETRAIN}, "llamafactory", "packing"),
     ],
 )
-def test_rows_of_packed_samples_are_named(capsys: Any, run: dict[str, Any], tool: str, name: str) -> None:
+def test_rows_of_packed_samples_are_named(
+    capsys: Any, run: dict[str, Any], tool: str, name: str
+) -> None:
     _, text = converted(run, capsys, "--from", tool)
     assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
     _, text = converted({**run, name: False, "packing": False}, capsys, "--from", tool)
@@ -165,7 +194,11 @@ def test_rows_of_packed_samples_are_named(capsys: Any, run: dict[str, Any], tool
     ("run", "tool", "names"),
     [
         (AXOLOTL, "axolotl", "shuffle_merged_datasets"),
-        (SWIFT_KEYS, "ms-swift", "dataset_shuffle train_dataloader_shuffle enable_thinking use_chat_template"),
+        (
+            SWIFT_KEYS,
+            "ms-swift",
+            "dataset_shuffle train_dataloader_shuffle enable_thinking use_chat_template",
+        ),
         (EXAMPLE, "llamafactory", "enable_thinking average_tokens_across_devices"),
         (TRL, "trl", "average_tokens_across_devices"),
     ],
@@ -181,9 +214,16 @@ def test_false_is_named_where_true_is_what_happens_here(
 
 @pytest.mark.parametrize(
     ("run", "tool", "norm"),
-    [(TRL, "trl", 0), (EXAMPLE, "llamafactory", 0), (SWIFT_KEYS, "ms-swift", 0), (AXOLOTL, "axolotl", 1)],
+    [
+        (TRL, "trl", 0),
+        (EXAMPLE, "llamafactory", 0),
+        (SWIFT_KEYS, "ms-swift", 0),
+        (AXOLOTL, "axolotl", 1),
+    ],
 )
-def test_null_is_no_default_where_it_says_something(capsys: Any, run: dict[str, Any], tool: str, norm: float) -> None:
+def test_null_is_no_default_where_it_says_something(
+    capsys: Any, run: dict[str, Any], tool: str, norm: float
+) -> None:
     config, _ = converted({**run, "max_grad_norm": None}, capsys, "--from", tool)
     assert config.max_grad_norm == norm
 
@@ -191,16 +231,25 @@ def test_null_is_no_default_where_it_says_something(capsys: Any, run: dict[str, 
 @pytest.mark.parametrize(
     ("run", "tool", "size"),
     [
-        ({**SWIFT_KEYS, "sequence_parallel_size": 4, "gradient_accumulation_steps": 3}, "ms-swift", 6),
-        ({**SWIFT_KEYS, "sequence_parallel_size": 4}, "ms-swift", 4),  # 2 accumulated, by all 8 devices
+        (
+            {**SWIFT_KEYS, "sequence_parallel_size": 4, "gradient_accumulation_steps": 3},
+            "ms-swift",
+            6,
+        ),
+        # 2 accumulated, by all 8 devices
+        ({**SWIFT_KEYS, "sequence_parallel_size": 4}, "ms-swift", 4),
         ({**SWIFT_KEYS, "deepspeed_autotp_size": 2}, "ms-swift", 8),
         ({**AXOLOTL, "context_parallel_size": 2, "tensor_parallel_size": 2}, "axolotl", 16),
         ({**AXOLOTL, "sequence_parallel_degree": 8}, "axolotl", 8),
     ],
 )
-def test_devices_that_share_samples_count_once(capsys: Any, run: dict[str, Any], tool: str, size: int) -> None:
+def test_devices_that_share_samples_count_once(
+    capsys: Any, run: dict[str, Any], tool: str, size: int
+) -> None:
     config, text = converted(run, capsys, "--from", tool, "--devices", "8")
-    assert config.global_batch_size == size and "that share every sample there" in section(text, DIFFERS)
+    assert config.global_batch_size == size and "that share every sample there" in section(
+        text, DIFFERS
+    )
     with pytest.raises(ConfigError, match="does not divide 1"):
         converted(run, capsys, "--from", tool)
 
@@ -219,18 +268,26 @@ def test_devices_that_share_samples_count_once(capsys: Any, run: dict[str, Any],
         ("swift sft", None),
     ],
 )
-def test_the_launcher_says_how_many_devices(capsys: Any, command: str, processes: int | None) -> None:
+def test_the_launcher_says_how_many_devices(
+    capsys: Any, command: str, processes: int | None
+) -> None:
     command += " --model m --dataset d.jsonl --gradient_accumulation_steps 1"
     config, text = converted(command, capsys)
     assert read_run(command, None).processes == processes
     assert config.global_batch_size == (processes or 1) and "launcher's" not in text
     config, text = converted(command, capsys, "--devices", "32")
     assert config.global_batch_size == 32
-    assert (f"the launcher's processes {processes}: --devices 32" in text) == (processes is not None)
+    assert (f"the launcher's processes {processes}: --devices 32" in text) == (
+        processes is not None
+    )
 
 
-@pytest.mark.parametrize(("run", "tool"), [(EXAMPLE, "llamafactory"), (TRL, "trl"), (SWIFT_KEYS, "ms-swift")])
-def test_the_revision_is_part_of_the_name(capsys: Any, folder: Path, run: dict[str, Any], tool: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "tool"), [(EXAMPLE, "llamafactory"), (TRL, "trl"), (SWIFT_KEYS, "ms-swift")]
+)
+def test_the_revision_is_part_of_the_name(
+    capsys: Any, folder: Path, run: dict[str, Any], tool: str
+) -> None:
     name = "model" if tool == "ms-swift" else "model_name_or_path"
     config, text = converted({**run, "model_revision": "v1"}, capsys, "--from", tool)
     assert config.model == f"{run[name]}@v1" and "model_revision" not in text
@@ -263,16 +320,44 @@ def test_a_base_in_few_bits(capsys: Any, tool: str, run: dict[str, Any], kind: s
 @pytest.mark.parametrize(
     ("tool", "run"),
     [
-        ("llamafactory", {"use_rslora": True, "loraplus_lr_ratio": 16.0, "additional_target": "embed_tokens,lm_head"}),
-        ("trl", {"use_peft": True, "use_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
-        ("axolotl", {"peft_use_rslora": True, "loraplus_lr_ratio": 16, "lora_rank_pattern": {"q_proj": 4}}),
-        ("ms-swift", {"use_rslora": True, "lorap_lr_ratio": 16.0, "modules_to_save": ["embed_tokens", "lm_head"]}),
+        (
+            "llamafactory",
+            {
+                "use_rslora": True,
+                "loraplus_lr_ratio": 16.0,
+                "additional_target": "embed_tokens,lm_head",
+            },
+        ),
+        (
+            "trl",
+            {
+                "use_peft": True,
+                "use_rslora": True,
+                "lora_modules_to_save": ["embed_tokens", "lm_head"],
+            },
+        ),
+        (
+            "axolotl",
+            {"peft_use_rslora": True, "loraplus_lr_ratio": 16, "lora_rank_pattern": {"q_proj": 4}},
+        ),
+        (
+            "ms-swift",
+            {
+                "use_rslora": True,
+                "lorap_lr_ratio": 16.0,
+                "modules_to_save": ["embed_tokens", "lm_head"],
+            },
+        ),
     ],
 )
 def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any]) -> None:
     base = {"llamafactory": EXAMPLE, "trl": TRL, "axolotl": AXOLOTL, "ms-swift": SWIFT_KEYS}[tool]
     config, text = converted({**base, **run}, capsys, "--from", tool)
-    assert config.use_rslora and not config.use_dora and config.modules_to_save == ("embed_tokens", "lm_head")
+    assert (
+        config.use_rslora
+        and not config.use_dora
+        and config.modules_to_save == ("embed_tokens", "lm_head")
+    )
     assert config.lora_plus_ratio == (None if tool == "trl" else 16)
     assert config.rank_pattern == ({"q_proj": 4} if tool == "axolotl" else None)
     assert "rslora" not in section(text, TRAINED)
@@ -282,7 +367,11 @@ def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any])
 
 
 def test_optimizers_with_less_state(capsys: Any) -> None:
-    for name, ours in (("adamw_8bit", "adamw-8bit"), ("adafactor", "adafactor"), ("lion_8bit", "adamw")):
+    for name, ours in (
+        ("adamw_8bit", "adamw-8bit"),
+        ("adafactor", "adafactor"),
+        ("lion_8bit", "adamw"),
+    ):
         config, text = converted({**TRL, "optim": name}, capsys)
         assert config.optimizer == ours and ("optim lion_8bit" in text) == (name == "lion_8bit")
     config, text = converted({**TRL, "optim": "adafactor", "use_peft": True}, capsys)

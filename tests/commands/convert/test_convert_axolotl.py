@@ -21,7 +21,11 @@ from finetune.errors import ConfigError
 def test_axolotl(capsys: Any) -> None:
     config, text = converted(AXOLOTL, capsys)
     assert (config.model, config.global_batch_size, config.num_epochs) == ("owner/base", 8, 4.0)
-    assert [source.columns for source in config.sources] == [None, {"messages": "conversations"}, {"text": "body"}]
+    assert [source.columns for source in config.sources] == [
+        None,
+        {"messages": "conversations"},
+        {"text": "body"},
+    ]
     assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (32, 16, "all-linear")
     assert (config.valid_split, config.dtype, config.lr_scheduler) == (0.05, "bfloat16", "cosine")
     assert config.warmup_steps == 0.03
@@ -35,13 +39,20 @@ def test_axolotl(capsys: Any) -> None:
 
 
 def test_how_long_samples_and_old_checkpoints_end_is_said(capsys: Any) -> None:
-    _, text = converted({**AXOLOTL, "excess_length_strategy": "truncate", "save_total_limit": 0}, capsys)
+    _, text = converted(
+        {**AXOLOTL, "excess_length_strategy": "truncate", "save_total_limit": 0}, capsys
+    )
     assert "there: truncate" in section(text, DIFFERS) and "drop" not in section(text, DIFFERS)
     assert "save_total_limit 0: there every checkpoint is kept" in section(text, DIFFERS)
 
 
 def test_what_stands_behind_two_dashes_is_the_launchers(capsys: Any, folder: Path) -> None:
-    (folder / "theirs.yaml").write_text(yaml.safe_dump({**AXOLOTL, "gradient_accumulation_steps": 1}))
-    command = "axolotl train theirs.yaml --launcher torchrun -- --nproc_per_node=4 --nnodes 2 --master_port 29501"
+    (folder / "theirs.yaml").write_text(
+        yaml.safe_dump({**AXOLOTL, "gradient_accumulation_steps": 1})
+    )
+    command = (
+        "axolotl train theirs.yaml --launcher torchrun -- --nproc_per_node=4 --nnodes 2"
+        " --master_port 29501"
+    )
     config, text = converted(command, capsys)
     assert config.global_batch_size == 2 * 8 and "launcher " not in text and "29501" not in text

@@ -59,7 +59,9 @@ def test_the_example_of_lora(capsys: Any) -> None:
 
 def test_the_example_of_zero_3(capsys: Any) -> None:
     config, text = converted({**EXAMPLE, **ZERO3}, capsys, "--devices", "8")
-    assert config.deepspeed == {"zero_optimization": {"stage": 3}} and config.global_batch_size == 16
+    assert (
+        config.deepspeed == {"zero_optimization": {"stage": 3}} and config.global_batch_size == 16
+    )
     assert "the file is not here: ZeRO-3 is written" in text
     Path("examples/deepspeed").mkdir(parents=True)
     Path(ZERO3["deepspeed"]).write_text(json.dumps(DEEPSPEED))
@@ -71,30 +73,54 @@ def test_the_example_of_zero_3(capsys: Any) -> None:
 def test_the_example_of_all_parameters(capsys: Any) -> None:
     config, text = converted({**EXAMPLE, **FULL}, capsys)
     assert (config.finetuning, config.learning_rate, config.global_batch_size) == ("full", 1e-5, 2)
-    assert config.deepspeed and "lora" not in text.partition("\nmodel:")[2].replace("saves/qwen3-4b/lora", "")
+    assert config.deepspeed and "lora" not in text.partition("\nmodel:")[2].replace(
+        "saves/qwen3-4b/lora", ""
+    )
 
 
 def test_the_example_of_pretraining(capsys: Any) -> None:
     config, text = converted({**EXAMPLE, **PRETRAIN}, capsys)
     (source,) = config.sources
     assert (source.path, source.columns) == ("data/c4_demo.jsonl", {"text": "text"})
-    assert "texts are cut off" in section(text, DIFFERS) and "template" not in section(text, DIFFERS)
+    assert "texts are cut off" in section(text, DIFFERS) and "template" not in section(
+        text, DIFFERS
+    )
 
 
 def test_defaults_of_theirs_are_written_out(capsys: Any) -> None:
-    config, _ = converted({"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}, capsys)
+    config, _ = converted(
+        {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}, capsys
+    )
     assert (config.learning_rate, config.lr_scheduler, config.warmup_steps) == (5e-5, "linear", 0)
-    assert (config.lora_r, config.lora_alpha, config.global_batch_size, config.dtype) == (8, 16, 8, "float32")
+    assert (config.lora_r, config.lora_alpha, config.global_batch_size, config.dtype) == (
+        8,
+        16,
+        8,
+        "float32",
+    )
 
 
 def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> None:
     info = {
-        "a": {"file_name": "a.jsonl", "columns": {"prompt": "question", "query": "context", "response": "answer"}},
+        "a": {
+            "file_name": "a.jsonl",
+            "columns": {"prompt": "question", "query": "context", "response": "answer"},
+        },
         "b": {
             "file_name": "b.json",
             "formatting": "sharegpt",
-            "columns": {"messages": "turns", "system": "rules", "tools": "functions", "images": "pictures"},
-            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "oracle"},
+            "columns": {
+                "messages": "turns",
+                "system": "rules",
+                "tools": "functions",
+                "images": "pictures",
+            },
+            "tags": {
+                "role_tag": "role",
+                "content_tag": "content",
+                "user_tag": "user",
+                "assistant_tag": "oracle",
+            },
         },
         "c": {"hf_hub_url": "owner/name", "split": "test", "subset": "small", "num_samples": 7},
         "d": {"file_name": "d.json", "formatting": "openai"},
@@ -116,7 +142,13 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
     assert [source.path for source in config.valid_sources] == ["data/d.json"]
     assert config.data_weights == (1.0, 2.0, 1.0)
     named = section(text, TRAINED)
-    for words in ("b: images", "b: assistant_tag oracle", "c: split test", "c: subset small", "c: num_samples 7"):
+    for words in (
+        "b: images",
+        "b: assistant_tag oracle",
+        "c: split test",
+        "c: subset small",
+        "c: num_samples 7",
+    ):
         assert words in named, words
     with pytest.raises(ConfigError, match="rankings"):
         converted({**EXAMPLE, "dataset": "pairs"}, capsys)
@@ -133,7 +165,9 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
         ({"save_steps": "often"}, "a value that LLaMA-Factory does not take"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_trained_is_refused(
+    capsys: Any, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(FinetuneError, match=words):
         converted({**EXAMPLE, **changes}, capsys)
     assert not Path("ours.yaml").exists()
@@ -154,7 +188,17 @@ def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
 
 
 def test_validation_best_and_early_stopping(capsys: Any) -> None:
-    changes = {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50, "early_stopping_steps": 3}
+    changes = {
+        "val_size": 0.1,
+        "eval_strategy": "steps",
+        "eval_steps": 50,
+        "early_stopping_steps": 3,
+    }
     changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     config, _ = converted({**EXAMPLE, **changes}, capsys)
-    assert (config.valid_split, config.eval_steps, config.keep_best, config.early_stopping) == (0.1, 50, True, 3)
+    assert (config.valid_split, config.eval_steps, config.keep_best, config.early_stopping) == (
+        0.1,
+        50,
+        True,
+        3,
+    )

@@ -19,21 +19,36 @@ from finetune.config.run_config import RunConfig
 
 def test_trl_by_command_line(capsys: Any, folder: Path) -> None:
     script = (
-        "MODEL=Qwen/Qwen2.5-0.5B\naccelerate launch --num_processes 2 trl sft \\\n  --model_name_or_path ${MODEL} "
-        "--dataset_name trl-lib/Capybara \\\n  --learning_rate 2.0e-4 --packing --use_peft --lora_r 32 --lora_alpha 16 "
-        "--lora_target_modules q_proj k_proj --max_steps 100 --output_dir out # a comment\n"
+        "MODEL=Qwen/Qwen2.5-0.5B\naccelerate launch --num_processes 2 trl sft \\\n "
+        " --model_name_or_path ${MODEL} --dataset_name trl-lib/Capybara \\\n  --learning_rate"
+        " 2.0e-4 --packing --use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj"
+        " k_proj --max_steps 100 --output_dir out # a comment\n"
     )
     (folder / "run.sh").write_text(script)
     config, text = converted("run.sh", capsys, "--devices", "2")
-    assert (config.model, config.data, config.max_steps) == ("Qwen/Qwen2.5-0.5B", ("trl-lib/Capybara",), 100)
-    assert (config.learning_rate, config.lora_r, config.lora_alpha, config.lora_dropout) == (2e-4, 32, 16, 0.05)
+    assert (config.model, config.data, config.max_steps) == (
+        "Qwen/Qwen2.5-0.5B",
+        ("trl-lib/Capybara",),
+        100,
+    )
+    assert (config.learning_rate, config.lora_r, config.lora_alpha, config.lora_dropout) == (
+        2e-4,
+        32,
+        16,
+        0.05,
+    )
     assert config.lora_target_modules == ("q_proj", "k_proj") and config.global_batch_size == 16
     assert (config.dtype, config.cutoff_len, config.lr_scheduler) == ("bfloat16", 1024, "linear")
     assert "TRL trains every token of a conversation" in section(text, DIFFERS)
 
 
 def test_trl_by_yaml(capsys: Any) -> None:
-    run = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "dataset_text_field": "body", "output_dir": "o"}
+    run = {
+        "model_name_or_path": "m",
+        "dataset_name": "d.jsonl",
+        "dataset_text_field": "body",
+        "output_dir": "o",
+    }
     config, _ = converted({**run, "max_length": 512, "assistant_only_loss": True}, capsys)
     assert (config.finetuning, config.learning_rate, config.cutoff_len) == ("full", 2e-5, 512)
     assert config.sources[0].columns == {"text": "body"}
@@ -48,12 +63,22 @@ def test_null_as_length_is_named(capsys: Any) -> None:
 
 
 def test_what_trl_passes_on_to_accelerate(capsys: Any, folder: Path) -> None:
-    """Behind its own name and in its YAML: processes count, the sharding is ours, ports and ranks are nobody's."""
-    command = "trl sft --model_name_or_path m --dataset_name d.jsonl --output_dir o --gradient_accumulation_steps 1"
+    """Behind its own name and in its YAML: processes count, the sharding is ours, ports and ranks
+    are nobody's.
+    """
+    command = (
+        "trl sft --model_name_or_path m --dataset_name d.jsonl --output_dir o"
+        " --gradient_accumulation_steps 1"
+    )
     options = "--num_processes 4 --num_machines 1 --main_process_port 29501 --machine_rank 0"
     config, text = converted(f"{command} {options} --accelerate_config zero3", capsys)
-    assert config.global_batch_size == 8 * 4 and config.deepspeed == {"zero_optimization": {"stage": 3}}
-    assert not any(name in text for name in ("num_processes", "num_machines", "main_process_port", "machine_rank"))
+    assert config.global_batch_size == 8 * 4 and config.deepspeed == {
+        "zero_optimization": {"stage": 3}
+    }
+    assert not any(
+        name in text
+        for name in ("num_processes", "num_machines", "main_process_port", "machine_rank")
+    )
     config, text = converted(f"{command} --accelerate_config multi_gpu", capsys)
     assert config.deepspeed is None and "accelerate_config multi_gpu: its launcher's" in text
     assert section(text, TRAINED) == "" or "accelerate_config" not in section(text, TRAINED)
@@ -61,7 +86,9 @@ def test_what_trl_passes_on_to_accelerate(capsys: Any, folder: Path) -> None:
     assert config.deepspeed == {"zero_optimization": {"stage": 2}}
     config, text = converted({**TRL, "num_processes": 2, "gradient_accumulation_steps": 1}, capsys)
     assert config.global_batch_size == 16 and "num_processes" not in text
-    (folder / "theirs.yaml").write_text("model_name_or_path: m\ndataset_name: d\noutput_dir: o\nnum_processes: 2\n")
+    (folder / "theirs.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nnum_processes: 2\n"
+    )
     assert read_run("trl sft --config theirs.yaml", None).processes == 2
     config, text = converted(f"{command} --num_processes 4", capsys, "--devices", "2")
     assert config.global_batch_size == 16 and "the launcher's processes 4: --devices 2" in text

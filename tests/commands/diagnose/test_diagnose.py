@@ -1,4 +1,6 @@
-"""Diagnosis: every example log gets its cause and no other, clean logs get none, and any log can be read."""
+"""Diagnosis: every example log gets its cause and no other, clean logs get none, and any log can be
+read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
-from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.rules import (
+    CAUSES,
+    EXPLAINED_BY_RUN,
+    RESTART_CURES,
+    SYMPTOMS,
+    UNEXPLAINED,
+)
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
 from finetune.plain_text import mask_secrets
@@ -33,11 +41,15 @@ PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}")
 
 
 def examples() -> list[tuple[str, str, list[Path]]]:
-    """(cause, name, logs) of every example; a folder is the logs of several ranks. Cause "clean": none."""
+    """(cause, name, logs) of every example; a folder is the logs of several ranks. Cause "clean":
+    none.
+    """
     found = []
     for cause in sorted(LOGS.iterdir()):
         for entry in sorted(cause.iterdir()):
-            found.append((cause.name, entry.name, sorted(entry.iterdir()) if entry.is_dir() else [entry]))
+            found.append(
+                (cause.name, entry.name, sorted(entry.iterdir()) if entry.is_dir() else [entry])
+            )
     return found
 
 
@@ -70,7 +82,10 @@ def test_precision_and_recall_over_all_examples(capsys):
         print(f"\n{'cause':34} examples  precision  recall")
         for cause in sorted(wanted | reported):
             precision = hits[cause] / reported[cause] if reported[cause] else 0.0
-            print(f"{cause:34} {wanted[cause]:8}  {precision:9.2f}  {hits[cause] / max(1, wanted[cause]):6.2f}")
+            print(
+                f"{cause:34} {wanted[cause]:8}  {precision:9.2f} "
+                f" {hits[cause] / max(1, wanted[cause]):6.2f}"
+            )
         precision, recall = hits.total() / reported.total(), hits.total() / wanted.total()
         print(f"{'all':34} {wanted.total():8}  {precision:9.2f}  {recall:6.2f}")
     assert not wrong
@@ -86,7 +101,10 @@ def test_there_is_an_example_of_every_cause():
 def test_every_symptom_is_shown_by_an_example():
     texts = [path.read_text(errors="replace") for _, _, paths in examples() for path in paths]
     shown = {
-        id(s) for s in SYMPTOMS for t in texts if any(re.search(p, line) for p in s.patterns for line in t.split("\n"))
+        id(s)
+        for s in SYMPTOMS
+        for t in texts
+        if any(re.search(p, line) for p in s.patterns for line in t.split("\n"))
     }
     assert [s.patterns[0] for s in SYMPTOMS if id(s) not in shown] == []
 
@@ -94,7 +112,9 @@ def test_every_symptom_is_shown_by_an_example():
 def test_a_rule_is_never_missed_for_its_fixed_words():
     """Every line that a pattern matches holds the words that lines are filtered by."""
     # Compiled here: there are more of them than `re` keeps.
-    rules = [(symptom, [re.compile(pattern) for pattern in symptom.patterns]) for symptom in SYMPTOMS]
+    rules = [
+        (symptom, [re.compile(pattern) for pattern in symptom.patterns]) for symptom in SYMPTOMS
+    ]
     files = [path for _, _, paths in examples() for path in paths]
     for line in {line for path in files for line in path.read_text(errors="replace").split("\n")}:
         for symptom, patterns in rules:
@@ -110,7 +130,10 @@ def test_a_rule_is_never_missed_for_its_fixed_words():
         (r"code is 5070(?:46|48)\b", ["code is 5070"]),
         (r"abcdx?efgh", ["abcd"]),
         (r"ab[cd]efgh.{0,9}i", ["efgh"]),
-        (r"(?:error|failure)(?: code)? \d|(?P<x>disk (?:full|gone))$", ["error", "failure", "disk "]),
+        (
+            r"(?:error|failure)(?: code)? \d|(?P<x>disk (?:full|gone))$",
+            ["error", "failure", "disk "],
+        ),
     ],
 )
 def test_fixed_words(pattern, words):
@@ -119,7 +142,9 @@ def test_fixed_words(pattern, words):
 
 def test_other_spellings(tmp_path):
     """Short pieces as other versions and other programs write them."""
-    variants = [json.loads(line) for line in (LOGS.parent / "log_variants.jsonl").read_text().splitlines()]
+    variants = [
+        json.loads(line) for line in (LOGS.parent / "log_variants.jsonl").read_text().splitlines()
+    ]
     found = [causes_of_text(tmp_path, variant["log"] + "\n") for variant in variants]
     assert found == [[variant["cause"]] if variant["cause"] else [] for variant in variants]
 
@@ -135,14 +160,29 @@ def test_a_pattern_without_fixed_words_is_refused():
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize(
     "symptom",
-    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, SAMPLE_TOO_LONG, *PLACES, UNEXPLAINED],
+    [
+        *SYMPTOMS,
+        INTERRUPTED,
+        WAITED_FOR_DATA,
+        UNEQUAL_BATCHES,
+        BAD_RECORD,
+        SAMPLE_TOO_LONG,
+        *PLACES,
+        UNEXPLAINED,
+    ],
     ids=lambda symptom: symptom.cause,
 )
 def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
     names = {name for pattern in symptom.patterns for name in re.compile(pattern).groupindex}
-    everything = {name.rstrip("_"): "7" for name in names} | {"line": "l", "rank": "1", "nproc": "2", "port": "1"}
+    everything = {name.rstrip("_"): "7" for name in names} | {
+        "line": "l",
+        "rank": "1",
+        "nproc": "2",
+        "port": "1",
+    }
     settings = (
-        "timeout_seconds micro_batch_size cutoff_len master_addr master_port dataloader_num_workers learning_rate"
+        "timeout_seconds micro_batch_size cutoff_len master_addr master_port dataloader_num_workers"
+        " learning_rate"
     )
     everything |= dict.fromkeys([*settings.split(), "oom_old", "nonfinite_records"], "9")
     bare = {"line": "a line", "pid": "7", "peer": "b"}
@@ -176,13 +216,22 @@ def test_the_document_is_made_from_the_rules():
 # ---------------------------------------------------------------- roots and what follows from them
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-TIMEOUT = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran"
+TIMEOUT = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE,"
+    " Timeout(ms)=600000) ran"
+)
 BROKEN = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:41234"
 
 
 def test_logs_of_several_ranks_are_merged_by_time_in_any_order(tmp_path):
-    rank0 = f"2026-11-21 13:30:01,5 [ERROR] x\n[rank0]:[E1121 13:30:01.408271257 P.cpp:683] [Rank 0] {TIMEOUT}\n"
-    rank1 = f"2026-11-21 13:00:01,5 hello\n[rank1]: Traceback (most recent call last):\n[rank1]: {OOM}\n"
+    rank0 = (
+        "2026-11-21 13:30:01,5 [ERROR] x\n[rank0]:[E1121 13:30:01.408271257 P.cpp:683] [Rank 0]"
+        f" {TIMEOUT}\n"
+    )
+    rank1 = (
+        "2026-11-21 13:00:01,5 hello\n[rank1]: Traceback (most recent call last):\n[rank1]:"
+        f" {OOM}\n"
+    )
     for texts in ((rank0, rank1), (rank1, rank0)):
         assert causes_of_text(tmp_path, *texts) == ["device_oom"]
     finding = diagnose_logs([tmp_path / "log-0.log", tmp_path / "log-1.log"])[0]
@@ -190,7 +239,9 @@ def test_logs_of_several_ranks_are_merged_by_time_in_any_order(tmp_path):
 
 
 def test_what_came_later_is_no_root(tmp_path):
-    """A rank that runs out of memory an hour after the others had given up did not make them wait."""
+    """A rank that runs out of memory an hour after the others had given up did not make them
+    wait.
+    """
     waited = f"[E1121 13:30:01.408271257 ProcessGroupNCCL.cpp:683] [Rank 0] {TIMEOUT}\n"
     later = f"2026-11-21 14:30:01,000 [INFO] x\n{OOM}\n"
     assert causes_of_text(tmp_path, waited, later) == ["collective_timeout", "device_oom"]
@@ -210,14 +261,16 @@ def test_the_rank_that_was_killed_is_named_whatever_torchrun_says():
 def test_an_error_that_nobody_knows_is_a_root_on_another_rank_only(tmp_path):
     own = "Traceback (most recent call last):\nmine.OwnError: bad\n"
     assert causes_of_text(tmp_path, f"[rank0]: {TIMEOUT}\n", f"[rank1]: {own}") == ["unknown"]
-    assert causes_of_text(tmp_path, f"[rank0]: RuntimeError: {TIMEOUT}\n[rank0]: mine.OwnError: bad\n") == [
-        "collective_timeout"
-    ]
+    assert causes_of_text(
+        tmp_path, f"[rank0]: RuntimeError: {TIMEOUT}\n[rank0]: mine.OwnError: bad\n"
+    ) == ["collective_timeout"]
 
 
 def test_only_the_last_attempt_counts_unless_it_only_waited(tmp_path):
     restart = "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"
-    assert causes_of_text(tmp_path, f"{OOM}\n{restart}OSError: [Errno 28] No space left on device\n") == ["disk_full"]
+    assert causes_of_text(
+        tmp_path, f"{OOM}\n{restart}OSError: [Errno 28] No space left on device\n"
+    ) == ["disk_full"]
     assert causes_of_text(tmp_path, f"{OOM}\n{restart}{TIMEOUT}\n") == ["device_oom"]
 
 
@@ -229,20 +282,31 @@ def test_what_a_run_got_over_is_no_failure(tmp_path):
 
 
 def test_quoted_source_code_is_not_matched(tmp_path):
-    quoted = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise X("No space left on device")\n'
+    quoted = (
+        'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise X("No space'
+        ' left on device")\n'
+    )
     assert causes_of_text(tmp_path, f"{quoted}mine.OwnError: bad\n") == ["program_error"]
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.cause)
 def test_fixed_advice_is_never_matched(symptom, tmp_path):
     shown = [
-        line for _, _, paths in examples() for path in paths for line in path.read_text(errors="replace").split("\n")
+        line
+        for _, _, paths in examples()
+        for path in paths
+        for line in path.read_text(errors="replace").split("\n")
     ]
-    mine = [line for line in shown if any(re.search(pattern, line) for pattern in symptom.patterns)][:5]
+    mine = [
+        line for line in shown if any(re.search(pattern, line) for pattern in symptom.patterns)
+    ][:5]
     advice = "".join(
-        f"        Possible Cause: {line}\n        Solution: 1. {line}\n        2. {line}\n" for line in mine
+        f"        Possible Cause: {line}\n        Solution: 1. {line}\n        2. {line}\n"
+        for line in mine
     )
-    assert causes_of_text(tmp_path, f"[INFO] all is well\nEE0001: [PID: 1] something\n{advice}") == ["unknown"]
+    assert causes_of_text(
+        tmp_path, f"[INFO] all is well\nEE0001: [PID: 1] something\n{advice}"
+    ) == ["unknown"]
 
 
 # ---------------------------------------------------------------- texts
@@ -250,7 +314,9 @@ def test_fixed_advice_is_never_matched(symptom, tmp_path):
 
 def test_the_runs_own_numbers_are_in_the_remedy(tmp_path):
     log = tmp_path / "x.log"
-    log.write_text(f"python -m finetune.sft --micro-batch-size 12 --cutoff-len=4096\n[rank3]: {OOM}\n")
+    log.write_text(
+        f"python -m finetune.sft --micro-batch-size 12 --cutoff-len=4096\n[rank3]: {OOM}\n"
+    )
     finding = diagnose_logs([log])[0]
     assert "now 12; try 6" in finding.fix
     assert "now 4096; try 2048" in finding.fix
@@ -280,7 +346,10 @@ def test_facts():
         "master_port": "29500",
         "nproc": "8",
     }
-    assert facts_in("'lr': 2e-05, max_seq_len 2048.") == {"learning_rate": "2e-05", "cutoff_len": "2048"}
+    assert facts_in("'lr': 2e-05, max_seq_len 2048.") == {
+        "learning_rate": "2e-05",
+        "cutoff_len": "2048",
+    }
     assert facts_in("learning rates matter") == {}
 
 
@@ -314,14 +383,28 @@ HOLDER_OF_3 = HOLDER_OF_0.replace("|    0", "|    3").replace("771204", "880001"
 @pytest.mark.parametrize(
     ("before", "oom", "holder"),
     [
-        (f"{HOLDER_OF_0}\n{HOLDER_OF_3}", f"{OOM} GPU 3 has a total capacity of 60.97 GiB", "880001"),
-        (f"{HOLDER_OF_0}\n{HOLDER_OF_3}", f"{OOM[:-1]} (GPU 3; 60.97 GiB total capacity; 8 GiB already al", "880001"),
+        (
+            f"{HOLDER_OF_0}\n{HOLDER_OF_3}",
+            f"{OOM} GPU 3 has a total capacity of 60.97 GiB",
+            "880001",
+        ),
+        (
+            f"{HOLDER_OF_0}\n{HOLDER_OF_3}",
+            f"{OOM[:-1]} (GPU 3; 60.97 GiB total capacity; 8 GiB already al",
+            "880001",
+        ),
         (HOLDER_OF_0, f"{OOM} GPU 3 has a total capacity of 60.97 GiB", None),
         (HOLDER_OF_0, OOM, None),
-        (f"export CUDA_VISIBLE_DEVICES=4,5\n{HOLDER_OF_0}", f"{OOM} GPU 0 has a total capacity of 60.97 GiB", None),
         (
-            "| 1       0   | 880001   | VLLMEngineCor | 58720      |\n"
-            "| 1       1   | 88000    | python        | 58720      |",
+            f"export CUDA_VISIBLE_DEVICES=4,5\n{HOLDER_OF_0}",
+            f"{OOM} GPU 0 has a total capacity of 60.97 GiB",
+            None,
+        ),
+        (
+            (
+                "| 1       0   | 880001   | VLLMEngineCor | 58720      |\n"
+                "| 1       1   | 88000    | python        | 58720      |"
+            ),
             f"{OOM[:-1]} (NPU 1; 60.97 GiB total capacity; 8 GiB already allocated",
             None,
         ),
@@ -336,7 +419,10 @@ def test_who_holds_memory_is_told_of_the_device_that_ran_out(before, oom, holder
 
 def test_every_device_that_ran_out_has_its_own_holder(tmp_path):
     log = tmp_path / "x.log"
-    log.write_text(f"{HOLDER_OF_0}\n" + "".join(f"[rank{n}]: {OOM} GPU {n} has a total capacity\n" for n in (3, 0)))
+    log.write_text(
+        f"{HOLDER_OF_0}\n"
+        + "".join(f"[rank{n}]: {OOM} GPU {n} has a total capacity\n" for n in (3, 0))
+    )
     assert "771204" not in diagnose_logs([log])[0].fix
 
 
@@ -344,7 +430,8 @@ def test_a_device_that_others_fill_is_said(tmp_path):
     log = tmp_path / "x.log"
     for own, said in (("8.02 GiB", True), ("512.00 MiB", True), ("58.02 GiB", False)):
         text = (
-            f"NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity; {own} already allocated;"
+            f"NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity; {own}"
+            " already allocated;"
         )
         log.write_text(f"[rank5]: RuntimeError: {text} 0 bytes free)\n")
         assert (f"only {own} of 60.97 GiB" in diagnose_logs([log])[0].fix) is said
@@ -353,14 +440,18 @@ def test_a_device_that_others_fill_is_said(tmp_path):
 def test_memory_that_is_reserved_and_not_used_is_said(tmp_path):
     log = tmp_path / "x.log"
     for unused, said in (("23.44 GiB", True), ("312.50 MiB", False)):
-        text = f"CUDA out of memory. Tried to allocate 3.12 GiB. GPU 1 has a total capacity of 47.54 GiB. {unused} is"
+        text = (
+            "CUDA out of memory. Tried to allocate 3.12 GiB. GPU 1 has a total capacity of 47.54"
+            f" GiB. {unused} is"
+        )
         log.write_text(f"torch.OutOfMemoryError: {text} reserved by PyTorch but unallocated.\n")
         assert (f"{unused} are reserved but not in use" in diagnose_logs([log])[0].fix) is said
 
 
 def test_ranks_that_wait_in_different_operations_are_told(tmp_path):
     late = (
-        "[rank{0}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, Timeout(ms)=6) ran\n"
+        "[rank{0}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType={2},"
+        " Timeout(ms)=6) ran\n"
     )
     log = tmp_path / "x.log"
     for calls, told in (
@@ -394,14 +485,18 @@ def test_an_error_of_this_package_speaks_for_itself(kind, tmp_path):
     ],
 )
 def test_secrets_are_masked(secret, tmp_path):
-    for line in (f"RuntimeError: CUDA out of memory. {secret}", f"ValueError: token={secret} refused"):
+    for line in (
+        f"RuntimeError: CUDA out of memory. {secret}",
+        f"ValueError: token={secret} refused",
+    ):
         log = tmp_path / "x.log"
         log.write_text(line + "\n")
         findings = diagnose_logs([log])
         assert findings
         assert secret not in json.dumps([vars(finding) for finding in findings])
     assert (
-        mask_secrets("https://me:pass1234@host/x WANDB_API_KEY='abcdefgh'") == "https://***@host/x WANDB_API_KEY='***'"
+        mask_secrets("https://me:pass1234@host/x WANDB_API_KEY='abcdefgh'")
+        == "https://***@host/x WANDB_API_KEY='***'"
     )
     assert mask_secrets("Authorization: Bearer abc.def-ghi0123") == "Authorization: Bearer ***"
     assert mask_secrets("token 5 is 99999999, rank 3") == "token 5 is 99999999, rank 3"
@@ -417,14 +512,17 @@ def test_json_does_not_swallow_the_log(capsys):
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == ["findings"]
     assert (
-        list(shown["findings"][0]) == (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split("\n")[0].split()
+        list(shown["findings"][0])
+        == (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split("\n")[0].split()
     )
     assert shown["findings"][0]["cause"] == "device_oom"
 
 
 @pytest.mark.frozen
 def test_cause_names_are_public():
-    assert (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split()[-len(CAUSES) :] == sorted(CAUSES)
+    assert (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split()[
+        -len(CAUSES) :
+    ] == sorted(CAUSES)
 
 
 def test_exit_codes(capsys, tmp_path):
@@ -444,12 +542,14 @@ def test_exit_codes(capsys, tmp_path):
 
 def test_the_command_loads_no_torch_and_reads_standard_input():
     program = (
-        "import sys; from finetune.__main__ import main; code = main(['diagnose', '--lang', 'zh', '-'])\n"
-        "heavy = [name for name in ('torch', 'transformers', 'deepspeed', 'numpy') if name in sys.modules]\n"
-        "sys.exit(f'loaded {heavy}' if heavy else code)"
+        "import sys; from finetune.__main__ import main; code = main(['diagnose', '--lang', 'zh',"
+        " '-'])\nheavy = [name for name in ('torch', 'transformers', 'deepspeed', 'numpy') if name"
+        " in sys.modules]\nsys.exit(f'loaded {heavy}' if heavy else code)"
     )
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, input=b"all is well\n", capture_output=True, env=environment(), check=False)
+    result = subprocess.run(
+        command, input=b"all is well\n", capture_output=True, env=environment(), check=False
+    )
     assert (result.returncode, result.stdout.decode()) == (0, "没有发现失败。\n"), result.stderr
 
 
@@ -467,7 +567,9 @@ def run_folder(folder: Path, **status: object) -> Path:
 def test_a_run_folder_tells_its_own_numbers(tmp_path):
     error = "out of memory at step 13 (microbatches of at most 8192 tokens): CUDA out of memory."
     folder = run_folder(tmp_path / "run", state="failed", exit_code=4, error=error, step=12)
-    (folder / "oom.json").write_text('{"step": 13, "token_budget": 4096, "old": "microbatches of at most 8192 tokens"}')
+    (folder / "oom.json").write_text(
+        '{"step": 13, "token_budget": 4096, "old": "microbatches of at most 8192 tokens"}'
+    )
     finding = diagnose_logs([folder])[0]
     assert finding.cause == "device_oom"
     assert "now 6; try 3" in finding.fix
@@ -477,25 +579,41 @@ def test_a_run_folder_tells_its_own_numbers(tmp_path):
 def test_a_run_that_disappeared_was_where_its_log_ends(tmp_path):
     folder = run_folder(tmp_path / "run", state="running", step=0, pid=7)
     sign(folder, 2**22 + 1)  # no process has this id
-    (folder / "trainer_log.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (40, 54, 41, 45)) + '{"step')
-    assert "disappeared at or after step 45" in diagnose_logs([folder])[0].evidence[0], "resumed from 40"
+    (folder / "trainer_log.jsonl").write_text(
+        "".join(f'{{"step": {step}}}\n' for step in (40, 54, 41, 45)) + '{"step'
+    )
+    assert "disappeared at or after step 45" in diagnose_logs([folder])[0].evidence[0], (
+        "resumed from 40"
+    )
     (folder / "trainer_log.jsonl").unlink()
     assert "disappeared at or after step 0" in diagnose_logs([folder])[0].evidence[0]
 
 
 def test_only_the_logs_of_the_last_start_are_read(tmp_path):
-    folder = run_folder(tmp_path / "run", state="failed", exit_code=1, error="KeyError: 'output'", step=12)
-    (folder / "logs" / "20261120-100000-41-rank0.log").write_text("2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n")
-    (folder / "logs" / "20261121-100000-51-rank0.log").write_text("2026-11-21 10:00:01,0 [ERROR] KeyError: 'output'\n")
-    (folder / "logs" / "20261121-100004-52-rank1.log").write_text("2026-11-21 10:00:02,0 [ERROR] KeyError: 'output'\n")
+    folder = run_folder(
+        tmp_path / "run", state="failed", exit_code=1, error="KeyError: 'output'", step=12
+    )
+    (folder / "logs" / "20261120-100000-41-rank0.log").write_text(
+        "2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n"
+    )
+    (folder / "logs" / "20261121-100000-51-rank0.log").write_text(
+        "2026-11-21 10:00:01,0 [ERROR] KeyError: 'output'\n"
+    )
+    (folder / "logs" / "20261121-100004-52-rank1.log").write_text(
+        "2026-11-21 10:00:02,0 [ERROR] KeyError: 'output'\n"
+    )
     assert causes(folder) == ["dataset_missing_field"]
-    sources = {line.split(":")[0].rsplit("/", 1)[-1] for line in diagnose_logs([folder])[0].evidence}
+    sources = {
+        line.split(":")[0].rsplit("/", 1)[-1] for line in diagnose_logs([folder])[0].evidence
+    }
     assert {"20261121-100000-51-rank0.log", "20261121-100004-52-rank1.log"} <= sources
 
 
 def test_a_finished_run_has_no_finding(tmp_path):
     folder = run_folder(tmp_path / "run", state="done", exit_code=0, step=12)
-    (folder / "logs" / "20261120-100000-41-rank0.log").write_text("2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n")
+    (folder / "logs" / "20261120-100000-41-rank0.log").write_text(
+        "2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n"
+    )
     assert causes(folder) == []
 
 

@@ -1,4 +1,6 @@
-"""Diagnosis of runs that were really broken: each cause by a process of its own that really fails of it."""
+"""Diagnosis of runs that were really broken: each cause by a process of its own that really fails
+of it.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,15 @@ def _child(log: str, function: Callable[..., None], arguments: tuple[Any, ...]) 
         os._exit(code)
 
 
-def broken(folder: Path, function: Callable[..., None], *arguments: Any, processes: int = 1) -> list[Path]:
+def broken(
+    folder: Path, function: Callable[..., None], *arguments: Any, processes: int = 1
+) -> list[Path]:
     """Run a function in forked processes, as ranks; their logs."""
     context = run_helpers._fork_context()
     logs = [folder / f"rank{rank}.log" for rank in range(processes)]
     started = [
-        context.Process(target=_child, args=(str(log), function, (rank, *arguments))) for rank, log in enumerate(logs)
+        context.Process(target=_child, args=(str(log), function, (rank, *arguments)))
+        for rank, log in enumerate(logs)
     ]
     for process in started:
         process.start()
@@ -70,7 +75,11 @@ def causes(paths: list[Path]) -> list[str]:
 
 def assert_cause(cause: str, paths: list[Path]) -> None:
     findings = diagnose_logs(paths)
-    texts = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())
+    texts = "\n".join(
+        f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
+        for path in paths
+        if path.is_file()
+    )
     assert [finding.cause for finding in findings] == [cause], texts
     assert all(finding.evidence and finding.fix and finding.explanation for finding in findings)
 
@@ -119,7 +128,9 @@ def test_one_process(cause, function, tmp_path):
 def test_flash_attention_without_its_package(materials, tmp_path):
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash_attn is installed here")
-    assert_cause("flash_attn_missing", broken(tmp_path, breaks.flash_attention, str(materials.model)))
+    assert_cause(
+        "flash_attn_missing", broken(tmp_path, breaks.flash_attention, str(materials.model))
+    )
 
 
 def test_wandb_without_a_key(tmp_path):
@@ -179,9 +190,20 @@ def test_port_taken_under_torchrun(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     with bound_port() as port:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", f"--master-port={port}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=1",
+            f"--master-port={port}",
+        ]
         ended = subprocess.run(
-            [*command, str(script)], env=environment(), capture_output=True, text=True, timeout=120, check=False
+            [*command, str(script)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
     assert ended.returncode != 0
     log = tmp_path / "launcher.log"
@@ -210,8 +232,12 @@ def bad_rows(folder: Path, line: str) -> str:
 
 OWN = {
     "model_not_found": lambda _, folder: {"model": str(folder / "no-model")},
-    "dataset_missing_field": lambda _, folder: {"data": bad_rows(folder, '{"instruction": "what", "answer": "that"}')},
-    "dataset_bad_json": lambda _, folder: {"data": bad_rows(folder, '{"instruction": "what" "output": "that"}')},
+    "dataset_missing_field": lambda _, folder: {
+        "data": bad_rows(folder, '{"instruction": "what", "answer": "that"}')
+    },
+    "dataset_bad_json": lambda _, folder: {
+        "data": bad_rows(folder, '{"instruction": "what" "output": "that"}')
+    },
     "explained_by_run": lambda materials, _: {"lora_target_modules": ["no_such_layer"]},
     "hub_offline": lambda *_: {"model": "an-owner/a-model-that-is-not-cached"},
     "cuda_driver_mismatch": lambda *_: {"device_type": "cuda"},
@@ -249,7 +275,10 @@ def test_tokenizer_with_more_tokens_than_embeddings(materials, tmp_path):
     tokenizer.add_tokens([f"<new-{number}>" for number in range(64)])
     tokenizer.save_pretrained(model)
     logs = run_sft(
-        materials, tmp_path, model=str(model), data=bad_rows(tmp_path, '{"instruction": "<new-3>", "output": "a"}')
+        materials,
+        tmp_path,
+        model=str(model),
+        data=bad_rows(tmp_path, '{"instruction": "<new-3>", "output": "a"}'),
     )
     assert_cause("tokenizer_vocab_mismatch", logs)
 
@@ -267,7 +296,9 @@ def start_and_wait(materials: Materials, folder: Path) -> run_helpers.Ranks:
     """A run that would take long and has done a step."""
     ranks = run_helpers.start(materials.settings(folder / "run", max_steps=2000))
     log = folder / "run" / "trainer_log.jsonl"
-    run_helpers.wait_for(lambda: log.exists() and log.read_bytes().count(b"\n"), what="the first step")
+    run_helpers.wait_for(
+        lambda: log.exists() and log.read_bytes().count(b"\n"), what="the first step"
+    )
     return ranks
 
 

@@ -42,15 +42,22 @@ def found(blocks: Iterator[bytes]) -> list[tuple[str, int]]:
     return [(evidence.symptom.cause, evidence.line.number) for evidence in scan.evidence]
 
 
-@given(st.binary(max_size=300).map(lambda made: made.replace(b"\x00", b"\n").replace(b"\x01", b"\r")))
+@given(
+    st.binary(max_size=300).map(lambda made: made.replace(b"\x00", b"\n").replace(b"\x01", b"\r"))
+)
 def test_pieces_are_those_of_a_split_whatever_the_blocks(content):
     expected = [
-        (number, piece) for number, line in enumerate(content.split(b"\n"), 1) for piece in line.split(b"\r") if piece
+        (number, piece)
+        for number, line in enumerate(content.split(b"\n"), 1)
+        for piece in line.split(b"\r")
+        if piece
     ]
     before = log_reading.BLOCK_BYTES
     try:
         for log_reading.BLOCK_BYTES in (1, 7, 64, 1 << 18):
-            assert [(number, piece) for number, piece in raw_lines(io.BytesIO(content)) if piece] == expected
+            assert [
+                (number, piece) for number, piece in raw_lines(io.BytesIO(content)) if piece
+            ] == expected
     finally:
         log_reading.BLOCK_BYTES = before
 
@@ -90,7 +97,15 @@ def test_memory_does_not_grow_with_the_log(monkeypatch):
 
 def test_bars_colours_and_broken_bytes():
     bar = b"\r".join(b"\x1b[32m%3d%%|##| %d/9\x1b[0m" % (n * 10, n) for n in range(9))
-    log = b"\xff\xfe\x80 not UTF-8\n" + bar + b"\x1b[31m" + OOM.encode() + b"\x1b[0m\n" + OOM.encode()[:-1] + b"\xff"
+    log = (
+        b"\xff\xfe\x80 not UTF-8\n"
+        + bar
+        + b"\x1b[31m"
+        + OOM.encode()
+        + b"\x1b[0m\n"
+        + OOM.encode()[:-1]
+        + b"\xff"
+    )
     assert found(iter([log])) == [("device_oom", 2), ("device_oom", 3)]
     assert decode(b"\x1b]0;title\x07\x1b[1;31mred\x1b[0m \xe4\xb8\xad\xff") == "red 中�"
 
@@ -110,7 +125,11 @@ def test_an_empty_log():
         ("(RayTrainWorker pid=12, ip=10.0.0.4) ValueError: x", "ValueError: x", None),
         ("(train pid=8464) EI0002: x", "EI0002: x", None),
         ("5: ValueError: x", "ValueError: x", 5),
-        ("[E1121 13:34:01.4 P.cpp:683] [Rank 2] Watchdog", "[E1121 13:34:01.4 P.cpp:683] [Rank 2] Watchdog", 2),
+        (
+            "[E1121 13:34:01.4 P.cpp:683] [Rank 2] Watchdog",
+            "[E1121 13:34:01.4 P.cpp:683] [Rank 2] Watchdog",
+            2,
+        ),
         ("[ERROR] 2026-11-21-13:14:05 (PID:1, Device:4, RankID:4) ERR00100 x", None, 4),
         ("[PG ID 0 PG GUID 0(default_pg) Rank 6] Exception", None, 6),
         ("no prefix: 5", "no prefix: 5", None),
@@ -120,7 +139,11 @@ def test_an_empty_log():
         ("11/21/2026 13:14:05 - [default2]:ValueError: x", "ValueError: x", 2),
         ("[ERROR] ValueError: x", "[ERROR] ValueError: x", None),
         ("(Worker pid=9) ERROR 11-21 13:14:05 [core.py:7] ValueError: x", "ValueError: x", None),
-        ("2026-11-21 13:14:05.500 | ERROR    | train:main:7 - ValueError: x", "ValueError: x", None),
+        (
+            "2026-11-21 13:14:05.500 | ERROR    | train:main:7 - ValueError: x",
+            "ValueError: x",
+            None,
+        ),
     ],
 )
 def test_prefixes(line, text, rank):
@@ -160,7 +183,9 @@ def test_times(line):
 
 
 def test_times_of_the_kernel_and_months_of_one_digit():
-    assert read_time("[Sat Nov 21 13:14:05 2026] oom", 1999) == time.mktime((2026, 11, 21, 13, 14, 5, 0, 0, -1))
+    assert read_time("[Sat Nov 21 13:14:05 2026] oom", 1999) == time.mktime(
+        (2026, 11, 21, 13, 14, 5, 0, 0, -1)
+    )
     assert read_time("[W416 15:12:21.131066630 socket.cpp:933]", 2025) == pytest.approx(
         time.mktime((2025, 4, 16, 15, 12, 21, 0, 0, -1)) + 0.131, abs=1e-2
     )
@@ -190,11 +215,18 @@ def test_ranks_in_names(name, rank):
 
 def test_a_line_without_a_time_lies_between_those_around_it():
     """Its own process's next line tells when it was; another's only until when."""
-    texts = ["2026-11-21 13:00:00 a", f"[rank1]: {OOM}", "{rank}2026-11-21 13:30:00 b", "2026-11-21 14:00:00 c"]
+    texts = [
+        "2026-11-21 13:00:00 a",
+        f"[rank1]: {OOM}",
+        "{rank}2026-11-21 13:30:00 b",
+        "2026-11-21 14:00:00 c",
+    ]
     for rank, expected in (("[rank1]: ", 30), ("[rank2]: ", 0)):
         log = "\n".join(texts).format(rank=rank) + "\n"
         line = scan_log(LogFile("log", io.BytesIO(log.encode()))).evidence[0].line
-        first, last, own = (time.mktime((2026, 11, 21, 13, m, 0, 0, 0, -1)) for m in (0, 30, expected))
+        first, last, own = (
+            time.mktime((2026, 11, 21, 13, m, 0, 0, 0, -1)) for m in (0, 30, expected)
+        )
         assert (line.seconds, line.bounds) == (own, (first, last))
 
 
@@ -202,7 +234,8 @@ def test_times_without_a_year_are_of_the_year_of_the_others(tmp_path):
     """What failed in a log that tells no year is not put into the present one."""
     late, early = tmp_path / "rank0.log", tmp_path / "rank1.log"
     late.write_text(
-        "2019-11-21 13:30:00,000 x\n[E1121 13:30:00.1 x.cpp:1] Watchdog caught collective operation timeout"
+        "2019-11-21 13:30:00,000 x\n[E1121 13:30:00.1 x.cpp:1] Watchdog caught collective operation"
+        " timeout"
     )
     early.write_text(f"[W1121 13:00:00.100000000 y.cpp:1] torch warns\n{OOM}\n")
     assert [finding.cause for finding in diagnose_logs([late, early])] == ["device_oom"]
@@ -213,13 +246,22 @@ def test_times_without_a_year_are_of_the_year_of_the_others(tmp_path):
     [
         (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed ti", True),
         (b"[2026-11-21 13:1", True),
-        (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm: 0.7", False),
+        (
+            (
+                b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed time: 5 | lm loss: 2.5 | grad"
+                b" norm: 0.7"
+            ),
+            False,
+        ),
         (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed", False),
         (b"[2026-11-21 13:10:09] saved", False),
         (b"[2026", False),
     ],
 )
 def test_a_log_that_breaks_off(last, cut):
-    step = b"[2026-11-21 13:09:0%d] iteration %d/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm: 0.75 |\n"
+    step = (
+        b"[2026-11-21 13:09:0%d] iteration %d/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm:"
+        b" 0.75 |\n"
+    )
     log = LogFile("x.log", io.BytesIO(step % (1, 1) + step % (2, 2) + last + b"\n"))
     assert (scan_log(log).evidence != []) is cut

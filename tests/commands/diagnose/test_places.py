@@ -12,7 +12,9 @@ OWN = '  File "/data/datasets/train.py", line 9, in main\n    run()\n'
 
 
 def traceback(*frames: tuple[str, str], end: str, source: str = "x = y") -> str:
-    lines = [f'  File "{file}", line 12, in {function}\n    {source}\n' for file, function in frames]
+    lines = [
+        f'  File "{file}", line 12, in {function}\n    {source}\n' for file, function in frames
+    ]
     return "".join(["Traceback (most recent call last):\n", OWN, *lines, end, "\n"])
 
 
@@ -28,7 +30,10 @@ def first(tmp_path, text):
         (("/home/user/train.py", "collate_chats"), "data_refused"),
         ((f"{LIBRARY}transformers/core_model_loading.py", "convert"), "loading_failed"),
         ((f"{LIBRARY}peft/peft_model.py", "save_pretrained"), "saving_failed"),
-        (("/w/LLaMA-Factory/src/llamafactory/hparams/parser.py", "get_train_args"), "invalid_settings"),
+        (
+            ("/w/LLaMA-Factory/src/llamafactory/hparams/parser.py", "get_train_args"),
+            "invalid_settings",
+        ),
         ((f"{LIBRARY}trl/trainer/grpo_trainer.py", "__init__"), "invalid_settings"),
         ((f"{LIBRARY}torch/_inductor/graph.py", "run"), "compile_failed"),
         ((f"{LIBRARY}httpx/_client.py", "send"), "hub_offline"),
@@ -36,7 +41,10 @@ def first(tmp_path, text):
     ],
 )
 def test_the_innermost_place_that_tells_anything_counts(frame, cause, tmp_path):
-    found = first(tmp_path, traceback(frame, end="ValueError: nobody has seen this", source="raise ValueError(text)"))
+    found = first(
+        tmp_path,
+        traceback(frame, end="ValueError: nobody has seen this", source="raise ValueError(text)"),
+    )
     assert (found.cause, found.confidence) == (cause, PLACES[0].confidence)
     assert "nobody has seen this" in found.explanation
     assert frame[1] in found.explanation
@@ -45,41 +53,57 @@ def test_the_innermost_place_that_tells_anything_counts(frame, cause, tmp_path):
 def test_an_outer_place_counts_where_the_inner_ones_tell_nothing(tmp_path):
     loads = (f"{LIBRARY}transformers/modeling_utils.py", "from_pretrained")
     inner = ("/root/.cache/huggingface/modules/m/modeling_m.py", "build")
-    assert first(tmp_path, traceback(loads, inner, end="KeyError: 'rope_ratio'")).cause == "loading_failed"
+    assert (
+        first(tmp_path, traceback(loads, inner, end="KeyError: 'rope_ratio'")).cause
+        == "loading_failed"
+    )
 
 
 @pytest.mark.parametrize(
-    "end", ["RuntimeError: CUDA error: nobody knows", "RuntimeError: it did not work", "DistBackendError: NCCL error"]
+    "end",
+    [
+        "RuntimeError: CUDA error: nobody knows",
+        "RuntimeError: it did not work",
+        "DistBackendError: NCCL error",
+    ],
 )
 def test_what_a_device_or_another_process_did_is_not_told_by_the_place(end, tmp_path):
     for frame in (("/home/user/train.py", "step"), (f"{LIBRARY}torch/nn/functional.py", "linear")):
-        assert first(tmp_path, traceback(frame, end=end)).cause not in {place.cause for place in PLACES}
+        assert first(tmp_path, traceback(frame, end=end)).cause not in {
+            place.cause for place in PLACES
+        }
 
 
 def test_a_check_is_told_from_an_accident(tmp_path):
     frame, end = (f"{LIBRARY}trl/trainer/utils.py", "pad"), "RuntimeError: no such mode"
     assert first(tmp_path, traceback(frame, end=end)).cause == "unknown"
     assert (
-        first(tmp_path, traceback(frame, end=end, source=f"raise {end.replace(': ', '(')}")).cause == "invalid_settings"
+        first(tmp_path, traceback(frame, end=end, source=f"raise {end.replace(': ', '(')}")).cause
+        == "invalid_settings"
     )
     slipped = "ValueError: too many values to unpack (expected 2)"
     assert first(tmp_path, traceback(frame, end=slipped)).cause == "package_mismatch"
 
 
 def test_a_known_message_counts_more_than_its_place(tmp_path):
-    text = traceback((f"{LIBRARY}datasets/builder.py", "x"), end="OSError: [Errno 28] No space left on device")
+    text = traceback(
+        (f"{LIBRARY}datasets/builder.py", "x"), end="OSError: [Errno 28] No space left on device"
+    )
     assert first(tmp_path, text).cause == "disk_full"
 
 
 def test_an_exception_with_words_of_a_restart_is_a_failure(tmp_path):
     text = traceback(
-        (f"{LIBRARY}accelerate/accelerator.py", "prepare"), end="ValueError: Only one is taken when using x"
+        (f"{LIBRARY}accelerate/accelerator.py", "prepare"),
+        end="ValueError: Only one is taken when using x",
     )
     assert first(tmp_path, text).cause == "invalid_settings"
 
 
 def test_a_library_that_refused_without_saying_why_is_no_refusal(tmp_path):
     text = traceback(
-        (f"{LIBRARY}some_kernels/setup.py", "<module>"), end="RuntimeError: ", source="raise RuntimeError("
+        (f"{LIBRARY}some_kernels/setup.py", "<module>"),
+        end="RuntimeError: ",
+        source="raise RuntimeError(",
     )
     assert first(tmp_path, text + "        the reason\n").cause == "unknown"

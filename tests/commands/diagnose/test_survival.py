@@ -1,4 +1,6 @@
-"""What a run survived is no failure, whichever of its logs tells that it went on; what it did not survive is one."""
+"""What a run survived is no failure, whichever of its logs tells that it went on; what it did not
+survive is one.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,40 @@ import pytest
 
 from finetune.commands.diagnose.command import diagnose_logs
 
-OOM = 'Traceback (most recent call last):\n  File "t.py", line 8\ntorch.OutOfMemoryError: CUDA out of memory.\n'
-DISK = 'Traceback (most recent call last):\n  File "t.py", line 9\nOSError: [Errno 28] No space left on device\n'
+OOM = (
+    'Traceback (most recent call last):\n  File "t.py", line 8\ntorch.OutOfMemoryError: CUDA out of'
+    " memory.\n"
+)
+DISK = (
+    'Traceback (most recent call last):\n  File "t.py", line 9\nOSError: [Errno 28] No space left'
+    " on device\n"
+)
 BAD_JSON = "json.decoder.JSONDecodeError: Extra data: line 1 column 412 (char 411)\n"
-LIMIT = "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2025-06-01T10:20:30 DUE TO TIME LIMIT ***\n"
+LIMIT = (
+    "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2025-06-01T10:20:30 DUE TO TIME LIMIT ***\n"
+)
 UNTIMED_KILL = "[812233.110480] oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=7,uid=1\n"
-XID = "Jun  1 {time} n1 kernel: NVRM: Xid (PCI:0000:18:00): 79, pid=812, name=python, GPU has fallen off the bus.\n"
+XID = (
+    "Jun  1 {time} n1 kernel: NVRM: Xid (PCI:0000:18:00): 79, pid=812, name=python, GPU has fallen"
+    " off the bus.\n"
+)
 DONE = "2025-06-01 13:00:00 INFO train: finished, all ranks 0\n"
 REFUSED = "ssh: connect to host n2 port 22: Connection refused\n"
-PYTEST = "============================= test session starts ==============================\ncollected 3 items\n"
+PYTEST = (
+    "============================= test session starts ==============================\ncollected 3"
+    " items\n"
+)
 LATE = (
-    "[rank0]:[E601 10:30:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
-    "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600032 milliseconds before timing out.\n"
+    "[rank0]:[E601 10:30:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective"
+    " operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600032"
+    " milliseconds before timing out.\n"
 )
 
 
 def steps(first: int, last: int, hour: int = 10) -> str:
     lines = (
-        f"2025-06-01 {hour}:{n % 60:02d}:00 INFO train: step {n} loss 2.{n} tok/s 9000\n" for n in range(first, last)
+        f"2025-06-01 {hour}:{n % 60:02d}:00 INFO train: step {n} loss 2.{n} tok/s 9000\n"
+        for n in range(first, last)
     )
     return "".join(lines)
 
@@ -37,9 +55,18 @@ def causes(folder: Path, logs: dict[str, str]) -> list[str]:
 
 
 SURVIVED = {
-    "steps after it by time in another log": {"slurm.err": LIMIT, "train.log": steps(1, 10) + steps(10, 40, hour=12)},
-    "an end after it by time in another log": {"slurm.err": LIMIT, "train.log": steps(1, 3, hour=12) + DONE},
-    "a kernel's time without a year": {"kern.log": XID.format(time="10:10:30"), "train.log": steps(1, 40)},
+    "steps after it by time in another log": {
+        "slurm.err": LIMIT,
+        "train.log": steps(1, 10) + steps(10, 40, hour=12),
+    },
+    "an end after it by time in another log": {
+        "slurm.err": LIMIT,
+        "train.log": steps(1, 3, hour=12) + DONE,
+    },
+    "a kernel's time without a year": {
+        "kern.log": XID.format(time="10:10:30"),
+        "train.log": steps(1, 40),
+    },
     "the machine's, without a time, of a run that ended well": {
         "dmesg": UNTIMED_KILL,
         "train.log": steps(1, 40) + DONE,
@@ -50,21 +77,39 @@ SURVIVED = {
     },
     "one step and a good end": {"run.log": f"{OOM}going on with 8\n{steps(1, 2)}Done.\n"},
     "Megatron's steps, which count NaN iterations": {
-        "run.log": OOM + " iteration 10/ 80 | lm loss: 2.3E+00 | number of nan iterations: 0 |\n" * 3
+        "run.log": (
+            OOM + " iteration 10/ 80 | lm loss: 2.3E+00 | number of nan iterations: 0 |\n" * 3
+        )
     },
     "steps without a loss": {
-        "run.log": OOM + "ppo step 7/40 reward 0.5\nppo step 8/40 reward 0.6\nppo step 9/40 reward 1\n"
+        "run.log": (
+            OOM + "ppo step 7/40 reward 0.5\nppo step 8/40 reward 0.6\nppo step 9/40 reward 1\n"
+        )
     },
-    "many steps of others": {"run.log": "[rank3]: step 1 loss 2.5\n[rank3]: " + BAD_JSON + "step 1 loss 2.5\n" * 10},
-    "tests that all passed": {"ci.log": f"python -m pytest\n{OOM}{BAD_JSON}=== 12 passed, 2 warnings in 3.1s ===\n"},
-    "tests under pytest's heading": {"ci.log": f"{PYTEST}{OOM}{BAD_JSON}3 passed, 1 warning in 2.2s\n"},
+    "many steps of others": {
+        "run.log": "[rank3]: step 1 loss 2.5\n[rank3]: " + BAD_JSON + "step 1 loss 2.5\n" * 10
+    },
+    "tests that all passed": {
+        "ci.log": f"python -m pytest\n{OOM}{BAD_JSON}=== 12 passed, 2 warnings in 3.1s ===\n"
+    },
+    "tests under pytest's heading": {
+        "ci.log": f"{PYTEST}{OOM}{BAD_JSON}3 passed, 1 warning in 2.2s\n"
+    },
     "a node that was not up yet": {"run.log": REFUSED + steps(1, 2)},
-    "a pod that waited for a node": {"run.log": f"0/16 nodes are available: 16 Insufficient cpu.\n{steps(1, 2)}"},
-    "a connection that another takes up": {"run.log": f"client_loop: send disconnect: Broken pipe\n{steps(1, 2)}"},
-    "a limit hit by what was left of a job": {"run.log": steps(1, 20) + "training done\nexit code: 0\n" + LIMIT},
+    "a pod that waited for a node": {
+        "run.log": f"0/16 nodes are available: 16 Insufficient cpu.\n{steps(1, 2)}"
+    },
+    "a connection that another takes up": {
+        "run.log": f"client_loop: send disconnect: Broken pipe\n{steps(1, 2)}"
+    },
+    "a limit hit by what was left of a job": {
+        "run.log": steps(1, 20) + "training done\nexit code: 0\n" + LIMIT
+    },
     "comments and quoted lines": {"run.log": f"step 1 loss 2.5\n# {BAD_JSON}> {BAD_JSON}"},
     "counts of nothing": {"run.log": "cuda preflight\nXid 48 (double bit ECC error) : 0 lines\n"},
-    "a try of several": {"run.log": "python fetch.py\nshard 2: Connection reset by peer, try 1 of 5, wait 2 s\n"},
+    "a try of several": {
+        "run.log": "python fetch.py\nshard 2: Connection reset by peer, try 1 of 5, wait 2 s\n"
+    },
 }
 FAILED = {
     "others went on for two steps": (

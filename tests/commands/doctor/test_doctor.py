@@ -1,4 +1,6 @@
-"""The doctor command: right verdicts and exit codes on this machine, on simulated NPUs, and with real faults."""
+"""The doctor command: right verdicts and exit codes on this machine, on simulated NPUs, and with
+real faults.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from finetune.commands.doctor import config as run_config
 from finetune.commands.doctor import data_probe, torch_device
 from finetune.commands.doctor.ascend import PAIRS
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn, worst
-from finetune.commands.doctor.command import DoctorOptions, exit_code, quick_checks, summary, to_json
+from finetune.commands.doctor.command import (
+    DoctorOptions,
+    exit_code,
+    quick_checks,
+    summary,
+    to_json,
+)
 from finetune.commands.doctor.config import check_output, demands_of
 from finetune.commands.doctor.probe import answer_with
 from finetune.config.flags import flags_of
@@ -59,14 +67,34 @@ def failing(checks: dict[str, Any]) -> set[str]:
 
 
 def test_this_machine_with_a_configuration(tiny_model: Path, tiny_data: Path, tmp_path: Path):
-    """Everything but processes: torch imported, model and data read; nothing is left in the output folder."""
+    """Everything but processes: torch imported, model and data read; nothing is left in the output
+    folder.
+    """
     output = tmp_path / "run"
     code, checks = diagnose(
-        ["--model", tiny_model, "--data", tiny_data, "--output-dir", output, "--device-type", "cpu", "--nproc", 2]
+        [
+            "--model",
+            tiny_model,
+            "--data",
+            tiny_data,
+            "--output-dir",
+            output,
+            "--device-type",
+            "cpu",
+            "--nproc",
+            2,
+        ]
     )
     assert code == 0 and not failing(checks)
-    assert checks["torch_device"]["verdict"] == checks["data"]["verdict"] == checks["tokenizer"]["verdict"] == "ok"
-    assert checks["data"]["values"]["rows"] == 60 and checks["model"]["values"] == {"model_type": "qwen3"}
+    assert (
+        checks["torch_device"]["verdict"]
+        == checks["data"]["verdict"]
+        == checks["tokenizer"]["verdict"]
+        == "ok"
+    )
+    assert checks["data"]["values"]["rows"] == 60 and checks["model"]["values"] == {
+        "model_type": "qwen3"
+    }
     assert checks["batch"]["values"]["world_size"] == 2
     assert checks["cuda_driver"]["verdict"] == "skip" or shutil.which("nvidia-smi")
     assert not output.exists() and list(tmp_path.iterdir()) == []
@@ -75,13 +103,35 @@ def test_this_machine_with_a_configuration(tiny_model: Path, tiny_data: Path, tm
 def test_quick_imports_no_torch():
     checks = quick_checks(environment={})
     assert worst(checks) in ("ok", "warn") and len(checks) >= 10
-    result = run_cli(["doctor", "--quick"], module="finetune", launcher="python", launcher_args=["-X", "importtime"])
-    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
-    assert "rich" in loaded and not loaded & {"torch", "transformers", "deepspeed", "accelerate", "datasets"}
+    result = run_cli(
+        ["doctor", "--quick"],
+        module="finetune",
+        launcher="python",
+        launcher_args=["-X", "importtime"],
+    )
+    loaded = {
+        line.rpartition("|")[2].strip().split(".")[0]
+        for line in result.stderr.splitlines()
+        if "|" in line
+    }
+    assert "rich" in loaded and not loaded & {
+        "torch",
+        "transformers",
+        "deepspeed",
+        "accelerate",
+        "datasets",
+    }
 
 
 def test_quick_checks_as_the_launcher_calls_them(tiny_model: Path, tiny_data: Path, tmp_path: Path):
-    words = ["--model", str(tiny_model), "--data", str(tiny_data), "--output-dir", str(tmp_path / "run")]
+    words = [
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(tiny_data),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     config = resolve([*words, "--device-type", "cpu"], world_size=2).config
     good = quick_checks(config, processes=2, environment={"PATH": os.environ["PATH"]})
     assert worst(good) in ("ok", "warn") and "port" not in {check.name for check in good}
@@ -89,7 +139,7 @@ def test_quick_checks_as_the_launcher_calls_them(tiny_model: Path, tiny_data: Pa
     assert [check.name for check in bad if check.verdict == "fail"] == ["stale_rank"]
 
 
-# ---------------------------------------------------------------- simulated NPUs (nothing here ran on Ascend)
+# ------------------------------------------------------ simulated NPUs (nothing here ran on Ascend)
 
 
 def test_simulated_npus(tmp_path: Path):
@@ -98,10 +148,20 @@ def test_simulated_npus(tmp_path: Path):
     env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     code, checks = diagnose(["--nproc", 2], env=env)
     assert code == 0 and not failing(checks)
-    assert checks["torch_npu_import"]["verdict"] == "ok" and "simulated" in checks["torch_npu_import"]["what"]
-    assert checks["torch_device"]["values"] == {"available": ["npu", "cpu"], "device_type": "npu", "count": 2}
+    assert (
+        checks["torch_npu_import"]["verdict"] == "ok"
+        and "simulated" in checks["torch_npu_import"]["what"]
+    )
+    assert checks["torch_device"]["values"] == {
+        "available": ["npu", "cpu"],
+        "device_type": "npu",
+        "count": 2,
+    }
     assert checks["devices"]["verdict"] == "ok" and "2 x 910B3" in checks["devices"]["what"]
-    assert checks["device_memory"]["verdict"] == "warn" and "pid 212" in checks["device_memory"]["what"]
+    assert (
+        checks["device_memory"]["verdict"] == "warn"
+        and "pid 212" in checks["device_memory"]["what"]
+    )
     assert checks["ascend_home"]["verdict"] == checks["torch_npu_pairing"]["verdict"] == "warn"
 
 
@@ -112,30 +172,45 @@ def test_simulated_npus_without_memory(tmp_path: Path):
     code, checks = diagnose(wanted, env=env)
     assert code == 1 and failing(checks) == {"device_memory"}
     assert "208841" in checks["device_memory"]["fix"]
-    # As in containers without the driver's management library: memory is unknown, torch says whether that matters.
+    # As in containers without the driver's management library: memory is unknown, torch says
+    # whether that matters.
     make_tools(tmp_path / "broken", {"npu-smi": "npu_no_driver.txt"})
     code, checks = diagnose(
         ["--quick", "--device-type", "npu"], env={**env, "PATH": f"{tmp_path}/broken:{env['PATH']}"}
     )
-    assert code == 0 and checks["devices"]["verdict"] == "warn" and "-8005" in checks["devices"]["what"]
-    code, checks = diagnose([*wanted[:2], 2, "--min-free-memory", 20], env={**env, "ASCEND_RT_VISIBLE_DEVICES": "0,3"})
+    assert (
+        code == 0
+        and checks["devices"]["verdict"] == "warn"
+        and "-8005" in checks["devices"]["what"]
+    )
+    code, checks = diagnose(
+        [*wanted[:2], 2, "--min-free-memory", 20], env={**env, "ASCEND_RT_VISIBLE_DEVICES": "0,3"}
+    )
     assert code == 0 and checks["device_memory"]["verdict"] == "ok"
 
 
 def test_torch_npu_that_cannot_be_loaded(tmp_path: Path):
-    """As torch_npu without CANN: its import raises, and takes `import torch` along where torch loads it by itself."""
+    """As torch_npu without CANN: its import raises, and takes `import torch` along where torch
+    loads it by itself.
+    """
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text(
-        "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')\n"
+        "raise ImportError('libhccl.so: cannot open shared object file: No such file or"
+        " directory')\n"
     )
     code, checks = diagnose([], env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert code == 1 and failing(checks) == {"torch_npu_import"}
-    assert "libhccl.so" in checks["torch_npu_import"]["what"] and "set_env.sh" in checks["torch_npu_import"]["fix"]
+    assert (
+        "libhccl.so" in checks["torch_npu_import"]["what"]
+        and "set_env.sh" in checks["torch_npu_import"]["fix"]
+    )
 
 
 def test_torch_that_cannot_be_loaded(tmp_path: Path):
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
     code, checks = diagnose([], env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert code == 1 and "torch_import" in failing(checks)
     assert "SIGSEGV" in checks["torch_import"]["what"]
@@ -145,7 +220,9 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import time; time.sleep(60)\n")
     monkeypatch.setattr(torch_device, "TORCH_TIMEOUT_SECONDS", 1.0)
-    (check,), device_type = torch_device.check_torch({**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None)
+    (check,), device_type = torch_device.check_torch(
+        {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None
+    )
     assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")
     assert "did not end in 1 s" in check.what and "npu-smi" in check.fix
 
@@ -162,31 +239,56 @@ def test_a_taken_port(tmp_path: Path):
 
 
 def test_an_unresolvable_master_and_contradicting_variables():
-    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "GLOO_SOCKET_IFNAME": "ib9"}
+    env = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "no-such-host.invalid",
+        "GLOO_SOCKET_IFNAME": "ib9",
+    }
     code, checks = diagnose(["--quick"], env=env)
-    assert code == 1 and failing(checks) == {"master_address", "master_reachable", "socket_interface"}
+    assert code == 1 and failing(checks) == {
+        "master_address",
+        "master_reachable",
+        "socket_interface",
+    }
 
 
 def test_no_compiler(tmp_path: Path):
-    """A PATH with this Python and no compiler: fails where DeepSpeed has to build, and only there."""
+    """A PATH with this Python and no compiler: fails where DeepSpeed has to build, and only
+    there.
+    """
     env = {"PATH": str(tmp_path), "CXX": None}
     code, checks = diagnose(["--quick", "--device-type", "cpu"], env=env)
     assert code == 0 and checks["compiler"]["verdict"] == "skip"
-    words = ["--quick", "--config", "ds_configs/zero3.json", "--output-dir", tmp_path / "run", "--device-type", "cpu"]
+    words = [
+        "--quick",
+        "--config",
+        "ds_configs/zero3.json",
+        "--output-dir",
+        tmp_path / "run",
+        "--device-type",
+        "cpu",
+    ]
     code, checks = diagnose(words, env=env)
     assert code == 1 and failing(checks) == {"compiler"}
     assert "DeepSpeed" in checks["compiler"]["what"]
 
 
 def test_wrong_versions(tmp_path: Path):
-    """Distributions as pip leaves them, found before the real ones; torch's build is read off its file."""
+    """Distributions as pip leaves them, found before the real ones; torch's build is read off its
+    file.
+    """
     for name, version in (("transformers", "4.57.1"), ("torch", "2.6.0"), ("torch_npu", "2.6.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n")
+    (tmp_path / "torch" / "version.py").write_text(
+        "__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n"
+    )
     cann = tmp_path / "cann"
     (cann / "x86_64-linux").mkdir(parents=True)
     (cann / "x86_64-linux" / "ascend_toolkit_install.info").write_text("version=8.2.RC1\n")
@@ -195,12 +297,23 @@ def test_wrong_versions(tmp_path: Path):
     assert code == 1 and failing(checks) == {"packages", "torch_npu_pairing"}
     assert "transformers 4.57.1 is outside" in checks["packages"]["what"]
     assert "torch 2.6.0 is outside" in checks["packages"]["what"]
-    assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in checks["torch_npu_pairing"]["what"]
+    assert (
+        "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in checks["torch_npu_pairing"]["what"]
+    )
 
 
-def probed(words: Sequence[object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The data probe's report of a command line, asked in this process (torch is loaded here already)."""
-    request = {"kind": kind, "module": f"finetune.{kind}", "arguments": [str(word) for word in words], "world_size": 1}
+def probed(
+    words: Sequence[object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """The data probe's report of a command line, asked in this process (torch is loaded here
+    already).
+    """
+    request = {
+        "kind": kind,
+        "module": f"finetune.{kind}",
+        "arguments": [str(word) for word in words],
+        "world_size": 1,
+    }
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**request, "language": "en"})))
     monkeypatch.setattr("sys.argv", ["data_probe", str(tmp_path / "report.json")])
     monkeypatch.setattr(logging.getLogger("finetune"), "level", logging.NOTSET)
@@ -208,14 +321,18 @@ def probed(words: Sequence[object], kind: str, tmp_path: Path, monkeypatch: pyte
     return json.loads((tmp_path / "report.json").read_text())
 
 
-def test_bad_data(tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bad_data(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     model = ["--model", tiny_model, "--output-dir", tmp_path / "run"]
     broken = ROOT / "data_samples" / "broken.jsonl"
     found = probed([*model, "--data", broken], "sft", tmp_path, monkeypatch)
     assert [check["verdict"] for check in found] == ["ok", "ok", "fail"]
     assert found[-1]["name"] == "data" and "broken.jsonl" in found[-1]["what"]
     short = [*model, "--data", tiny_data, "--cutoff-len", 40]
-    (data,) = [check for check in probed(short, "sft", tmp_path, monkeypatch) if check["name"] == "data"]
+    (data,) = [
+        check for check in probed(short, "sft", tmp_path, monkeypatch) if check["name"] == "data"
+    ]
     assert data["verdict"] == "warn" and "lost the end of an answer" in data["what"]
     layers = [*model, "--data", tiny_data, "--lora-target-modules", "no_such_layer"]
     assert [check["name"] for check in probed(layers, "sft", tmp_path, monkeypatch)] == ["model"]
@@ -230,10 +347,22 @@ def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     tokens = tmp_path / "tokens.bin"
     (np.arange(4096, dtype=np.uint16) % 100).tofile(tokens)
-    words = ["--train-data-path", tokens, "--vocab-size", 128, "--output-dir", tmp_path / "run", "--depth", 2]
+    words = [
+        "--train-data-path",
+        tokens,
+        "--vocab-size",
+        128,
+        "--output-dir",
+        tmp_path / "run",
+        "--depth",
+        2,
+    ]
     words += ["--max-seq-len", 64, "--device-batch-size", 2]
     found = probed([*words, "--total-batch-size", 512], "pretrain", tmp_path, monkeypatch)
-    assert [(check["name"], check["verdict"]) for check in found] == [("tokenizer", "warn"), ("data", "ok")]
+    assert [(check["name"], check["verdict"]) for check in found] == [
+        ("tokenizer", "warn"),
+        ("data", "ok"),
+    ]
     assert found[-1]["values"]["tokens"] == 4096
     few = probed([*words, "--total-batch-size", 8192], "pretrain", tmp_path, monkeypatch)[-1]
     assert (few["name"], few["verdict"]) == ("data", "fail") and "fewer than the 128" in few["what"]
@@ -241,10 +370,22 @@ def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
     config = tmp_path / "run.json"
-    config.write_text(json.dumps({"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4}))
+    config.write_text(
+        json.dumps({"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4})
+    )
     code, checks = diagnose(["--quick", "--config", config])
-    assert code == 1 and failing(checks) == {"config"} and "learning_rat" in checks["config"]["what"]
-    words = ["--quick", "--model", tiny_model, "--data", "nowhere.jsonl", "--output-dir", tmp_path / "x"]
+    assert (
+        code == 1 and failing(checks) == {"config"} and "learning_rat" in checks["config"]["what"]
+    )
+    words = [
+        "--quick",
+        "--model",
+        tiny_model,
+        "--data",
+        "nowhere.jsonl",
+        "--output-dir",
+        tmp_path / "x",
+    ]
     code, checks = diagnose(words)
     assert code == 1 and failing(checks) == {"paths"} and "nowhere.jsonl" in checks["paths"]["what"]
 
@@ -257,22 +398,40 @@ def test_help_and_wrong_command_lines(capsys: pytest.CaptureFixture[str]):
         doctor.main(["--help"])
     assert ended.value.code == 0
     assert "--min-free-memory" in capsys.readouterr().out
-    wrong = (["--nproc", "0"], ["--nproc", "two"], ["--quick", "--full"], ["--lang", "fr"], ["--launched"], ["tune"])
+    wrong = (
+        ["--nproc", "0"],
+        ["--nproc", "two"],
+        ["--quick", "--full"],
+        ["--lang", "fr"],
+        ["--launched"],
+        ["tune"],
+    )
     for words in (*wrong, ["--min-free-memory", "-1"], ["--min-devices", "0"]):
         with pytest.raises(ConfigError):
             doctor.main(words)
-    options, rest = read_known_options(DoctorOptions, ["pretrain", "--nproc_per_node", "2", "--depth", "4", "--quick"])
-    assert (options.kind, options.nproc, options.quick, rest) == ("pretrain", 2, True, ["--depth", "4"])
+    options, rest = read_known_options(
+        DoctorOptions, ["pretrain", "--nproc_per_node", "2", "--depth", "4", "--quick"]
+    )
+    assert (options.kind, options.nproc, options.quick, rest) == (
+        "pretrain",
+        2,
+        True,
+        ["--depth", "4"],
+    )
     with pytest.raises(FinetuneError, match="quik"):
         doctor.main(["--quik"])
     assert run_cli(["doctor", "--min-device", "2"], module="finetune").returncode == 2
 
 
 def test_lines_in_both_languages():
-    english = run_cli(["doctor", "--quick", "--lang", "en"], module="finetune", env={"MASTER_PORT": "x"})
+    english = run_cli(
+        ["doctor", "--quick", "--lang", "en"], module="finetune", env={"MASTER_PORT": "x"}
+    )
     assert english.returncode == 1 and "[ERROR]" in english.stdout and "fix: " in english.stdout
     assert "fix the errors first" in english.stdout and "[SKIP]" in english.stdout
-    chinese = run_cli(["doctor", "--quick"], module="finetune", env={"LC_ALL": "zh_CN.UTF-8", "MASTER_PORT": "x"})
+    chinese = run_cli(
+        ["doctor", "--quick"], module="finetune", env={"LC_ALL": "zh_CN.UTF-8", "MASTER_PORT": "x"}
+    )
     assert "请先修复错误" in chinese.stdout and "修复：" in chinese.stdout
 
 
@@ -294,14 +453,28 @@ def test_form_of_json_and_exit_codes():
     assert exit_code(checks) == 0 and exit_code([*checks, fail("d", "x", "y")]) == 1
     assert worst([]) == "skip" and worst(checks) == "warn"
     report = to_json(checks)
-    assert report["checks"][1] == {"name": "b", "verdict": "warn", "what": "hm", "fix": "do", "values": {}}
+    assert report["checks"][1] == {
+        "name": "b",
+        "verdict": "warn",
+        "what": "hm",
+        "fix": "do",
+        "values": {},
+    }
     assert summary(checks) == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
-    keys = {"report": sorted(report), "check": sorted(report["checks"][0]), "verdicts": sorted(doctor.TAGS)}
-    keys["flags"] = sorted(flag(name) for name in set(flags_of(DoctorOptions)) - set(DoctorOptions.positional))
+    keys = {
+        "report": sorted(report),
+        "check": sorted(report["checks"][0]),
+        "verdicts": sorted(doctor.TAGS),
+    }
+    keys["flags"] = sorted(
+        flag(name) for name in set(flags_of(DoctorOptions)) - set(DoctorOptions.positional)
+    )
     source = "".join(path.read_text() for path in (ROOT / "finetune/commands/doctor").glob("*.py"))
     frozen = FROZEN.read_text().splitlines()
     assert [f"{name}: {' '.join(values)}" for name, values in keys.items()] == frozen[:4]
-    assert [name for name in frozen[4].removeprefix("names: ").split() if f'"{name}"' not in source] == [
+    assert [
+        name for name in frozen[4].removeprefix("names: ").split() if f'"{name}"' not in source
+    ] == [
         "disk_cache",
         "disk_output",
         "locks_cache",
@@ -330,14 +503,23 @@ def test_which_kind_the_arguments_are_for(tmp_path: Path):
         return kind_of_arguments(words).name
 
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
-        assert kind_of(["--config", str(file)]) == ("pretrain" if "pretrain" in file.name else "sft"), file.name
+        assert kind_of(["--config", str(file)]) == (
+            "pretrain" if "pretrain" in file.name else "sft"
+        ), file.name
     assert kind_of(["--depth", "4"]) == "pretrain"
-    assert kind_of(["--depth", "4", "--num-iteration", "9"]) == "pretrain"  # a typing error among them
+    # a typing error among them
+    assert kind_of(["--depth", "4", "--num-iteration", "9"]) == "pretrain"
     assert kind_of([]) == kind_of(["--config", "not-there.json"]) == "sft"
     plain = tmp_path / "plain.json"  # DeepSpeed's own: its optimizer is not pretraining's
-    plain.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "compile": {}, "zero_optimization": {"stage": 2}}))
+    plain.write_text(
+        json.dumps(
+            {"optimizer": {"type": "AdamW"}, "compile": {}, "zero_optimization": {"stage": 2}}
+        )
+    )
     assert kind_of(["--config", str(plain)]) == "sft"
-    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= run_kind("pretrain").telling_settings
+    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= run_kind(
+        "pretrain"
+    ).telling_settings
     assert not run_kind("pretrain").telling_settings & {*RunConfig.model_fields, *RunConfig.aliases}
 
 
@@ -345,8 +527,22 @@ def test_batch_arithmetic_of_a_preset():
     config, checks = run_config.check_config(
         ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], run_kind("pretrain"), 4
     )
-    assert config is not None and checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
-    words = ["--model", "m", "--data", "d", "--output-dir", "o", "--micro-batch-size", "3", "--global-batch-size", "16"]
+    assert (
+        config is not None
+        and checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
+    )
+    words = [
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--output-dir",
+        "o",
+        "--micro-batch-size",
+        "3",
+        "--global-batch-size",
+        "16",
+    ]
     config, checks = run_config.check_config(words, run_kind("sft"), 1)
     assert config is None and [check.verdict for check in checks] == ["fail"]
     assert "nearest that agree" in checks[0].fix
@@ -365,17 +561,33 @@ def test_demands_of_offload(tmp_path: Path):
         "zero_force_ds_cpu_optimizer": True,
     }
     file = tmp_path / "run.json"
-    file.write_text(json.dumps({**keys, "finetune": {"model": str(model), "data": "d", "output_dir": "o"}}))
+    file.write_text(
+        json.dumps({**keys, "finetune": {"model": str(model), "data": "d", "output_dir": "o"}})
+    )
     lora = demands_of(resolve(["--config", str(file)], world_size=2).config, "npu", 2, 1)
-    assert (lora.deepspeed, lora.cpu_adam, lora.pinned, lora.host_bytes, lora.disk_bytes) == (True, True, True, 1000, 0)
+    assert (lora.deepspeed, lora.cpu_adam, lora.pinned, lora.host_bytes, lora.disk_bytes) == (
+        True,
+        True,
+        True,
+        1000,
+        0,
+    )
     keys["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    for given, device_type, pinned in (({}, "npu", True), ({}, "cpu", False), ({"pin_memory": False}, "npu", False)):
+    for given, device_type, pinned in (
+        ({}, "npu", True),
+        ({}, "cpu", False),
+        ({"pin_memory": False}, "npu", False),
+    ):
         keys["zero_optimization"]["offload_param"] = {"device": "cpu", **given}
         config = RunConfig(model=str(model), data="d", output_dir="o", deepspeed=keys)
         assert demands_of(config, device_type, 2, 1).pinned is pinned
-    full = demands_of(resolve(["--config", str(file), "--finetuning", "full"], world_size=2).config, "npu", 2, 2)
+    full = demands_of(
+        resolve(["--config", str(file), "--finetuning", "full"], world_size=2).config, "npu", 2, 2
+    )
     assert full.host_bytes == 500 + 4000 and full.disk_bytes == 6 * 1000 * 3 + 1000
-    alone = demands_of(resolve(["--config", str(file), "--deepspeed", "none"], world_size=2).config, "cpu", 2, 1)
+    alone = demands_of(
+        resolve(["--config", str(file), "--deepspeed", "none"], world_size=2).config, "cpu", 2, 1
+    )
     assert (alone.deepspeed, alone.host_bytes) == (False, 2000)
     assert demands_of(None, "cpu", 1, 1).host_bytes == 0
 

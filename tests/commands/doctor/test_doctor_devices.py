@@ -1,4 +1,6 @@
-"""Doctor on devices: enough of them, enough memory, who holds it, how they are, and what torch says of them."""
+"""Doctor on devices: enough of them, enough memory, who holds it, how they are, and what torch says
+of them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def npus(name: str) -> SmiReport:
 
 
 BUSY = npus("npu_24.1_910B1_busy.txt")  # four 910B1; 1 and 2 are held
-IDLE = SmiReport("cuda", "580.65", "13.0", tuple(SmiDevice(i, "H100", f"GPU {i}", "OK", 80 * GIB, 0) for i in range(2)))
+IDLE = SmiReport(
+    "cuda",
+    "580.65",
+    "13.0",
+    tuple(SmiDevice(i, "H100", f"GPU {i}", "OK", 80 * GIB, 0) for i in range(2)),
+)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +58,54 @@ def test_what_a_run_takes(reports: list[SmiReport], wanted: str, usable: list[st
     ("reports", "device_type", "environment", "processes", "min_devices", "verdict", "said"),
     [
         ([BUSY], "npu", {}, 4, None, "ok", "4 x 910B1"),
-        ([BUSY], "npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,7"}, 4, None, "fail", "3 of 4 devices are visible"),
-        ([BUSY], "npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, 4, None, "fail", "2 of 4 devices are visible"),
+        (
+            [BUSY],
+            "npu",
+            {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,7"},
+            4,
+            None,
+            "fail",
+            "3 of 4 devices are visible",
+        ),
+        (
+            [BUSY],
+            "npu",
+            {"ASCEND_RT_VISIBLE_DEVICES": "0,1"},
+            4,
+            None,
+            "fail",
+            "2 of 4 devices are visible",
+        ),
         ([BUSY], "npu", {}, 8, None, "fail", "8 are needed"),
         ([IDLE], "cuda", {"CUDA_VISIBLE_DEVICES": "1"}, 1, 2, "fail", "2 are needed"),
         ([IDLE], "cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1, None, "fail", "0 of 2"),
         ([], "cpu", {}, 2, None, "ok", "takes the cpu"),
         ([], "cpu", {}, 2, 2, "fail", "2 devices are needed"),
         ([], "npu", {}, 2, None, "warn", "npu-smi was not found"),
-        ([SmiReport("npu", problem="dcmi module initialize failed")], "npu", {}, 1, None, "warn", "dcmi"),
-        ([SmiReport("cuda", problem="No devices were found")], "cpu", {}, 1, None, "warn", "No devices were found"),
+        (
+            [SmiReport("npu", problem="dcmi module initialize failed")],
+            "npu",
+            {},
+            1,
+            None,
+            "warn",
+            "dcmi",
+        ),
+        (
+            [SmiReport("cuda", problem="No devices were found")],
+            "cpu",
+            {},
+            1,
+            None,
+            "warn",
+            "No devices were found",
+        ),
     ],
 )
 def test_enough_devices(reports, device_type, environment, processes, min_devices, verdict, said):
-    check = check_devices(reports, device_type, environment, processes=processes, min_devices=min_devices)
+    check = check_devices(
+        reports, device_type, environment, processes=processes, min_devices=min_devices
+    )
     assert check.verdict == verdict and said in check.what
 
 
@@ -82,16 +123,25 @@ def test_no_memory_names_who_holds_it():
     assert "NPU 1: 6.0 GiB of 64.0 GiB free (pid 208841 python3 54.6 GiB)" in check.what
     assert "NPU 2: 434.0 MiB of 64.0 GiB free (pid 31337 VLLMWorker_TP" in check.what
     assert "31337, 208841, 208842" in check.fix and "0,3" in check.fix
-    assert [device["holders"] for device in check.values["devices"]] == [[], [208841], [208842, 31337], []]
+    assert [device["holders"] for device in check.values["devices"]] == [
+        [],
+        [208841],
+        [208842, 31337],
+        [],
+    ]
     two = check_device_memory(BUSY.devices, needed_devices=2, needed_bytes=20 * GIB)
     assert two.verdict == "warn" and two.fix is not None and "0,3" in two.fix
 
 
 def test_memory_without_a_number_asks_that_nobody_else_is_there():
     assert check_device_memory(BUSY.devices).verdict == "warn"
-    assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"  # the held ones are not taken
-    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is not worth a warning
-    assert check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
+    # the held ones are not taken
+    assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"
+    # what the driver itself holds is not worth a warning
+    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"
+    assert (
+        check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
+    )
     assert check_device_memory([SmiDevice(0, "NVIDIA GB10", "GPU 0")]).verdict == "skip"
 
 
@@ -120,13 +170,18 @@ def test_visible_devices_are_the_runs():
     ],
 )
 def test_health(healths: list[str], verdict: str):
-    devices = [SmiDevice(number, "x", f"NPU {number}", health) for number, health in enumerate(healths)]
+    devices = [
+        SmiDevice(number, "x", f"NPU {number}", health) for number, health in enumerate(healths)
+    ]
     assert check_device_health(devices).verdict == verdict
 
 
 def test_health_of_a_real_layout():
     assert "NPU 1: Alarm" in check_device_health(npus("npu_24.1_910B2_alarm.txt").devices).what
-    assert "GPU 2: ECC errors: 4" in check_device_health([SmiDevice(2, "NVIDIA A100", "GPU 2", "ECC errors: 4")]).what
+    assert (
+        "GPU 2: ECC errors: 4"
+        in check_device_health([SmiDevice(2, "NVIDIA A100", "GPU 2", "ECC errors: 4")]).what
+    )
     with speaking("zh"):
         assert (
             "驱动报告：GPU 2: ECC errors: 4"
@@ -138,7 +193,14 @@ def test_health_of_a_real_layout():
 
 
 def torch_report(**changed):
-    able = {"name": "x", "bfloat16": True, "fp8": False, "flash": True, "compile": True, "peak_flops": None}
+    able = {
+        "name": "x",
+        "bfloat16": True,
+        "fp8": False,
+        "flash": True,
+        "compile": True,
+        "peak_flops": None,
+    }
     return {
         "available": ["cuda", "cpu"], "device_type": "cuda", "count": 2, "capabilities": able, "matmul_error": "",
     } | changed  # fmt: skip
@@ -151,7 +213,14 @@ def torch_report(**changed):
         ({}, "auto", 2, 4, "fail", "4 processes"),
         ({"device_type": "npu"}, "npu", 0, 1, "fail", "torch sees no npu"),
         ({"matmul_error": "no kernel image is available"}, "auto", 2, 1, "fail", "no kernel image"),
-        ({"available": ["cpu"], "device_type": "cpu", "count": None}, "auto", 8, 1, "warn", "the driver lists 8"),
+        (
+            {"available": ["cpu"], "device_type": "cpu", "count": None},
+            "auto",
+            8,
+            1,
+            "warn",
+            "the driver lists 8",
+        ),
         ({"available": ["cpu"], "device_type": "cpu", "count": None}, "cpu", 8, 4, "ok", "(cpu)"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Doctor on the host and the network: limits by hand, and real ones where they cost little (tmpfs, a bound port)."""
+"""Doctor on the host and the network: limits by hand, and real ones where they cost little (tmpfs,
+a bound port).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
     """A real small file system; skipped where it cannot be mounted."""
     folder.mkdir(exist_ok=True)
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if made.returncode != 0:
         pytest.skip("mounting a tmpfs needs root and the right to mount")
@@ -65,7 +69,12 @@ def use(available: int, total: int = 64 * GIB) -> HostUse:
 
 @pytest.mark.parametrize(
     ("available", "needed", "verdict"),
-    [(40 * GIB, 0, "ok"), (40 * GIB, 39 * GIB, "ok"), (40 * GIB, 41 * GIB, "fail"), (GIB, 0, "warn")],
+    [
+        (40 * GIB, 0, "ok"),
+        (40 * GIB, 39 * GIB, "ok"),
+        (40 * GIB, 41 * GIB, "fail"),
+        (GIB, 0, "warn"),
+    ],
 )
 def test_host_memory(available: int, needed: int, verdict: str):
     check = check_host_memory(use(available), needed, "the weights")
@@ -89,13 +98,20 @@ def test_a_real_small_shared_memory(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("limit", "pinned", "nodes", "verdict"),
-    [(64 << 10, True, 1, "warn"), (64 << 10, False, 2, "warn"), (64 << 10, False, 1, "ok"), (-1, True, 2, "ok")],
+    [
+        (64 << 10, True, 1, "warn"),
+        (64 << 10, False, 2, "warn"),
+        (64 << 10, False, 1, "ok"),
+        (-1, True, 2, "ok"),
+    ],
 )
 def test_locked_memory(limit: int, pinned: bool, nodes: int, verdict: str):
     assert check_locked_memory(pinned, nodes, limit).verdict == verdict
 
 
-@pytest.mark.parametrize(("limit", "verdict"), [(256, "fail"), (1024, "warn"), (65535, "ok"), (-1, "ok")])
+@pytest.mark.parametrize(
+    ("limit", "verdict"), [(256, "fail"), (1024, "warn"), (65535, "ok"), (-1, "ok")]
+)
 def test_open_files(limit: int, verdict: str):
     assert check_open_files(limit).verdict == verdict
 
@@ -124,7 +140,11 @@ def test_a_real_disk_without_inodes(tmp_path: Path):
 def test_a_real_read_only_disk(tmp_path: Path):
     with tmpfs(tmp_path / "disk", "size=8g,ro") as folder:
         check = check_disk("cache", folder / "cache")
-        assert check.verdict == "fail" and check.name == "disk_cache" and "cannot be written" in check.what
+        assert (
+            check.verdict == "fail"
+            and check.name == "disk_cache"
+            and "cannot be written" in check.what
+        )
 
 
 def test_the_folder_that_will_be_made_is_judged_by_the_one_above(tmp_path: Path):
@@ -167,8 +187,15 @@ def test_a_really_taken_port(taken_port: int):
 
 def test_the_default_port_taken_is_a_warning_for_the_launcher_takes_another():
     with speaking("zh"):
-        check = check_port(Nodes(1, 0, "127.0.0.1", None), find=lambda first: 29503, holder=lambda port: None)
-    assert check.verdict == "warn" and check.fix is not None and "自动选用" in check.fix and "29503" in check.fix
+        check = check_port(
+            Nodes(1, 0, "127.0.0.1", None), find=lambda first: 29503, holder=lambda port: None
+        )
+    assert (
+        check.verdict == "warn"
+        and check.fix is not None
+        and "自动选用" in check.fix
+        and "29503" in check.fix
+    )
     assert check_port(Nodes(1, 0, "127.0.0.1", None), find=lambda first: first).verdict == "ok"
     none = check_port(Nodes(2, 0, "a", 29500), find=lambda first: None, holder=lambda port: 7)
     assert none.verdict == "fail" and "by pid 7" in none.what
@@ -190,7 +217,9 @@ def test_the_default_port_taken_is_a_warning_for_the_launcher_takes_another():
 )
 def test_nodes(environment: dict[str, str], verdict: str, said: str):
     nodes, checks = check_nodes(environment)
-    assert {check.verdict for check in checks} == {verdict} and (nodes is None) == (verdict == "fail")
+    assert {check.verdict for check in checks} == {verdict} and (nodes is None) == (
+        verdict == "fail"
+    )
     assert any(said in check.what for check in checks)
 
 
@@ -227,7 +256,9 @@ def test_reaching_the_first_node_for_real(taken_port: int):
     assert open_.verdict == "ok" and "answers" in open_.what
     not_yet = check_master_reachable(Nodes(2, 1, "127.0.0.1", closed))
     assert not_yet.verdict == "ok" and "nobody listens" in not_yet.what
-    gone = check_master_reachable(Nodes(2, 1, "10.9.9.9", 29500), connect=lambda host, port: "no answer in 3 s")
+    gone = check_master_reachable(
+        Nodes(2, 1, "10.9.9.9", 29500), connect=lambda host, port: "no answer in 3 s"
+    )
     assert gone.verdict == "fail" and gone.fix is not None and "29500" in gone.fix
     assert check_master_reachable(Nodes(2, 0, "x", 29500)).verdict == "skip"
 
@@ -253,10 +284,15 @@ def test_ports_that_the_kernel_gives_away(tmp_path: Path):
 
 
 def test_floors_are_what_deepspeed_takes():
-    """Two buffers of 32 MiB and two of 1 MiB for each process: deepspeed/ops/csrc/cpu/comm/shm.cpp."""
+    """Two buffers of 32 MiB and two of 1 MiB for each process:
+    deepspeed/ops/csrc/cpu/comm/shm.cpp.
+    """
     deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     source = Path(deepspeed.__file__).parent / "ops/csrc/cpu/comm/shm.cpp"
     text = source.read_text()
-    assert "#define MAX_BUF_SIZE 1048576 * 32" in text and "#define NAIVE_ALLREDUCE_THRESHOLD 1048576" in text
+    assert (
+        "#define MAX_BUF_SIZE 1048576 * 32" in text
+        and "#define NAIVE_ALLREDUCE_THRESHOLD 1048576" in text
+    )
     assert "char buffer[2 * NAIVE_ALLREDUCE_THRESHOLD + 2 * MAX_BUF_SIZE]" in text
     assert host.SHM_PER_PROCESS_BYTES == 2 * MIB + 2 * 32 * MIB

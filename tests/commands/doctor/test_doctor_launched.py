@@ -1,4 +1,6 @@
-"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, a real dry run."""
+"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong,
+a real dry run.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,21 @@ def test_a_launched_world_on_simulated_npus():
     result = run_cli(["doctor", "--launched", "--json"], nproc=2, module="finetune", env=env)
     assert result.returncode == 0, said(result)
     report = json.loads(result.stdout)
-    assert [check["name"] for check in report["checks"]] == ["launched_world", "collectives", "matmul"]
+    assert [check["name"] for check in report["checks"]] == [
+        "launched_world",
+        "collectives",
+        "matmul",
+    ]
     assert {check["verdict"] for check in report["checks"]} == {"ok"}
-    assert report["checks"][0]["values"] == {"backend": "hccl"} and report["checks"][2]["values"]["dtype"] == "bfloat16"
+    assert (
+        report["checks"][0]["values"] == {"backend": "hccl"}
+        and report["checks"][2]["values"]["dtype"] == "bfloat16"
+    )
 
 
-def test_what_libraries_print_is_not_in_the_answer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_libraries_print_is_not_in_the_answer(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The gloo of torch 2.10 prints to stdout, and NCCL where NCCL_DEBUG is set."""
 
     def noisy(_device_type: str) -> tuple[Any, list[Any]]:
@@ -55,7 +66,12 @@ def test_what_libraries_print_is_not_in_the_answer(capfd: pytest.CaptureFixture[
         ctypes.CDLL(None).puts(b"NCCL INFO")  # into C's buffer, where stdout is a file
         return launch_world(), judge(reports(1), 1, FINE)
 
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command, "check_this_world", noisy)
     assert command.main(["--launched", "--json"]) == 0
@@ -68,16 +84,29 @@ def test_ranks_that_die_are_named(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os._exit(7)\n")
     (check,) = check_launched(2, "cpu", environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
     assert (check.name, check.verdict) == ("launched_world", "fail")
-    assert check.values["silent"] == [0, 1] and any("exitcode" in line for line in check.values["messages"])
+    assert check.values["silent"] == [0, 1] and any(
+        "exitcode" in line for line in check.values["messages"]
+    )
 
 
 PREFERENCES = ["--model", "m", "--data", "d", "--output-dir", "o", "--device-type", "cpu"]
-WINDOWS = ["--train-data-path", "t.bin", "--output-dir", "o", "--device-type", "cpu", "--dtype", "float32"]
+WINDOWS = [
+    "--train-data-path",
+    "t.bin",
+    "--output-dir",
+    "o",
+    "--device-type",
+    "cpu",
+    "--dtype",
+    "float32",
+]
 
 
 def configured(name: str, words: Sequence[str]) -> tuple[RunKind, BaseConfig | None]:
     kind = run_kind(name)
-    return kind, resolve(words, world_size=1, model_class=kind.config_class).config if words else None
+    return kind, (
+        resolve(words, world_size=1, model_class=kind.config_class).config if words else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +117,8 @@ def configured(name: str, words: Sequence[str]) -> tuple[RunKind, BaseConfig | N
         ("pretrain", [*WINDOWS, "--model", "m", "--num-iterations", "9", "--finetuning", "lora"]),
         ("dpo", PREFERENCES),
         ("dpo", [*PREFERENCES, "--loss", "kto"]),
-        ("dpo", [*PREFERENCES, "--loss", "ipo", "--finetuning", "full"]),  # resumed with the reference of the first run
+        # resumed with the reference of the first run
+        ("dpo", [*PREFERENCES, "--loss", "ipo", "--finetuning", "full"]),
     ],
 )
 def test_a_dry_run_for_real(name: str, words: list[str]):
@@ -97,7 +127,8 @@ def test_a_dry_run_for_real(name: str, words: list[str]):
     assert check.verdict == "ok", check.what
     assert check.values["kind"] == name and name in check.what
     assert check.values["loss"] == pytest.approx(check.values["resumed_loss"], rel=1e-6)
-    if name == "dpo" and not words[len(PREFERENCES) :]:  # a second step that the first one had no part in shows nothing
+    # a second step that the first one had no part in shows nothing
+    if name == "dpo" and not words[len(PREFERENCES) :]:
         assert abs(check.values["loss"] - math.log(2)) > 10 * LOSS_TOLERANCE
 
 
@@ -107,28 +138,56 @@ def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.Monke
 
     def end(command: Sequence[str], **_more: Any) -> Answer:
         if "--config" in command:
-            module, output = command[command.index("-m") + 1], Path(command[command.index("--output-dir") + 1])
+            module, output = (
+                command[command.index("-m") + 1],
+                Path(command[command.index("--output-dir") + 1]),
+            )
             kind = next(kind for kind in run_kinds() if kind.module == module)
-            runs.append((module, resolve(list(command[3:]), world_size=1, model_class=kind.config_class).config))
+            runs.append(
+                (
+                    module,
+                    resolve(list(command[3:]), world_size=1, model_class=kind.config_class).config,
+                )
+            )
             output.mkdir()
             (output / "trainer_log.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
         return Answer(None, 0, "")
 
     monkeypatch.setattr(dry_run, "run_to_end", end)
-    words = [*PREFERENCES, "--loss", "simpo", "--beta", "3", "--simpo-gamma", "0.5", "--finetuning", "full"]
+    words = [
+        *PREFERENCES,
+        "--loss",
+        "simpo",
+        "--beta",
+        "3",
+        "--simpo-gamma",
+        "0.5",
+        "--finetuning",
+        "full",
+    ]
     kind, resolved = configured("dpo", words)
     check = check_dry_run(kind, 1, "cpu", resolved, environment())
     assert check.verdict == "ok" and [module for module, _ in runs] == ["finetune.dpo"] * 2
     config = runs[0][1]
     assert isinstance(config, PreferenceConfig)
-    assert (config.loss, config.beta, config.simpo_gamma, config.finetuning) == ("simpo", 3.0, 0.5, "full")
+    assert (config.loss, config.beta, config.simpo_gamma, config.finetuning) == (
+        "simpo",
+        3.0,
+        0.5,
+        "full",
+    )
     assert Path(config.sources[0].path).name == "pairs.jsonl"
     runs.clear()
     kind, resolved = configured("pretrain", [*WINDOWS, "--arch", "llama", "--optimizer", "adamw"])
     check_dry_run(kind, 1, "cpu", resolved, environment())
     config = runs[0][1]
     assert isinstance(config, PretrainConfig)
-    assert (config.arch, config.optimizer, config.dtype, config.global_batch_size) == ("llama", "adamw", "float32", 2)
+    assert (config.arch, config.optimizer, config.dtype, config.global_batch_size) == (
+        "llama",
+        "adamw",
+        "float32",
+        2,
+    )
 
 
 def test_a_kind_without_a_rehearsal_is_skipped():
@@ -140,7 +199,9 @@ def test_a_kind_without_a_rehearsal_is_skipped():
 def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
-    check = check_dry_run(run_kind("dpo"), 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    check = check_dry_run(
+        run_kind("dpo"), 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    )
     assert check.verdict == "fail" and "this torch is broken" in check.what
     assert "making a tiny model" in check.what and check.values["messages"]
 
@@ -196,7 +257,9 @@ def test_missing_ranks_and_half_written_reports(tmp_path: Path):
     for report in reports(2):
         (tmp_path / f"rank-{report['rank']}.json").write_text(json.dumps(report))
     (tmp_path / "rank-2.json").write_text('{"rank": 2, "wor')
-    (check,) = judge(read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye"))
+    (check,) = judge(
+        read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye")
+    )
     assert check.verdict == "fail" and check.values["silent"] == [2, 3]
     assert "rank 2, 3 of 4" in check.what and "OutOfMemoryError" in check.what
     assert check.values["messages"][-1] == "bye" and "--json" in check.fix
@@ -204,7 +267,9 @@ def test_missing_ranks_and_half_written_reports(tmp_path: Path):
     assert hung.verdict == "fail" and "too busy" in hung.fix
 
 
-@pytest.mark.parametrize(("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")])
+@pytest.mark.parametrize(
+    ("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")]
+)
 def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
     assert compare("sft", 2.0, resumed, 2).verdict == verdict
 
@@ -239,12 +304,20 @@ def test_a_process_that_is_asked_speaks_the_language(tmp_path: Path):
 
 
 def test_an_operator_that_cannot_be_built():
-    messages = "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension 'cpu_adam'\nRuntimeError: it failed"
+    messages = (
+        "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension"
+        " 'cpu_adam'\nRuntimeError: it failed"
+    )
     missing = not_built("cpu_adam", Answer(None, 1, messages))
     assert missing.verdict == "fail" and missing.fix is not None
     assert missing.fix.startswith("install a C++ compiler")
-    messages = "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam requires the op"
+    messages = (
+        "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam"
+        " requires the op"
+    )
     other = not_built("cpu_adam", Answer(None, 1, messages))
     assert other.what.endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix
-    broken = not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
+    broken = not_built(
+        "cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped")
+    )
     assert "a.cpp:3:1: error: no type named x" in broken.what

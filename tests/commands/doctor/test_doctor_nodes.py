@@ -23,9 +23,23 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 def examine(nodes: TwoNodes, node: int, folder: Path, **env: str) -> tuple[int, dict[str, Any]]:
     """Exit code and checks by name of `doctor --quick` on a node."""
-    variables = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "PYTHONPATH": str(ROOT)}
+    variables = {
+        "NNODES": "2",
+        "NODE_RANK": str(node),
+        "MASTER_ADDR": ADDRESSES[0],
+        "PYTHONPATH": str(ROOT),
+    }
     output = folder / "said.txt"
-    words = [sys.executable, "-m", "finetune", "doctor", "--quick", "--json", "--device-type", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "doctor",
+        "--quick",
+        "--json",
+        "--device-type",
+        "cpu",
+    ]
     code = nodes.start(node, words, output, variables | env).wait(120)
     return code, {check["name"]: check for check in json.loads(output.read_text())["checks"]}
 
@@ -37,14 +51,16 @@ def test_nodes_that_meet_and_nodes_that_cannot(nodes: TwoNodes, tmp_path: Path):
     assert first["nodes"]["values"] == {"count": 2, "rank": 0}
     code, second = examine(nodes, 1, tmp_path)
     assert code == 0, second
-    assert second["master_reachable"]["values"]["result"] == "refused"  # the other has not started yet: it answers
+    # the other has not started yet: it answers
+    assert second["master_reachable"]["values"]["result"] == "refused"
     with nodes.port_taken(29500):
         code, first = examine(nodes, 0, tmp_path)
         assert first["port"]["verdict"] == "fail" and code == 1
         code, second = examine(nodes, 1, tmp_path, GLOO_SOCKET_IFNAME=nodes.links[1])
         assert code == 0 and second["master_reachable"]["values"]["result"] == "open"
         assert second["own_address"]["verdict"] == "ok"
-    code, wrong = examine(nodes, 1, tmp_path, NODE_RANK="0")  # two first nodes: the address is the other one's
+    # two first nodes: the address is the other one's
+    code, wrong = examine(nodes, 1, tmp_path, NODE_RANK="0")
     assert code == 1 and wrong["master_address"]["verdict"] == "fail"
     nodes.cable("down")
     code, second = examine(nodes, 1, tmp_path)

@@ -1,4 +1,6 @@
-"""Doctor on Python, packages, torch, torch_npu and CANN: expectations from the vendors' tables, written by hand."""
+"""Doctor on Python, packages, torch, torch_npu and CANN: expectations from the vendors' tables,
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from launching import ROOT
 from packaging.requirements import Requirement
 
 from finetune.commands.doctor import ascend, versions
-from finetune.commands.doctor.ascend import AscendSoftware, cann_version, check_ascend_home, check_pairing
+from finetune.commands.doctor.ascend import (
+    AscendSoftware,
+    cann_version,
+    check_ascend_home,
+    check_pairing,
+)
 from finetune.commands.doctor.versions import (
     TESTED,
     check_cuda_build,
@@ -27,7 +34,8 @@ from finetune.runtime.smi import SmiDevice, SmiReport
 
 
 @pytest.mark.parametrize(
-    ("version", "verdict"), [((3, 10, 18), "fail"), ((3, 11, 0), "ok"), ((3, 12, 4), "ok"), ((3, 14, 0), "warn")]
+    ("version", "verdict"),
+    [((3, 10, 18), "fail"), ((3, 11, 0), "ok"), ((3, 12, 4), "ok"), ((3, 14, 0), "warn")],
 )
 def test_python(version: tuple[int, ...], verdict: str):
     assert check_python(version).verdict == verdict
@@ -42,7 +50,14 @@ def test_the_tested_versions_are_those_that_make_installs():
 
 def test_what_is_needed_comes_from_the_package_itself():
     needed = {one.name for one in own_requirements()}
-    assert {"torch", "transformers", "accelerate", "peft", "rich", "psutil"} <= needed and "deepspeed" not in needed
+    assert {
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "rich",
+        "psutil",
+    } <= needed and "deepspeed" not in needed
     assert "deepspeed" in {one.name for one in own_requirements(("deepspeed",))}
     stated = re.search(r"^\s+torch>=(\S+)$", (ROOT / "setup.cfg").read_text(), re.M)
     assert stated and lowest_torch(own_requirements()) == stated[1]
@@ -100,7 +115,9 @@ def test_torch_build_is_read_without_importing(tmp_path: Path):
         ("12.8", "", False, "ok"),  # the driver does not say
     ],
 )
-def test_cuda_of_torch_and_of_the_driver(cuda: str | None, driver_cuda: str, wanted: bool, verdict: str):
+def test_cuda_of_torch_and_of_the_driver(
+    cuda: str | None, driver_cuda: str, wanted: bool, verdict: str
+):
     report = SmiReport("cuda", "550.54", driver_cuda, (SmiDevice(0, "NVIDIA L4", "GPU 0"),))
     assert check_cuda_build("2.13.0", cuda, report, wanted).verdict == verdict
 
@@ -119,7 +136,10 @@ def make_cann(folder: Path, *, info: str = "", cfg: str = "") -> Path:
         (folder / "aarch64-linux" / "ascend_toolkit_install.info").write_text(text)
     if cfg:
         folder.mkdir(exist_ok=True)
-        lines = (f"{part}_running_version=[7.6.0.1.220:{cfg}]" for part in ("runtime", "compiler", "toolkit"))
+        lines = (
+            f"{part}_running_version=[7.6.0.1.220:{cfg}]"
+            for part in ("runtime", "compiler", "toolkit")
+        )
         (folder / "version.cfg").write_text("# version: 1.0\n" + "\n".join(lines) + "\n")
     return folder
 
@@ -141,7 +161,9 @@ def test_ascend_home(tmp_path: Path):
     gone = check_ascend_home({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True)
     assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what
     assert check_ascend_home({}, needed=True, root=tmp_path).verdict == "warn"
-    assert check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
+    assert (
+        check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
+    )
     installed = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
     installed.mkdir(parents=True)
     unsourced = check_ascend_home({}, needed=True, root=tmp_path)
@@ -153,7 +175,9 @@ def pairing(**changed):
         "torch": "2.12.0+cpu", "torch_cuda": None, "torch_npu": "2.12.0", "importable": True,
         "cann": "9.1.0", "npus_here": True, "floor": "2.10",
     } | changed  # fmt: skip
-    installed = AscendSoftware(**{name: facts.pop(name) for name in ("torch", "torch_npu", "cann", "floor")})
+    installed = AscendSoftware(
+        **{name: facts.pop(name) for name in ("torch", "torch_npu", "cann", "floor")}
+    )
     return check_pairing(installed, **facts)
 
 
@@ -186,7 +210,9 @@ def test_cann_8_2_is_told_what_to_upgrade():
         assert check.verdict == "fail"
         assert "below this package's floor, 2.10" in check.what
         assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what
-        assert check.fix is not None and "CANN 9.1" in check.fix and "torch_npu==2.12.0" in check.fix
+        assert (
+            check.fix is not None and "CANN 9.1" in check.fix and "torch_npu==2.12.0" in check.fix
+        )
         with speaking("zh"):
             fix = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1").fix or ""
         assert "升级路径" in fix and "CANN 9.1" in fix and "torch_npu==2.12.0" in fix

@@ -1,4 +1,6 @@
-"""Doctor on variables: each contradiction is found by its rule alone, and what is right is silent."""
+"""Doctor on variables: each contradiction is found by its rule alone, and what is right is
+silent.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from finetune.commands.doctor.facts import Facts
 from finetune.commands.doctor.variables import RULES, RULES_FOR, check_variables
 from finetune.runtime.language import speaking
 
-INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"], "docker0": ["172.17.0.1"]}
+INTERFACES = {
+    "lo": ["127.0.0.1"],
+    "eth0": ["10.0.0.1"],
+    "eth1": ["10.1.0.1"],
+    "docker0": ["172.17.0.1"],
+}
 
 
 def found(environment: dict[str, str], **facts) -> list[Check]:
@@ -93,7 +100,9 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("name", "verdict", "environment", "facts"), BROKEN)
-def test_a_contradiction_is_found_by_its_rule_alone(name: str, verdict: str, environment: dict, facts: dict):
+def test_a_contradiction_is_found_by_its_rule_alone(
+    name: str, verdict: str, environment: dict, facts: dict
+):
     (check,) = found(environment, **facts)
     with speaking("zh"):
         (chinese,) = found(environment, **facts)
@@ -113,7 +122,10 @@ def test_what_is_right_is_silent(environment: dict, facts: dict):
 
 
 def test_several_are_reported_together():
-    names = {check.name for check in found({"WORLD_SIZE": "2", "HCCL_IF_IP": "10.0.0.9", "HCCL_IF_BASE_PORT": "80"})}
+    names = {
+        check.name
+        for check in found({"WORLD_SIZE": "2", "HCCL_IF_IP": "10.0.0.9", "HCCL_IF_BASE_PORT": "80"})
+    }
     assert names == {"stale_world_size", "hccl_if_ip", "hccl_if_base_port"}
 
 
@@ -128,7 +140,9 @@ def test_variables_of_another_device_do_not_matter():
 def test_every_rule_has_an_example():
     """Each rule finds one of the broken examples, so none is there for nothing."""
     settings = {"interfaces": INTERFACES, "device_type": "npu", "cores": 64}
-    examples = [Facts(environment, **settings | facts) for _name, _verdict, environment, facts in BROKEN]
+    examples = [
+        Facts(environment, **settings | facts) for _name, _verdict, environment, facts in BROKEN
+    ]
     for rule in (*RULES, *(rule for rules in RULES_FOR.values() for rule in rules)):
         assert any(rule(facts) is not None for facts in examples), rule.__name__
 

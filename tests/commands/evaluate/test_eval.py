@@ -1,4 +1,6 @@
-"""eval against the run's own evaluation, transformers' own answers, hand-written answers, and what users get wrong."""
+"""eval against the run's own evaluation, transformers' own answers, hand-written answers, and what
+users get wrong.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ FROZEN = ROOT / "tests" / "frozen" / "eval.txt"
         ("- Final answer: yes", "yes"),
         ("2 + 2\n#### 4", "4"),
         ("just this", "just this"),
-        ("The answer: none at the beginning of a line", "The answer: none at the beginning of a line"),
+        (
+            "The answer: none at the beginning of a line",
+            "The answer: none at the beginning of a line",
+        ),
         ("Answer:", None),
         ("  \n", None),
     ],
@@ -99,9 +104,16 @@ def test_what_is_another_answer(given_answer: str | None, expected: str):
     assert not same_answer(given_answer, expected)
 
 
-@given(st.integers(-(10**12), 10**12), st.integers(0, 6), st.integers(0, 4), st.sampled_from(["", "ms", "%", "kB"]))
+@given(
+    st.integers(-(10**12), 10**12),
+    st.integers(0, 6),
+    st.integers(0, 4),
+    st.sampled_from(["", "ms", "%", "kB"]),
+)
 def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
-    """Trailing zeros, thousands and the space before the unit do not count; the next number does."""
+    """Trailing zeros, thousands and the space before the unit do not count; the next number
+    does.
+    """
     sign, whole, rest = "-" * (digits < 0), *divmod(abs(digits), 10**places)
     fraction = f".{rest:0{places}}" if places else ""
     plain = f"{sign}{whole}{fraction}{unit}"
@@ -112,7 +124,11 @@ def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
 
 
 def test_every_bundled_record_gives_its_own_answer_and_no_others():
-    rows = [json.loads(line) for name in ("train", "valid") for line in (DATA / f"{name}.jsonl").open(encoding="utf-8")]
+    rows = [
+        json.loads(line)
+        for name in ("train", "valid")
+        for line in (DATA / f"{name}.jsonl").open(encoding="utf-8")
+    ]
     rows = [row for row in rows if "answer" in row]
     assert len(rows) == 1000
     for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
@@ -135,19 +151,30 @@ def test_levels_are_taken_in_turn(levels: list[int], count: int):
     assert all(t >= most - 1 or t == n for t, n in zip(taken, there, strict=True))
     for level in set(levels):  # the first ones of each
         mine = [place for place, name in enumerate(levels) if name == level]
-        assert [place for place in places if levels[place] == level] == mine[: taken[list(set(levels)).index(level)]]
+        assert [place for place in places if levels[place] == level] == mine[
+            : taken[list(set(levels)).index(level)]
+        ]
 
 
 def test_sums_and_table():
-    model = ModelScores("m|1", "model", {"a": Score(2, 10, 20.0, 2, 1), "b": Score(1, 30, 15.0), None: Score(1, 0, 0)})
+    model = ModelScores(
+        "m|1",
+        "model",
+        {"a": Score(2, 10, 20.0, 2, 1), "b": Score(1, 30, 15.0), None: Score(1, 0, 0)},
+    )
     everything = model.to_dict()["overall"]
-    assert everything["loss"] == 35 / 40 and everything["perplexity"] == pytest.approx(math.exp(35 / 40))
-    assert everything["exact_match"] == 0.5 and model.to_dict()["levels"]["b"]["exact_match"] is None
+    assert everything["loss"] == 35 / 40 and everything["perplexity"] == pytest.approx(
+        math.exp(35 / 40)
+    )
+    assert (
+        everything["exact_match"] == 0.5 and model.to_dict()["levels"]["b"]["exact_match"] is None
+    )
     (lines,) = tables([model], [])
     table = markdown_table(lines).splitlines()
     assert table[2] == "| a | m\\|1 | 2 | 10 | 2.0000 | 7.389 | 50.0% (1/2) |"
     assert table[4].startswith("| all | m\\|1 | 4 | 40 | 0.8750 |") and len(table) == 5
-    assert Score(1, 1, 900.0).to_dict()["perplexity"] is None  # beyond a float: JSON has no infinity
+    # beyond a float: JSON has no infinity
+    assert Score(1, 1, 900.0).to_dict()["perplexity"] is None
 
 
 # ---------------------------------------------------------------- a run
@@ -155,7 +182,9 @@ def test_sums_and_table():
 
 @pytest.fixture(scope="module")
 def rows_file(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable) -> Path:
-    """Nine rows on three levels; the first six have an answer, and a system prompt is among them."""
+    """Nine rows on three levels; the first six have an answer, and a system prompt is among
+    them.
+    """
     rows = make_records(9, seed=1)
     for number, row in enumerate(rows[:6]):
         row |= {"output": f"{row['output']}\nAnswer: {number}", "answer": number}
@@ -163,7 +192,9 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable) ->
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path, rows_file: Path) -> Path:
+def run_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path, rows_file: Path
+) -> Path:
     """A finished LoRA run with evaluations and a checkpoint in its middle."""
     from finetune import run
 
@@ -193,7 +224,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    cache = [] if "--cache-dir" in arguments else ["--cache-dir", os.environ["HF_DATASETS_CACHE"]]  # the tests' own
+    # the tests' own
+    cache = [] if "--cache-dir" in arguments else ["--cache-dir", os.environ["HF_DATASETS_CACHE"]]
     code = finetune(["eval", *map(str, arguments), "--device-type", "cpu", "--json", *cache])
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -204,7 +236,9 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
 def test_the_losses_are_the_runs_own(
     run_folder: Path, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Before, in the middle and after the run, per level, by another plan; and the answers of all of them."""
+    """Before, in the middle and after the run, per level, by another plan; and the answers of all
+    of them.
+    """
     out, checkpoint = tmp_path / "out", run_folder / "checkpoint-2"
     result = evaluate(
         capsys, "--adapter", run_folder, checkpoint, "--base", "--data", rows_file, "--output", out,
@@ -220,55 +254,90 @@ def test_the_losses_are_the_runs_own(
             assert score["loss"] == pytest.approx(measured[step][f"eval_loss/{level}"], rel=1e-5)
             assert score["samples"] == 3 and score["answered"] == 2
     assert measured[4]["eval_loss"] < measured[0]["eval_loss"]
-    losses = [one for one in result["differences"] if (one["measure"], one["of"]) == ("loss", "all")]
-    steps = [(0, 4), (0, 2), (4, 2)]  # the base and each adapter, and the first adapter and the other
+    losses = [
+        one for one in result["differences"] if (one["measure"], one["of"]) == ("loss", "all")
+    ]
+    # the base and each adapter, and the first adapter and the other
+    steps = [(0, 4), (0, 2), (4, 2)]
     for found, (first, second) in zip(losses, steps, strict=True):
         difference = measured[second]["eval_loss"] - measured[first]["eval_loss"]
         assert found["difference"] == pytest.approx(difference, abs=1e-5)
         assert found["low"] < difference < found["high"] and found["records"] == 9
     assert {(one["measure"], one["of"]) for one in result["differences"]} == {
-        (measure, level) for measure in ("loss", "exact match") for level in ("explain", "reasoning", "topology", "all")
+        (measure, level)
+        for measure in ("loss", "exact match")
+        for level in ("explain", "reasoning", "topology", "all")
     }
     assert json.loads((out / "evaluation.json").read_text()) == result
     lines = [json.loads(line) for line in (out / "generations.jsonl").open(encoding="utf-8")]
     assert len(lines) == 27 and (out / "table.md").read_text().count("\n") == 2 + 3 * 4 + 1 + 2 + 8
-    frozen = dict(line.split(": ") for line in FROZEN.read_text().splitlines() if ": " in line and line[0] != "#")
+    frozen = dict(
+        line.split(": ")
+        for line in FROZEN.read_text().splitlines()
+        if ": " in line and line[0] != "#"
+    )
     shapes = {
         "top": result, "data": result["data"], "settings": result["settings"], "model": result["models"][0],
         "score": result["models"][0]["overall"], "generation": lines[0],
     }  # fmt: skip
     for name, shape in shapes.items():
         assert set(shape) == set(frozen[name].split()), name
-    assert str(tmp_path) not in json.dumps(result) and str(run_folder.parent) not in json.dumps(result)
+    assert str(tmp_path) not in json.dumps(result) and str(run_folder.parent) not in json.dumps(
+        result
+    )
 
 
 def test_the_answers_are_transformers_own(
-    run_folder: Path, rows_file: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_folder: Path,
+    rows_file: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    """Token by token what plain transformers and peft say to each prompt alone; batched or not makes no difference."""
+    """Token by token what plain transformers and peft say to each prompt alone; batched or not
+    makes no difference.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     results = []
     for size in (4, 1):
         out = tmp_path / f"out{size}"
-        flags = ("--generate", "all", "--max-new-tokens", 12, "--batch-size", size, "--output", out, "--base")
+        flags = (
+            "--generate",
+            "all",
+            "--max-new-tokens",
+            12,
+            "--batch-size",
+            size,
+            "--output",
+            out,
+            "--base",
+        )
         result = evaluate(capsys, "--model", run_folder, "--data", rows_file, *flags)
         results.append((result, (out / "generations.jsonl").read_text(encoding="utf-8")))
     assert results[0] == results[1]
     tokenizer = AutoTokenizer.from_pretrained(run_folder)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     expected = [_plain_answers(base, tokenizer, rows_file)]
-    expected.append(_plain_answers(PeftModel.from_pretrained(base, run_folder).eval(), tokenizer, rows_file))
+    expected.append(
+        _plain_answers(PeftModel.from_pretrained(base, run_folder).eval(), tokenizer, rows_file)
+    )
     lines = [json.loads(line) for line in results[0][1].splitlines()]
-    said = [[line["text"] for line in lines if line["model"] == name["name"]] for name in results[0][0]["models"]]
+    said = [
+        [line["text"] for line in lines if line["model"] == name["name"]]
+        for name in results[0][0]["models"]
+    ]
     assert said == expected and said[0] != said[1]
     assert [line["row"] for line in lines] == [*range(9), *range(9)]
     assert {line["correct"] for line in lines[:6]} <= {True, False} and lines[6]["correct"] is None
 
 
 def _plain_answers(model, tokenizer, rows_file: Path) -> list[str]:
-    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])]
+    ends = [
+        tokenizer.eos_token_id,
+        *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
+    ]
     texts = []
     for line in rows_file.open(encoding="utf-8"):
         row = json.loads(line)
@@ -284,7 +353,9 @@ def _plain_answers(model, tokenizer, rows_file: Path) -> list[str]:
                 **inputs, do_sample=False, max_new_tokens=12, pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=[end for end in ends if end is not None],
             )  # fmt: skip
-        texts.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        texts.append(
+            tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
     return texts
 
 
@@ -298,7 +369,21 @@ def test_a_part_of_the_rows_and_no_answers(
         "explain": 2, "reasoning": 1, "topology": 1,
     }  # fmt: skip
     assert result["models"][0]["overall"]["answered"] == 0 and result["data"]["questions"] == 0
-    assert finetune(["eval", *map(str, flags), "--generate", "2", "--max-new-tokens", "2", "--device-type", "cpu"]) == 0
+    assert (
+        finetune(
+            [
+                "eval",
+                *map(str, flags),
+                "--generate",
+                "2",
+                "--max-new-tokens",
+                "2",
+                "--device-type",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out.startswith("| difficulty | model | samples |") and "were cut off" in err
     instruction = json.loads(rows_file.read_text(encoding="utf-8").splitlines()[0])["instruction"]
@@ -316,7 +401,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_bad_input_is_refused_with_words(
-    tiny_model: Path, run_folder: Path, rows_file: Path, write_rows: Callable, tmp_path: Path, capsys
+    tiny_model: Path,
+    run_folder: Path,
+    rows_file: Path,
+    write_rows: Callable,
+    tmp_path: Path,
+    capsys,
 ):
     ok = ("--model", tiny_model, "--data", rows_file, "--cache-dir", tmp_path / "cache")
     taken = tmp_path / "taken"
@@ -324,15 +414,23 @@ def test_bad_input_is_refused_with_words(
     (taken / "thesis.tex").touch()
     assert "nothing is overwritten" in refused(capsys, *ok, "--output", taken)
     assert "no base to compare with" in refused(capsys, *ok, "--base")
-    assert "no such file" in refused(capsys, "--model", tiny_model, "--data", tmp_path / "none.jsonl")
+    assert "no such file" in refused(
+        capsys, "--model", tiny_model, "--data", tmp_path / "none.jsonl"
+    )
     assert "no adapter is there" in refused(capsys, *ok, "--adapter", tmp_path)
     rows = make_records(60)
     for number, row in enumerate(rows):
         row["difficulty"] = str(number)
     many = write_rows(tmp_path / "many.jsonl", rows)
-    assert "at most 50 can be difficulties" in refused(capsys, "--model", tiny_model, "--data", many)
-    wrong = write_rows(tmp_path / "wrong.jsonl", [*make_records(1), {**make_records(1)[0], "answer": ["1"]}])
-    said = refused(capsys, "--model", tiny_model, "--data", wrong, "--cache-dir", tmp_path / "cache")
+    assert "at most 50 can be difficulties" in refused(
+        capsys, "--model", tiny_model, "--data", many
+    )
+    wrong = write_rows(
+        tmp_path / "wrong.jsonl", [*make_records(1), {**make_records(1)[0], "answer": ["1"]}]
+    )
+    said = refused(
+        capsys, "--model", tiny_model, "--data", wrong, "--cache-dir", tmp_path / "cache"
+    )
     assert "'answer' is list" in said and "wrong.jsonl:2" in said
     assert [path.name for path in taken.iterdir()] == ["thesis.tex"]
 
@@ -371,9 +469,23 @@ def test_data_and_adapters_are_collected():
     assert options.generate == 7 and options.output == Path("o")
 
 
-def test_a_wrong_answer_field_is_said(tiny_model: Path, write_rows: Callable, tmp_path: Path, capsys):
+def test_a_wrong_answer_field_is_said(
+    tiny_model: Path, write_rows: Callable, tmp_path: Path, capsys
+):
     rows = [{**row, "output": "Answer: 1", "answer": "2"} for row in make_records(2)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    flags = ["--generate", "1", "--max-new-tokens", "1", "--device-type", "cpu", "--cache-dir", str(tmp_path)]
+    flags = [
+        "--generate",
+        "1",
+        "--max-new-tokens",
+        "1",
+        "--device-type",
+        "cpu",
+        "--cache-dir",
+        str(tmp_path),
+    ]
     assert finetune(["eval", "--model", str(tiny_model), "--data", str(data), *flags]) == 0
-    assert "1 records have another 'answer' than their own output gives, first record 0" in capsys.readouterr().err
+    assert (
+        "1 records have another 'answer' than their own output gives, first record 0"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""The paired bootstrap against all draws that there are, scipy's, exact tests of few records, and its own promise."""
+"""The paired bootstrap against all draws that there are, scipy's, exact tests of few records, and
+its own promise.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from finetune.commands.evaluate.scores import ModelScores, rich_table, tables
 from finetune.commands.evaluate.significance import FEWEST_DIFFERING, compare, paired_bootstrap
 
 
-def token_losses(count: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def token_losses(
+    count: int, seed: int, shift: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Summed losses of two models on records of very different lengths, and their targets."""
     generator = np.random.default_rng(seed)
     targets = generator.integers(1, 200, count)
@@ -39,7 +43,9 @@ def test_against_every_draw_that_there_is():
 def test_against_scipy():
     first, second, weights = token_losses(150, seed=0, shift=-0.05)
 
-    def statistic(first: np.ndarray, second: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
+    def statistic(
+        first: np.ndarray, second: np.ndarray, weights: np.ndarray, axis: int
+    ) -> np.ndarray:
         return (second.sum(axis=axis) - first.sum(axis=axis)) / weights.sum(axis=axis)
 
     theirs = stats.bootstrap(
@@ -48,7 +54,9 @@ def test_against_scipy():
     ).confidence_interval  # fmt: skip
     low, high, _ = paired_bootstrap(first, second, weights)
     width = theirs.high - theirs.low
-    assert low == pytest.approx(theirs.low, abs=0.03 * width) and high == pytest.approx(theirs.high, abs=0.03 * width)
+    assert low == pytest.approx(theirs.low, abs=0.03 * width) and high == pytest.approx(
+        theirs.high, abs=0.03 * width
+    )
 
 
 @pytest.mark.parametrize(("won", "lost"), [(20, 20), (22, 15), (25, 12), (30, 10), (40, 5)])
@@ -76,9 +84,12 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     for shift, name in ((-0.1, "interval"), (0.0, "p-value")):
         held = []
         for seed in range(600):
-            low, high, p = paired_bootstrap(*token_losses(100, seed, shift), resamples=1000, seed=seed)
+            low, high, p = paired_bootstrap(
+                *token_losses(100, seed, shift), resamples=1000, seed=seed
+            )
             held.append(low <= shift <= high if name == "interval" else p >= 0.05)
-        # Of 600 with 0.95 each, 0.93 to 0.97 is where 98 of 100 such counts are; percentiles are a little narrow.
+        # Of 600 with 0.95 each, 0.93 to 0.97 is where 98 of 100 such counts are; percentiles are a
+        # little narrow.
         assert 0.92 < np.mean(held) < 0.975, name
 
 
@@ -92,18 +103,30 @@ def test_models_that_do_the_same_do_not_differ():
 def test_many_records_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch):
     whole = paired_bootstrap(*token_losses(300, seed=5, shift=-0.1))
     monkeypatch.setattr("finetune.commands.evaluate.significance._DRAWN_AT_ONCE", 7 * 300)
-    assert paired_bootstrap(*token_losses(300, seed=5, shift=-0.1)) == pytest.approx(whole, abs=0.01)
+    assert paired_bootstrap(*token_losses(300, seed=5, shift=-0.1)) == pytest.approx(
+        whole, abs=0.01
+    )
 
 
 def test_parts_of_a_record_are_drawn_together():
     """Two samples of one record are one; a value is the ratio of sums, not the mean of ratios."""
     sums, weights = np.array([1.0, 9.0, 4.0, 6.0]), np.array([1, 3, 1, 1])
-    one, other, overall = ratios("loss", ["a", "a", "b", None], sums, weights, records=np.array([7, 7, 8, 9]))
-    assert (one.of, one.value, one.sums.tolist(), one.weights.tolist()) == ("a", 10 / 4, [10.0], [4.0])
+    one, other, overall = ratios(
+        "loss", ["a", "a", "b", None], sums, weights, records=np.array([7, 7, 8, 9])
+    )
+    assert (one.of, one.value, one.sums.tolist(), one.weights.tolist()) == (
+        "a",
+        10 / 4,
+        [10.0],
+        [4.0],
+    )
     assert (other.of, other.value, overall.of, overall.value) == ("b", 4.0, "all", 20 / 6)
     assert overall.sums.tolist() == [10.0, 4.0, 6.0]
     # A difficulty of that name does not stand beside the sum of all.
-    assert [found.value for found in ratios("loss", ["all", "b"], sums[:2], weights[:2])] == [10 / 4, 3.0]
+    assert [found.value for found in ratios("loss", ["all", "b"], sums[:2], weights[:2])] == [
+        10 / 4,
+        3.0,
+    ]
 
 
 def model(name: str, role: str, right: list[int]) -> ModelScores:
@@ -115,14 +138,36 @@ def model(name: str, role: str, right: list[int]) -> ModelScores:
 
 def test_which_models_are_compared(caplog: pytest.LogCaptureFixture):
     right = [[0] * 60, [1] * 30 + [0] * 30, [1] * 40 + [0] * 20]
-    models = [model("base m", "base", right[0]), model("a", "adapter", right[1]), model("b", "adapter", right[2])]
+    models = [
+        model("base m", "base", right[0]),
+        model("a", "adapter", right[1]),
+        model("b", "adapter", right[2]),
+    ]
     found = compare(models)
-    assert [(one.first, one.second) for one in found] == [("base m", "a"), ("base m", "b"), ("a", "b")]
-    assert [one.differing for one in found] == [30, 40, 10] and {one.records for one in found} == {60}
+    assert [(one.first, one.second) for one in found] == [
+        ("base m", "a"),
+        ("base m", "b"),
+        ("a", "b"),
+    ]
+    assert [one.differing for one in found] == [30, 40, 10] and {one.records for one in found} == {
+        60
+    }
     assert all(one.low < one.difference < one.high and one.p < 0.001 for one in found)
-    assert [(one.first, one.second) for one in compare(models[1:])] == [("a", "b")] and not caplog.records
+    assert [(one.first, one.second) for one in compare(models[1:])] == [
+        ("a", "b")
+    ] and not caplog.records
     lines = comparison(models, found)
-    assert lines[0] == ("measure", "of", "records", "base m", "a", "b", "a - base m", "b - base m", "b - a")
+    assert lines[0] == (
+        "measure",
+        "of",
+        "records",
+        "base m",
+        "a",
+        "b",
+        "a - base m",
+        "b - base m",
+        "b - a",
+    )
     assert lines[1][:6] == ("exact match", "all", "60", "0.0000", "0.5000", "0.6667")
     assert lines[2] == ("bleu", "task", "-", *["0.5000 ± 0.1000"] * 3, "-", "-", "-")
     assert compare(models[:1]) == [] and comparison(models[:1], []) == []
@@ -130,19 +175,28 @@ def test_which_models_are_compared(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_the_tables_fit_the_terminal(columns: int):
-    models = [model("base tiny-qwen3", "base", [0] * 60), model("office", "adapter", [1] * 30 + [0] * 30)]
+    models = [
+        model("base tiny-qwen3", "base", [0] * 60),
+        model("office", "adapter", [1] * 30 + [0] * 30),
+    ]
     console = Console(width=columns, file=io.StringIO())
     for lines in tables(models, comparison(models, compare(models))):
         console.print(rich_table(lines, console))
     shown = console.file.getvalue()
-    assert "…" not in shown and "base tiny-qwen3" in shown and max(map(len, shown.splitlines())) <= columns
+    assert (
+        "…" not in shown
+        and "base tiny-qwen3" in shown
+        and max(map(len, shown.splitlines())) <= columns
+    )
     assert re.search(r"\[\+\d\.\d+, \+\d\.\d+\]", shown), "an interval in one piece"
     assert ("┃" in shown) == (columns == 200)
 
 
 def test_few_records_are_said(caplog: pytest.LogCaptureFixture):
     few = FEWEST_DIFFERING - 5
-    (found,) = compare([model("a", "model", [0] * 40), model("b", "model", [1] * few + [0] * (40 - few))])
+    (found,) = compare(
+        [model("a", "model", [0] * 40), model("b", "model", [1] * few + [0] * (40 - few))]
+    )
     assert found.p < 0.05 < stats.binomtest(few, few).pvalue
     assert "fewer than 10 records differ in exact match of all" in caplog.text
 

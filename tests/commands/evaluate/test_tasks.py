@@ -1,4 +1,6 @@
-"""lm_eval's tasks on local data against log-likelihoods and answers computed here, and lm_eval's own loading."""
+"""lm_eval's tasks on local data against log-likelihoods and answers computed here, and lm_eval's
+own loading.
+"""
 
 from __future__ import annotations
 
@@ -54,21 +56,32 @@ metric_list:
 
 def questions(count: int = 30) -> list[dict]:
     """Questions from the bundled pairs; every third has three choices, the others two."""
-    rows = [json.loads(line) for line in (ROOT / "data_samples" / "preference_valid.jsonl").open(encoding="utf-8")]
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "data_samples" / "preference_valid.jsonl").open(encoding="utf-8")
+    ]
     found = []
     for number, row in enumerate(rows[:count]):
-        wrong = [row["rejected"].splitlines()[-1], rows[number + 1]["chosen"].splitlines()[-1]][: 1 + (number % 3 == 0)]
+        wrong = [row["rejected"].splitlines()[-1], rows[number + 1]["chosen"].splitlines()[-1]][
+            : 1 + (number % 3 == 0)
+        ]
         choices = [row["chosen"].splitlines()[-1], *wrong]
         label = number % len(choices)
         choices[0], choices[label] = choices[label], choices[0]
         question = row["instruction"] + "\n"
-        found.append({"question": question, "choices": choices, "label": label, "answer": row["answer"]})
+        found.append(
+            {"question": question, "choices": choices, "label": label, "answer": row["answer"]}
+        )
     return found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, tiny_model: Path) -> Path:
-    """Tasks of choices, of the same with examples, and of writing: the last ten answers are what the model says."""
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, tiny_model: Path
+) -> Path:
+    """Tasks of choices, of the same with examples, and of writing: the last ten answers are what
+    the model says.
+    """
     place = tmp_path_factory.mktemp("tasks")
     rows = questions()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -77,12 +90,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, tiny_
         row["answer"] = plain_answer(model, tokenizer, row["question"])
     data = write_rows(place / "data.jsonl", rows)
     (place / "choice.yaml").write_text(CHOICE.format(name="chosen", data=data))
-    (place / "again.yaml").write_text(CHOICE.format(name="again", data=data) + "num_fewshot: 2\nfewshot_split: test\n")
+    (place / "again.yaml").write_text(
+        CHOICE.format(name="again", data=data) + "num_fewshot: 2\nfewshot_split: test\n"
+    )
     (place / "write.yaml").write_text(WRITE.format(data=data))
-    filters = [f"  - {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("first", "again")]
+    filters = [
+        f"  - {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("first", "again")
+    ]
     filtered = "".join(["filter_list:\n", *filters])
     (place / "filtered.yaml").write_text(CHOICE.format(name="filtered", data=data) + filtered)
-    (place / "group.yaml").write_text("group: both\ntask: [chosen, again]\naggregate_metric_list: [{metric: acc}]\n")
+    (place / "group.yaml").write_text(
+        "group: both\ntask: [chosen, again]\naggregate_metric_list: [{metric: acc}]\n"
+    )
     return place
 
 
@@ -91,7 +110,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """An adapter that changes what the tiny model says."""
     place = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(0)
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=4, task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=4, task_type="CAUSAL_LM")
+    )
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -102,12 +123,16 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 def plain_answer(model: torch.nn.Module, tokenizer, question: str) -> str:
     ids = tokenizer(question, return_tensors="pt")
-    found = model.generate(**ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
+    found = model.generate(**ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[
+        0, ids["input_ids"].shape[1] :
+    ]
     return tokenizer.decode(found, skip_special_tokens=True)
 
 
 def log_likelihood(model: torch.nn.Module, tokenizer, question: str, choice: str) -> float:
-    """As lm_eval has it: the white space that ends a question is part of the choice, after the delimiter ' '."""
+    """As lm_eval has it: the white space that ends a question is part of the choice, after the
+    delimiter ' '.
+    """
     stripped = question.rstrip()
     whole = tokenizer(stripped + question[len(stripped) :] + " " + choice)["input_ids"]
     start = len(tokenizer(stripped)["input_ids"])
@@ -117,15 +142,21 @@ def log_likelihood(model: torch.nn.Module, tokenizer, question: str, choice: str
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    code = finetune(["eval", *map(str, arguments), "--device-type", "cpu", "--dtype", "float32", "--json"])
+    code = finetune(
+        ["eval", *map(str, arguments), "--device-type", "cpu", "--dtype", "float32", "--json"]
+    )
     out, err = capsys.readouterr()
     assert code == 0 and err == "", err
     return json.loads(out)
 
 
-def test_filters_each_have_their_documents(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+def test_filters_each_have_their_documents(
+    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
     """lm_eval logs a document once for each filter."""
-    found = evaluate(capsys, "--model", tiny_model, "--tasks", "filtered,chosen", "--tasks-path", folder)["models"][0]
+    found = evaluate(
+        capsys, "--model", tiny_model, "--tasks", "filtered,chosen", "--tasks-path", folder
+    )["models"][0]
     lines = [line for line in found["tasks"] if line["metric"] == "acc"]
     assert {line["filter"] for line in lines} == {"first", "again", "none"}
     assert {line["documents"] for line in lines} == {30}
@@ -138,7 +169,11 @@ def by_metric(model: dict) -> dict[tuple[str, str], dict]:
 
 @pytest.mark.frozen
 def test_choices_by_their_log_likelihoods(
-    folder: Path, tiny_model: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder: Path,
+    tiny_model: Path,
+    adapter: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ):
     result = evaluate(
         capsys,
@@ -158,20 +193,34 @@ def test_choices_by_their_log_likelihoods(
 
     right = []
     for model, plain in zip(
-        result["models"], (lambda: base, lambda: PeftModel.from_pretrained(base, adapter)), strict=True
+        result["models"],
+        (lambda: base, lambda: PeftModel.from_pretrained(base, adapter)),
+        strict=True,
     ):
         loaded = plain().eval()
-        logs = [[log_likelihood(loaded, tokenizer, row["question"], c) for c in row["choices"]] for row in rows]
+        logs = [
+            [log_likelihood(loaded, tokenizer, row["question"], c) for c in row["choices"]]
+            for row in rows
+        ]
         labels = [row["label"] for row in rows]
-        acc = np.array([int(np.argmax(one) == label) for one, label in zip(logs, labels, strict=True)])
-        means = [np.array(one) / [len(c) for c in row["choices"]] for one, row in zip(logs, rows, strict=True)]
+        acc = np.array(
+            [int(np.argmax(one) == label) for one, label in zip(logs, labels, strict=True)]
+        )
+        means = [
+            np.array(one) / [len(c) for c in row["choices"]]
+            for one, row in zip(logs, rows, strict=True)
+        ]
         norm = [int(np.argmax(one) == label) for one, label in zip(means, labels, strict=True)]
         chance = np.mean([1 / len(row["choices"]) for row in rows])
         found = by_metric(model)
         assert found["chosen", "acc"]["value"] == pytest.approx(acc.mean())
         assert found["chosen", "acc_norm"]["value"] == pytest.approx(np.mean(norm))
-        assert found["chosen", "acc"]["centered"] == pytest.approx((acc.mean() - chance) / (1 - chance))
-        assert found["chosen", "acc"]["stderr"] == pytest.approx(acc.std(ddof=1) / np.sqrt(len(acc)))
+        assert found["chosen", "acc"]["centered"] == pytest.approx(
+            (acc.mean() - chance) / (1 - chance)
+        )
+        assert found["chosen", "acc"]["stderr"] == pytest.approx(
+            acc.std(ddof=1) / np.sqrt(len(acc))
+        )
         assert found["chosen", "acc"]["documents"] == 30
         right.append(acc)
     assert 0 < right[0].sum() < 30 and (right[0] != right[1]).any()
@@ -181,7 +230,11 @@ def test_choices_by_their_log_likelihoods(
         right[0].astype(float), right[1].astype(float), np.ones(30)
     )
     assert difference["differing"] == (right[0] != right[1]).sum() and difference["records"] == 30
-    frozen = dict(line.split(": ") for line in FROZEN.read_text().splitlines() if ": " in line and line[0] != "#")
+    frozen = dict(
+        line.split(": ")
+        for line in FROZEN.read_text().splitlines()
+        if ": " in line and line[0] != "#"
+    )
     shapes = {"asked_tasks": result["tasks"], "difference": difference}
     shapes["metric"] = {name: 0 for name in found["chosen", "acc"] if name != "centered"}
     for name, shape in shapes.items():
@@ -190,8 +243,20 @@ def test_choices_by_their_log_likelihoods(
     assert "| acc | chosen | 30 |" in (tmp_path / "out" / "table.md").read_text()
 
 
-def test_written_answers_are_transformers_own(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
-    result = evaluate(capsys, "--model", tiny_model, "--tasks", "written", "--tasks-path", folder, "--batch-size", 7)
+def test_written_answers_are_transformers_own(
+    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = evaluate(
+        capsys,
+        "--model",
+        tiny_model,
+        "--tasks",
+        "written",
+        "--tasks-path",
+        folder,
+        "--batch-size",
+        7,
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     rows = [json.loads(line) for line in (folder / "data.jsonl").open(encoding="utf-8")]
@@ -202,7 +267,9 @@ def test_written_answers_are_transformers_own(folder: Path, tiny_model: Path, ca
 
 
 def test_as_lm_eval_by_itself(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
-    """With few-shot examples, the chat template and a limit: what it makes of the folder; and the mean of two tasks."""
+    """With few-shot examples, the chat template and a limit: what it makes of the folder; and the
+    mean of two tasks.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -227,14 +294,27 @@ def test_as_lm_eval_by_itself(folder: Path, tiny_model: Path, capsys: pytest.Cap
     for name in ("again", "chosen"):
         for metric in ("acc", "acc_norm"):
             assert found[name, metric]["value"] == theirs["results"][name][f"{metric},none"]
-            assert found[name, metric]["stderr"] == pytest.approx(theirs["results"][name][f"{metric}_stderr,none"])
-    plain = evaluate(capsys, "--model", tiny_model, "--tasks", "chosen", "--tasks-path", folder, "--limit", 20)
+            assert found[name, metric]["stderr"] == pytest.approx(
+                theirs["results"][name][f"{metric}_stderr,none"]
+            )
+    plain = evaluate(
+        capsys, "--model", tiny_model, "--tasks", "chosen", "--tasks-path", folder, "--limit", 20
+    )
     assert plain["tasks"]["chat_template"] is False
 
 
 def test_a_group_and_the_mean_of_centered_accuracies(folder: Path, tiny_model: Path, capsys):
     """The group's value is lm_eval's own; the mean is of its tasks."""
-    words = ["--model", str(tiny_model), "--tasks", "both", "--tasks-path", str(folder), "--device-type", "cpu"]
+    words = [
+        "--model",
+        str(tiny_model),
+        "--tasks",
+        "both",
+        "--tasks-path",
+        str(folder),
+        "--device-type",
+        "cpu",
+    ]
     assert finetune(["eval", *words]) == 0
     out, err = capsys.readouterr()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
@@ -248,22 +328,57 @@ def test_a_group_and_the_mean_of_centered_accuracies(folder: Path, tiny_model: P
 
 def test_the_bundled_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(ROOT)
-    words = ("--tasks", "networks_choice,networks_value,networks_answer", "--tasks-path", "data_samples/tasks")
-    result = evaluate(capsys, "--model", "data_samples/tiny-qwen3", *words, "--limit", 4, "--apply-chat-template")
+    words = (
+        "--tasks",
+        "networks_choice,networks_value,networks_answer",
+        "--tasks-path",
+        "data_samples/tasks",
+    )
+    result = evaluate(
+        capsys, "--model", "data_samples/tiny-qwen3", *words, "--limit", 4, "--apply-chat-template"
+    )
     found = by_metric(result["models"][0])
     assert {name for name, _ in found} == {"networks_choice", "networks_value", "networks_answer"}
     assert (
-        found["networks_choice", "acc"]["value"] == 1 and found["networks_answer", "exact_match"]["filter"] == "answer"
+        found["networks_choice", "acc"]["value"] == 1
+        and found["networks_answer", "exact_match"]["filter"] == "answer"
     )
 
 
-def test_nothing_of_the_process_is_changed(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_of_the_process_is_changed(
+    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
     theirs = logging.getLogger("lm_eval")
-    before = (dict(os.environ), random.getstate(), torch.get_rng_state(), theirs.level, theirs.propagate)
+    before = (
+        dict(os.environ),
+        random.getstate(),
+        torch.get_rng_state(),
+        theirs.level,
+        theirs.propagate,
+    )
     numpy, handlers = np.random.get_state()[1].copy(), list(theirs.handlers)
-    evaluate(capsys, "--model", tiny_model, "--tasks", "chosen,written", "--tasks-path", folder, "--limit", 3)
-    after = (dict(os.environ), random.getstate(), torch.get_rng_state(), theirs.level, theirs.propagate)
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
+    evaluate(
+        capsys,
+        "--model",
+        tiny_model,
+        "--tasks",
+        "chosen,written",
+        "--tasks-path",
+        folder,
+        "--limit",
+        3,
+    )
+    after = (
+        dict(os.environ),
+        random.getstate(),
+        torch.get_rng_state(),
+        theirs.level,
+        theirs.propagate,
+    )
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(before, after, strict=True)
+    )
     assert np.array_equal(np.random.get_state()[1], numpy) and theirs.handlers == handlers
 
 
@@ -276,7 +391,16 @@ def test_weights_are_not_tied_anew():
 
 
 def test_cut_prompts_are_said(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--tasks", "chosen", "--tasks-path", str(folder), "--context-tokens", "40", "--device-type", "cpu"]
+    words = [
+        "--tasks",
+        "chosen",
+        "--tasks-path",
+        str(folder),
+        "--context-tokens",
+        "40",
+        "--device-type",
+        "cpu",
+    ]
     assert finetune(["eval", "--model", str(tiny_model), *words]) == 0
     err = capsys.readouterr().err
     assert "lm_eval cut the beginning of" in err and questions()[0]["question"].strip() not in err
@@ -295,7 +419,10 @@ def refused(
     monkeypatch.setattr("finetune.commands.evaluate.evaluation.load_weights", no_weights)
 
     def run(*words: object) -> str:
-        assert finetune(["eval", "--model", str(tiny_model), "--device-type", "cpu", *map(str, words)]) == 2
+        assert (
+            finetune(["eval", "--model", str(tiny_model), "--device-type", "cpu", *map(str, words)])
+            == 2
+        )
         out, err = capsys.readouterr()
         assert not out and "fix:" in err and "Traceback" not in err
         return err
@@ -303,25 +430,43 @@ def refused(
     return run
 
 
-def test_what_is_not_there_is_refused_before_any_weights(folder: Path, tmp_path: Path, refused: Callable[..., str]):
-    assert "lm_eval has no task choosen" in (said := refused("--tasks", "choosen", "--tasks-path", folder))
+def test_what_is_not_there_is_refused_before_any_weights(
+    folder: Path, tmp_path: Path, refused: Callable[..., str]
+):
+    assert "lm_eval has no task choosen" in (
+        said := refused("--tasks", "choosen", "--tasks-path", folder)
+    )
     assert re.search(r"did you mean .*chosen", said)
     assert "no such folder" in refused("--tasks", "chosen", "--tasks-path", tmp_path / "none")
-    assert "no task of it is named" in refused("--text", folder / "data.jsonl", "--tasks-path", folder)
-    (tmp_path / "broken.yaml").write_text(CHOICE.format(name="broken", data=tmp_path / "none.jsonl"))
-    assert "lm_eval cannot make the task: FileNotFoundError" in refused("--tasks", "broken", "--tasks-path", tmp_path)
+    assert "no task of it is named" in refused(
+        "--text", folder / "data.jsonl", "--tasks-path", folder
+    )
+    (tmp_path / "broken.yaml").write_text(
+        CHOICE.format(name="broken", data=tmp_path / "none.jsonl")
+    )
+    assert "lm_eval cannot make the task: FileNotFoundError" in refused(
+        "--tasks", "broken", "--tasks-path", tmp_path
+    )
 
 
 def test_data_that_would_be_downloaded(refused: Callable[..., str]):
-    """HF_HUB_OFFLINE is set for all tests; a built-in task, of the thousands that lm_eval looks through."""
+    """HF_HUB_OFFLINE is set for all tests; a built-in task, of the thousands that lm_eval looks
+    through.
+    """
     said = refused("--tasks", "arc_easy")
     assert "Couldn't reach 'allenai/ai2_arc'" in said and "HF_HUB_OFFLINE not set" in said
 
 
-def test_a_metric_of_the_hub_is_a_program(folder: Path, tmp_path: Path, refused: Callable[..., str]):
-    text = WRITE.format(data=folder / "data.jsonl").replace("exact_match,", "some_metric, hf_evaluate: true,")
+def test_a_metric_of_the_hub_is_a_program(
+    folder: Path, tmp_path: Path, refused: Callable[..., str]
+):
+    text = WRITE.format(data=folder / "data.jsonl").replace(
+        "exact_match,", "some_metric, hf_evaluate: true,"
+    )
     (tmp_path / "foreign.yaml").write_text(text)
-    assert "the metric some_metric is a program on the hub" in refused("--tasks", "written", "--tasks-path", tmp_path)
+    assert "the metric some_metric is a program on the hub" in refused(
+        "--tasks", "written", "--tasks-path", tmp_path
+    )
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]):
@@ -332,10 +477,21 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, refused: Callable[...,
     assert "lm_eval cannot be imported" in said and "fix:   pip install lm_eval" in said
 
 
-def test_a_task_that_fails_says_so(folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_task_that_fails_says_so(
+    folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     text = WRITE.format(data=folder / "data.jsonl").replace("max_gen_toks: 6", "max_gen_toks: 600")
     (tmp_path / "long.yaml").write_text(text)
-    words = ["--model", str(tiny_model), "--tasks", "written", "--tasks-path", str(tmp_path), "--device-type", "cpu"]
+    words = [
+        "--model",
+        str(tiny_model),
+        "--tasks",
+        "written",
+        "--tasks-path",
+        str(tmp_path),
+        "--device-type",
+        "cpu",
+    ]
     assert finetune(["eval", *words]) == 1
     out, err = capsys.readouterr()
     assert not out and "lm_eval failed: AssertionError" in err and "Traceback" not in err
@@ -352,7 +508,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.partition(" eval ")[2][:70])
-def test_the_commands_of_the_page(line: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+def test_the_commands_of_the_page(
+    line: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+):
     monkeypatch.chdir(ROOT)
     words = line.replace("runs/demo-TIME", str(demo)).split()
     assert words[:4] == ["python", "-m", "finetune", "eval"]
@@ -369,7 +527,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on the bundled model, as the demo's is."""
     place = tmp_path_factory.mktemp("demo") / "run"
     base = ROOT / "data_samples" / "tiny-qwen3"
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM")
+    )
     wrapped.peft_config["default"].base_model_name_or_path = str(base)
     wrapped.save_pretrained(place)
     return place

@@ -1,4 +1,6 @@
-"""`python -m finetune inspect`: what is shown, and that it can be trusted on a terminal and in a pipe."""
+"""`python -m finetune inspect`: what is shown, and that it can be trusted on a terminal and in a
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,23 @@ def arguments(tmp_path: Path) -> list[str]:
     make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(tmp_path / "model")
     rows = [
         {"instruction": f"question {number}", "output": f"answer {number}", "difficulty": level}
-        for number, level in enumerate(["explain", "topology", "explain", "topology", "reasoning", "explain"])
+        for number, level in enumerate(
+            ["explain", "topology", "explain", "topology", "reasoning", "explain"]
+        )
     ]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     cache_dir = str(tmp_path / "cache")
-    return ["--model", str(tmp_path / "model"), "--data", str(path), "--cutoff-len", "64", "--cache-dir", cache_dir]
+    return [
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        str(path),
+        "--cutoff-len",
+        "64",
+        "--cache-dir",
+        cache_dir,
+    ]
 
 
 def test_records_are_shown_with_their_location_and_what_is_trained(
@@ -45,14 +58,20 @@ def test_records_are_shown_with_their_location_and_what_is_trained(
         and "record 2 " not in shown
     )
     assert f"{tmp_path / 'train.jsonl'}:2" in shown.replace("\n", "")
-    assert "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n[[answer 1<|im_end|>]]\n" in shown
+    assert (
+        "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n[[answer 1<|im_end|>]]\n"
+        in shown
+    )
     assert "\x1b" not in shown, "no colours in a pipe"
 
 
 def test_records_can_be_chosen(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--level", "topology"]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("record ")] == ["1", "3"]
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("record ")] == [
+        "1",
+        "3",
+    ]
     assert main([*arguments, "--row", "4"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines() if line.startswith("record ")] == ["4"]
@@ -75,29 +94,45 @@ def test_wrong_choices_are_refused(arguments: list[str]) -> None:
 
 def test_colours_on_a_terminal(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"instruction": "q", "output": "a \x1b[31m b\x07"}) + "\n", encoding="utf-8")
-    samples = prepare_samples([path], family("chatml"), cutoff_len=128, cache_dir=tmp_path / "cache", num_proc=1)
+    path.write_text(
+        json.dumps({"instruction": "q", "output": "a \x1b[31m b\x07"}) + "\n", encoding="utf-8"
+    )
+    samples = prepare_samples(
+        [path], family("chatml"), cutoff_len=128, cache_dir=tmp_path / "cache", num_proc=1
+    )
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, color_system="standard", highlight=False)
     show(samples, 0, family("chatml"), console)
     shown = stream.getvalue()
-    assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, "trained is green; the record's controls are words"
+    assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, (
+        "trained is green; the record's controls are words"
+    )
     assert "[[" not in shown
 
 
 def test_both_answers_of_a_pair_are_shown(tmp_path: Path) -> None:
     pairs, labels = tmp_path / "pairs.jsonl", tmp_path / "labels.jsonl"
-    pairs.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8")
-    labels.write_text(json.dumps({"prompt": "q", "completion": "not", "label": False}) + "\n", encoding="utf-8")
+    pairs.write_text(
+        json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8"
+    )
+    labels.write_text(
+        json.dumps({"prompt": "q", "completion": "not", "label": False}) + "\n", encoding="utf-8"
+    )
     shown = io.StringIO()
     console = Console(file=shown, highlight=False)
     forms: list[tuple[Path, Literal["pairs", "labels"]]] = [(pairs, "pairs"), (labels, "labels")]
     for path, preference in forms:
-        options: dict[str, Any] = {"cutoff_len": 128, "cache_dir": tmp_path / "cache", "num_proc": 1}
+        options: dict[str, Any] = {
+            "cutoff_len": 128,
+            "cache_dir": tmp_path / "cache",
+            "num_proc": 1,
+        }
         samples = prepare_samples([path], family("gemma"), preference=preference, **options)
         show(samples, 0, family("gemma"), console)
     answer = "<s><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n[[{}<end_of_turn>]]\n\n"
-    chosen, rejected, judged = re.findall(r"(?:chosen|rejected|label false)(?:  .*)?\n(?=<s>)", shown.getvalue())
+    chosen, rejected, judged = re.findall(
+        r"(?:chosen|rejected|label false)(?:  .*)?\n(?=<s>)", shown.getvalue()
+    )
     for name, text in ((chosen, "yes"), (rejected, "not"), (judged, "not")):
         assert name + answer.format(text) in shown.getvalue()
         assert re.search(r"\d+ tokens, \d trained", name)
@@ -107,7 +142,9 @@ def test_a_loss_tells_that_the_records_are_preferences(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8"
+    )
     assert main([*arguments, "--loss", "dpo"]) == 0
     assert re.search(r"chosen .*\[\[yes<.*rejected .*\[\[not<", capsys.readouterr().out, re.DOTALL)
     with pytest.raises(DataError, match="train.jsonl:1: a pair, not a label"):
@@ -137,6 +174,8 @@ def test_help_is_quick_and_imports_no_torch() -> None:
         "except SystemExit as ended:\n    assert ended.code == 0\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "usage: python -m finetune inspect" in done.stdout

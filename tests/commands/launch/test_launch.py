@@ -1,4 +1,6 @@
-"""What a launch decides before it starts anything and after a failure: ports, nodes, environment, policy, log."""
+"""What a launch decides before it starts anything and after a failure: ports, nodes, environment,
+policy, log.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from launching import ROOT, run_cli
 
 from finetune.commands.launch import launch_spec
 from finetune.commands.launch.attempt_result import _PROBLEMS, AttemptResult
-from finetune.commands.launch.environment import LaunchFacts, has_wandb_login, interface_to, variables, without_stale
+from finetune.commands.launch.environment import (
+    LaunchFacts,
+    has_wandb_login,
+    interface_to,
+    variables,
+    without_stale,
+)
 from finetune.commands.launch.launch_spec import LaunchSpec, make_launch_spec
 from finetune.commands.launch.log import LaunchLog, TracebackFold
 from finetune.commands.launch.options import LaunchOptions, read_launch_options
@@ -36,7 +44,14 @@ from finetune.runtime import ports as launch_ports
 from finetune.runtime.language import speaking
 from finetune.runtime.nodes import expand_nodelist, nodes_here
 from finetune.runtime.npu_tuning import npu_variables
-from finetune.runtime.ports import LOOPBACK, candidates, hold_port, listening_address, listens, own_addresses
+from finetune.runtime.ports import (
+    LOOPBACK,
+    candidates,
+    hold_port,
+    listening_address,
+    listens,
+    own_addresses,
+)
 from finetune.storage import launch_record
 from finetune.storage.checkpoint_files import CheckpointWriter
 from finetune.storage.launch_record import LaunchRecord, command_digest, describe, still_runs
@@ -66,7 +81,9 @@ def test_the_next_free_port_is_held_and_the_taken_ones_are_told():
         assert (held.number, held.taken) == (first + 2, (first, first + 1))
         with pytest.raises(OSError):
             socket.create_server(("127.0.0.1", held.number))
-        assert listens("127.0.0.1", held.number, 1), "what connects before the store is there waits in the queue"
+        assert listens("127.0.0.1", held.number, 1), (
+            "what connects before the store is there waits in the queue"
+        )
         held.close()
     assert not listens("127.0.0.1", held.number, 1)
 
@@ -93,7 +110,8 @@ def test_one_node_takes_any_port_of_the_loopback():
 def test_an_address_of_this_machine_is_listened_at_and_no_other(monkeypatch):
     assert listening_address("127.0.0.1") == "127.0.0.1" and listening_address("::1") in ("::1", "")
     assert own_addresses("203.0.113.9") == [] and listening_address("203.0.113.9") == ""
-    # names: what other nodes find under them is known only where it is one address that leads here from outside
+    # names: what other nodes find under them is known only where it is one address that leads here
+    # from outside
     found = {"alone": ["192.0.2.7"], "loopback": ["127.0.1.1"], "two": ["192.0.2.7", "2001:db8::7"]}
     monkeypatch.setattr(launch_ports, "own_addresses", found.get)
     assert [listening_address(name) for name in found] == ["192.0.2.7", "", ""]
@@ -110,7 +128,9 @@ def test_an_address_of_this_machine_is_listened_at_and_no_other(monkeypatch):
 def test_nodes_from_variables_and_flags():
     set_ = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
     assert nodes_here(set_) == launch_nodes.Nodes(4, 2, "a", 7)
-    assert nodes_here(set_, count=3, rank=1, address="b", port=8) == launch_nodes.Nodes(3, 1, "b", 8)
+    assert nodes_here(set_, count=3, rank=1, address="b", port=8) == launch_nodes.Nodes(
+        3, 1, "b", 8
+    )
     assert nodes_here({"NODE_RANK": "0", "MASTER_ADDR": "a"}).count == 1
     assert nodes_here({"MASTER_ADDR": "a"}) == launch_nodes.Nodes(1, 0, "127.0.0.1", None)
     assert nodes_here({**set_, "MASTER_PORT": ""}).port == 29500
@@ -137,15 +157,21 @@ def test_slurm(monkeypatch):
     monkeypatch.setattr(launch_nodes.shutil, "which", lambda name: None)
     step = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
     assert nodes_here(step) == launch_nodes.Nodes(2, 1, "gpu07", 29500)
-    assert nodes_here({**step, "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1", "the user's own wins"
-    assert nodes_here({"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NODEID": "0"}).count == 1, "outside of srun"
+    assert nodes_here({**step, "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1", (
+        "the user's own wins"
+    )
+    assert nodes_here({"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NODEID": "0"}).count == 1, (
+        "outside of srun"
+    )
     with pytest.raises(ConfigError, match="several launches on node 1"):
         nodes_here({**step, "SLURM_LOCALID": "1"})
 
 
 def test_scontrol_is_asked_where_it_is_there(monkeypatch, tmp_path: Path):
     tool = tmp_path / "scontrol"
-    tool.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames x[1-2]" ] && printf "from-it-1\\nfrom-it-2\\n"\n')
+    tool.write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames x[1-2]" ] && printf "from-it-1\\nfrom-it-2\\n"\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert launch_nodes.slurm_hosts("x[1-2]") == ["from-it-1", "from-it-2"]
@@ -198,11 +224,16 @@ def test_node_lists_as_slurm_writes_them(parts):
 
 # ---------------------------------------------------------------- environment
 
-NPUS = LaunchFacts("npu", processes=4, nodes=2, timeout_seconds=1800, interface="eth1", report_to=("wandb",))
+NPUS = LaunchFacts(
+    "npu", processes=4, nodes=2, timeout_seconds=1800, interface="eth1", report_to=("wandb",)
+)
 
 
 def values(facts: LaunchFacts, environment: dict[str, str] | None = None) -> dict[str, str]:
-    return {name: value for name, value, _ in variables(facts, {"HOME": "/nowhere", **(environment or {})})}
+    return {
+        name: value
+        for name, value, _ in variables(facts, {"HOME": "/nowhere", **(environment or {})})
+    }
 
 
 def test_what_is_set_for_npus_on_several_nodes():
@@ -224,7 +255,9 @@ def test_tuning_of_npus_is_set_for_npus_alone():
     added = {"CPU_AFFINITY_CONF": "2", "TASK_QUEUE_ENABLE": "2", "HCCL_BUFFSIZE": "512"}
     assert values(replace(NPUS, npu_variables=asked)).items() >= added.items()
     assert not added.keys() & values(LaunchFacts("cuda", 2, 1, 60, npu_variables=asked)).keys()
-    assert "TASK_QUEUE_ENABLE" not in values(replace(NPUS, npu_variables=asked), {"TASK_QUEUE_ENABLE": "0"})
+    assert "TASK_QUEUE_ENABLE" not in values(
+        replace(NPUS, npu_variables=asked), {"TASK_QUEUE_ENABLE": "0"}
+    )
 
 
 def test_what_is_set_elsewhere():
@@ -239,7 +272,10 @@ def test_what_is_set_elsewhere():
     assert values(LaunchFacts("cuda", 2, 2, 60, interface="ib0"))["NCCL_SOCKET_IFNAME"] == "=ib0"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in values(LaunchFacts("cpu", 2, 1, 60))
     short = values(LaunchFacts("npu", 2, 1, 20))
-    assert (short["HCCL_CONNECT_TIMEOUT"], short["HCCL_EXEC_TIMEOUT"]) == ("120", "20"), "HCCL takes 120 to 7200"
+    assert (short["HCCL_CONNECT_TIMEOUT"], short["HCCL_EXEC_TIMEOUT"]) == (
+        "120",
+        "20",
+    ), "HCCL takes 120 to 7200"
 
 
 def test_the_users_own_always_stay_and_every_variable_has_its_reason():
@@ -249,19 +285,29 @@ def test_the_users_own_always_stay_and_every_variable_has_its_reason():
     with speaking("zh"):
         translated = {variable.name: variable.why for variable in variables(NPUS, {})}
     for variable in variables(NPUS, {}):
-        assert variable.why and translated[variable.name] and variable.why != translated[variable.name]
+        assert (
+            variable.why and translated[variable.name] and variable.why != translated[variable.name]
+        )
 
 
 def test_wandb_logins(tmp_path: Path):
     assert "WANDB_MODE" not in values(NPUS, {"WANDB_API_KEY": "k"})
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
-    assert has_wandb_login({"HOME": str(tmp_path)}) and "WANDB_MODE" not in values(NPUS, {"HOME": str(tmp_path)})
+    assert has_wandb_login({"HOME": str(tmp_path)}) and "WANDB_MODE" not in values(
+        NPUS, {"HOME": str(tmp_path)}
+    )
     (tmp_path / ".netrc").write_text("machine other\n  login user\n  password wandb\n")
     assert not has_wandb_login({"HOME": str(tmp_path)})
 
 
 def test_what_other_launchers_left_does_not_reach_the_workers():
-    left = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "a", "HCCL_BUFFSIZE": "220"}
+    left = {
+        "WORLD_SIZE": "4",
+        "RANK": "0",
+        "MASTER_PORT": "1",
+        "MASTER_ADDR": "a",
+        "HCCL_BUFFSIZE": "220",
+    }
     assert without_stale(left) == {"HCCL_BUFFSIZE": "220"}
 
 
@@ -275,7 +321,15 @@ TINY = "--config ds_configs/zero3.json --device-type cpu"
 
 
 def spec(words: str, monkeypatch, **environment: str) -> LaunchSpec:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -288,11 +342,17 @@ def spec(words: str, monkeypatch, **environment: str) -> LaunchSpec:
 def test_flags_of_the_run_are_passed_word_by_word(monkeypatch):
     made = spec(f"--nproc_per_node=2 --max_restarts 1 sft {TINY} --max_steps=3", monkeypatch)
     assert made.flags == (*TINY.split(), "--max_steps=3") and made.processes == 2
-    assert made.config.gradient_accumulation_steps * 2 * made.config.micro_batch_size == made.config.global_batch_size
+    assert (
+        made.config.gradient_accumulation_steps * 2 * made.config.micro_batch_size
+        == made.config.global_batch_size
+    )
 
 
 def test_processes_of_all_nodes_count_for_the_batch(monkeypatch):
-    words = f"--nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY} --global-batch-size 16"
+    words = (
+        f"--nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY}"
+        " --global-batch-size 16"
+    )
     made = spec(words, monkeypatch)
     assert made.config.gradient_accumulation_steps == 16 // (4 * made.config.micro_batch_size)
 
@@ -307,17 +367,23 @@ def test_launch_in_a_worker_is_refused(monkeypatch):
         spec(f"sft {TINY}", monkeypatch, RANK="0", LOCAL_RANK="0")
 
 
-@pytest.mark.parametrize(("value", "flags"), [("0", ("--compile", "false")), ("1", ("--compile", "true")), ("x", ())])
+@pytest.mark.parametrize(
+    ("value", "flags"), [("0", ("--compile", "false")), ("1", ("--compile", "true")), ("x", ())]
+)
 def test_torch_compile_of_the_guides(monkeypatch, value: str, flags: tuple[str, ...]):
     preset = "--config ds_configs/pretrain_gpu2_balanced.json --device-type cpu"
     made = spec(f"--nproc 2 pretrain {preset}", monkeypatch, TORCH_COMPILE=value)
     assert made.flags == (*preset.split(), *flags)
-    assert made.notes == ((f"TORCH_COMPILE={value} is taken as --compile {flags[1]}",) if flags else ())
+    assert made.notes == (
+        (f"TORCH_COMPILE={value} is taken as --compile {flags[1]}",) if flags else ()
+    )
     own = spec(f"--nproc 2 pretrain {preset} --compile true", monkeypatch, TORCH_COMPILE="0")
     assert own.flags[-2:] == ("--compile", "true"), "a flag stays"
 
 
-@pytest.mark.parametrize(("words", "said"), [("--nproc 0 sft", "'0' processes"), ("--nproc x sft", "'x' processes")])
+@pytest.mark.parametrize(
+    ("words", "said"), [("--nproc 0 sft", "'0' processes"), ("--nproc x sft", "'x' processes")]
+)
 def test_wrong_numbers(words: str, said: str, monkeypatch):
     with pytest.raises(ConfigError, match=said):
         spec(words, monkeypatch)
@@ -331,7 +397,10 @@ def test_a_time_to_shut_down_that_is_no_number_is_refused_before_anything_starts
 def test_the_secret_of_the_nodes_does_not_reach_the_workers_and_is_not_shown(monkeypatch):
     node = f"--nproc 1 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY}"
     made = spec(node, monkeypatch, FINETUNE_RENDEZVOUS_SECRET="correct horse battery")
-    assert made.secret == "correct horse battery" and made.secret not in [*made.environment.values(), repr(made)]
+    assert made.secret == "correct horse battery" and made.secret not in [
+        *made.environment.values(),
+        repr(made),
+    ]
     assert "correct horse" not in repr(made)
     with pytest.raises(ConfigError, match="has 5 characters"):
         spec(node, monkeypatch, FINETUNE_RENDEZVOUS_SECRET="short")
@@ -374,7 +443,15 @@ def test_dry_run_and_help_start_nothing(tmp_path: Path):
 
 def test_devices_are_counted_as_the_workers_will_see_them():
     """On three simulated NPUs."""
-    words = ["launch", "--dry-run", "sft", "--config", "ds_configs/zero3.json", "--deepspeed", "none"]
+    words = [
+        "launch",
+        "--dry-run",
+        "sft",
+        "--config",
+        "ds_configs/zero3.json",
+        "--deepspeed",
+        "none",
+    ]
     words += ["--micro-batch-size", "1", "--global-batch-size", "12", "--timeout-seconds", "60"]
     paths = os.pathsep.join([str(ROOT / "tests" / "fake_npu"), str(ROOT)])
     shown = run_cli(words, module="finetune", env={"PYTHONPATH": paths, "FAKE_NPU_COUNT": "3"})
@@ -398,7 +475,17 @@ def test_help_of_the_run_is_shown_without_a_look_at_devices(monkeypatch, capsys)
 
 
 def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path: Path):
-    words = ["launch", "--nproc", "2", "--log-dir", tmp_path / "logs", "sft", *TINY.split(), "--lern-rate", "1"]
+    words = [
+        "launch",
+        "--nproc",
+        "2",
+        "--log-dir",
+        tmp_path / "logs",
+        "sft",
+        *TINY.split(),
+        "--lern-rate",
+        "1",
+    ]
     refused = run_cli(words, module="finetune")
     assert refused.returncode == 2
     assert refused.stderr.count("[ERROR]") == 1 and "--learning-rate" in refused.stderr
@@ -441,7 +528,8 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
         (AttemptResult({0: 3, 1: 3}), [], True, False),
         (AttemptResult({0: 2, 1: -15}), [], False, False),
         (AttemptResult({1: 4, 0: -15}), ["device_oom"], False, True),
-        (AttemptResult({0: 1}), ["device_oom"], True, False),  # it says itself that there are no smaller microbatches
+        # it says itself that there are no smaller microbatches
+        (AttemptResult({0: 1}), ["device_oom"], True, False),
         (AttemptResult({0: 1, 1: 1}), ["nan_loss"], True, False),
         (AttemptResult({0: 1}), ["peer_died", "unknown"], False, True),
         (AttemptResult({0: 1}), ["unknown"], False, False),
@@ -461,10 +549,14 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
 )
 def test_the_policy(result: AttemptResult, causes: list[str], progressed: bool, restart: bool):
     for left in (1, 0):
-        decision = decide_restart(result, causes, CURABLE, progressed=progressed, attempts_left=left)
+        decision = decide_restart(
+            result, causes, CURABLE, progressed=progressed, attempts_left=left
+        )
         assert decision.restart == (restart and left > 0)
         with speaking("zh"):
-            translated = decide_restart(result, causes, CURABLE, progressed=progressed, attempts_left=left).why
+            translated = decide_restart(
+                result, causes, CURABLE, progressed=progressed, attempts_left=left
+            ).why
         assert decision.why and translated and decision.why != translated
 
 
@@ -510,7 +602,14 @@ Exception raised from recvBytes at Utils.hpp:1 (most recent call first):
 frame #0: c10::Error::Error + 0x80 (0x7f in libc10.so)
 
 [ERROR] after"""
-SHOWN = ["[INFO] before", "[INFO] rank 0 goes on", "", "", "[rank1]: RuntimeError: the error", "[ERROR] after"]
+SHOWN = [
+    "[INFO] before",
+    "[INFO] rank 0 goes on",
+    "",
+    "",
+    "[rank1]: RuntimeError: the error",
+    "[ERROR] after",
+]
 
 
 def test_tracebacks_are_folded_rank_by_rank():
@@ -564,7 +663,9 @@ def test_a_command_that_is_not_there_yet_is_waited_for(monkeypatch):
     """Between fork and exec a process has none; the digest of nothing would be anybody's."""
     looks = iter([[], [], ["python", "-m", "finetune.sft"]])
     monkeypatch.setattr(psutil.Process, "cmdline", lambda self: next(looks))
-    assert describe(os.getpid(), "worker").command_digest == command_digest(["python", "-m", "finetune.sft"])
+    assert describe(os.getpid(), "worker").command_digest == command_digest(
+        ["python", "-m", "finetune.sft"]
+    )
 
 
 def test_one_without_a_command_is_nobody_to_be_ended(monkeypatch):
@@ -574,10 +675,13 @@ def test_one_without_a_command_is_nobody_to_be_ended(monkeypatch):
 
 
 def test_one_that_has_ended_does_not_run():
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as process:
         described = describe(process.pid, "worker")
         process.stdin.close()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has, and nobody has taken notice
+        # it has, and nobody has taken notice
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not still_runs(described) and describe(process.pid, "worker") is None
 
 
@@ -588,14 +692,31 @@ def test_the_record_of_processes_is_frozen(tmp_path: Path):
     recorded.end()
     facts = json.loads((tmp_path / "a.processes.json").read_text())
     assert set(facts) == {"version", "log", "output_dir", "started_at", "ended_at", "processes"}
-    assert (facts["version"], facts["log"], facts["output_dir"]) == (1, "a.log", str(Path("runs/x").absolute()))
+    assert (facts["version"], facts["log"], facts["output_dir"]) == (
+        1,
+        "a.log",
+        str(Path("runs/x").absolute()),
+    )
     first, second = facts["processes"]
-    named = {"pid", "start_time", "command_digest", "role", "rank", "attempt", "host", "boot_id", "start_ticks"}
+    named = {
+        "pid",
+        "start_time",
+        "command_digest",
+        "role",
+        "rank",
+        "attempt",
+        "host",
+        "boot_id",
+        "start_ticks",
+    }
     assert set(first) == named and (tmp_path / "a.processes.json").stat().st_mode & 0o022 == 0
     assert (first["role"], first["rank"], first["attempt"]) == ("supervisor", None, None)
     assert (second["role"], second["rank"], second["attempt"]) == ("worker", 3, 2)
     words = "\0".join(psutil.Process().cmdline()).encode()
-    assert first["command_digest"] == hashlib.sha256(words).hexdigest() and len(first["command_digest"]) == 64
+    assert (
+        first["command_digest"] == hashlib.sha256(words).hexdigest()
+        and len(first["command_digest"]) == 64
+    )
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -616,10 +737,14 @@ def test_every_end_is_told_in_both_languages(language: str):
             (line,) = AttemptResult(problem=problem, facts=facts).lines(nodes, (29500, 29501), 20)
             assert part in line and "{" not in line and line.isascii() == (language == "en")
         result = AttemptResult(
-            {1: 1, 0: -15}, lost_nodes={2: 31}, others={1: {"exit_code": 4, "rank": 2}, 3: {"exit_code": 3}}
+            {1: 1, 0: -15},
+            lost_nodes={2: 31},
+            others={1: {"exit_code": 4, "rank": 2}, 3: {"exit_code": 3}},
         )
         lines = result.lines(nodes, (29500,), 20)
-    assert [part in line for part, line in zip(("1", "SIGTERM", "31", "4"), lines, strict=True)] == [True] * 4
+    assert [
+        part in line for part, line in zip(("1", "SIGTERM", "31", "4"), lines, strict=True)
+    ] == [True] * 4
     assert all("{" not in line and line.isascii() == (language == "en") for line in lines)
 
 
@@ -628,7 +753,8 @@ def test_every_end_is_told_in_both_languages(language: str):
     [
         ("auto", (5,), 2, False),  # it does so by itself
         ("never", (), 1, False),
-        ("/old/checkpoint-10", (), 2, False),  # killed before it saved: from that checkpoint again, not from step 0
+        # killed before it saved: from that checkpoint again, not from step 0
+        ("/old/checkpoint-10", (), 2, False),
         ("/old/checkpoint-10", (5,), 2, False),
         ("/old/checkpoint-10", (5, 12), 2, True),
         ("/old/checkpoint-10", (5, 12), 1, False),
@@ -642,5 +768,12 @@ def test_another_attempt_resumes_what_the_first_has_left(tmp_path, resume, saved
             writer.publish(writer.seal(["state.json"]), {})
     config = SimpleNamespace(resume=resume, output_dir=str(tmp_path))
     made = LaunchSpec("finetune.sft", ("--seed", "1"), config, "cpu", None, 1, 0, 1, {})  # type: ignore[arg-type]
-    expected = ["-u", "-m", "finetune.sft", "--seed", "1", *(["--resume", "auto"] if resumed else [])]
+    expected = [
+        "-u",
+        "-m",
+        "finetune.sft",
+        "--seed",
+        "1",
+        *(["--resume", "auto"] if resumed else []),
+    ]
     assert made.worker_arguments(attempt) == expected

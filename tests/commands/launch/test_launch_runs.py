@@ -1,4 +1,6 @@
-"""The supervisor with real processes, whose workers train nothing: restarts, signals, kills and what is left."""
+"""The supervisor with real processes, whose workers train nothing: restarts, signals, kills and
+what is left.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ WAIT_SECONDS = 120
 
 
 @contextlib.contextmanager
-def launched(folder: Path, what: str, processes: int = 1, *more: str, **variables: str) -> Iterator[subprocess.Popen]:
+def launched(
+    folder: Path, what: str, processes: int = 1, *more: str, **variables: str
+) -> Iterator[subprocess.Popen]:
     """`drive.py` at work; whatever is left of it at the end is killed, as its record tells."""
     env = environment({"PYTHONPATH": f"{WORKERS}:{ROOT}", **variables})
     words = [sys.executable, str(WORKERS / "drive.py"), str(folder), what, str(processes), *more]
     with (folder / "console.txt").open("wb") as console:
-        process = subprocess.Popen(words, env=env, stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            words, env=env, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -67,7 +73,9 @@ def started(folder: Path, rank: int = 0) -> list[str]:
 def test_done_and_what_is_recorded(tmp_path: Path):
     assert run(tmp_path, "done", 2) == 0
     assert said(tmp_path).splitlines().count("[SUCCESS] done") == 2
-    assert (tmp_path / "logs" / "launch.log").read_text() == said(tmp_path), "console and file say the same"
+    assert (tmp_path / "logs" / "launch.log").read_text() == said(tmp_path), (
+        "console and file say the same"
+    )
     facts = record(tmp_path)
     assert facts["ended_at"] is not None and facts["log"] == "launch.log"
     assert [(p["role"], p["rank"], p["attempt"]) for p in facts["processes"]] == [
@@ -76,12 +84,21 @@ def test_done_and_what_is_recorded(tmp_path: Path):
 
 
 def test_out_of_memory_is_started_again_and_resumes(tmp_path: Path):
-    """The second rank ends with the code for it; all ranks of the second attempt are new processes."""
+    """The second rank ends with the code for it; all ranks of the second attempt are new
+    processes.
+    """
     assert run(tmp_path, "exit4", 2) == 0
     assert "[ERROR] rank 1 ended with exit code 4" in said(tmp_path)
-    assert "[WARNING] restart 1 of 2: out of memory: it resumes with smaller microbatches" in said(tmp_path)
+    assert "[WARNING] restart 1 of 2: out of memory: it resumes with smaller microbatches" in said(
+        tmp_path
+    )
     assert len(started(tmp_path, 0)) == len(started(tmp_path, 1)) == 2
-    assert [p["attempt"] for p in record(tmp_path)["processes"] if p["role"] == "worker"] == [1, 1, 2, 2]
+    assert [p["attempt"] for p in record(tmp_path)["processes"] if p["role"] == "worker"] == [
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 def test_a_refused_run_is_not_started_again(tmp_path: Path):
@@ -90,7 +107,9 @@ def test_a_refused_run_is_not_started_again(tmp_path: Path):
     assert "not started again: it was refused" in said(tmp_path)
 
 
-def test_a_failure_before_the_first_step_is_not_started_again_and_its_traceback_is_in_the_log(tmp_path: Path):
+def test_a_failure_before_the_first_step_is_not_started_again_and_its_traceback_is_in_the_log(
+    tmp_path: Path,
+):
     assert run(tmp_path, "crash") == 1
     assert len(started(tmp_path)) == 1
     console, log = said(tmp_path), (tmp_path / "logs" / "launch.log").read_text()
@@ -116,7 +135,9 @@ def test_a_killed_worker_is_started_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(tmp_path: Path, number: signal.Signals):
+def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(
+    tmp_path: Path, number: signal.Signals
+):
     with launched(tmp_path, "wait", 2) as process:
         run_helpers.wait_for(lambda: said(tmp_path).count("[INFO] waiting") == 2, WAIT_SECONDS)
         # a shell passes its own on, and a batch system signals everybody: still one request
@@ -124,7 +145,10 @@ def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(tmp_path: Path
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 3
     for rank in (0, 1):
-        assert [line.partition(" ")[2] for line in notes(tmp_path, rank)[1:]] == [f"signal {int(number)}", "saved"]
+        assert [line.partition(" ")[2] for line in notes(tmp_path, rank)[1:]] == [
+            f"signal {int(number)}",
+            "saved",
+        ]
     assert f"[WARNING] {number.name}: the run saves a checkpoint and stops" in said(tmp_path)
     assert not left_over(tmp_path)
 
@@ -133,7 +157,9 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path):
     with launched(tmp_path, "wait", 1, SAVE_SECONDS="300") as process:
         run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
         process.send_signal(signal.SIGTERM)
-        run_helpers.wait_for(lambda: len(notes(tmp_path)) == 2, WAIT_SECONDS, what="the worker's signal")
+        run_helpers.wait_for(
+            lambda: len(notes(tmp_path)) == 2, WAIT_SECONDS, what="the worker's signal"
+        )
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3.1)
         process.send_signal(signal.SIGTERM)
@@ -157,10 +183,14 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_the_workers_save(tmp_path
 def test_a_killed_agent_is_said_and_the_workers_save_waited_for(tmp_path: Path):
     with launched(tmp_path, "wait", 1, SAVE_SECONDS="1.5") as process:
         run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
-        (agent,) = [entry["pid"] for entry in record(tmp_path)["processes"] if entry["role"] == "agent"]
+        (agent,) = [
+            entry["pid"] for entry in record(tmp_path)["processes"] if entry["role"] == "agent"
+        ]
         psutil.Process(agent).kill()
         assert process.wait(WAIT_SECONDS) == 1
-        assert not left_over(tmp_path) and notes(tmp_path)[-1] == "1 saved", "the launch ended before its worker"
+        assert not left_over(tmp_path) and notes(tmp_path)[-1] == "1 saved", (
+            "the launch ended before its worker"
+        )
     assert "the process that starts this node's workers was ended by SIGKILL" in said(tmp_path)
     assert "1 of them save and stop" in said(tmp_path)
     assert "not started again: the process that starts the workers was lost" in said(tmp_path)

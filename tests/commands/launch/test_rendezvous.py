@@ -1,4 +1,6 @@
-"""How nodes find each other at a port: other programs, other launches, old attempts, missing and doubled nodes."""
+"""How nodes find each other at a port: other programs, other launches, old attempts, missing and
+doubled nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ import torch.distributed as dist
 
 from finetune.commands.launch import rendezvous as rendezvous_module
 from finetune.commands.launch.heartbeat import Heartbeat
-from finetune.commands.launch.records import Claim, Decision, Ended, NotSigned, Ranks, Record, seal, unseal
+from finetune.commands.launch.records import (
+    Claim,
+    Decision,
+    Ended,
+    NotSigned,
+    Ranks,
+    Record,
+    seal,
+    unseal,
+)
 from finetune.commands.launch.rendezvous import (
     PREFIX,
     LaunchNode,
@@ -60,7 +71,8 @@ def held_ports(count: int) -> Iterator[list[HeldPort]]:
 
 
 def first(port: HeldPort, **changes: Any) -> LaunchNode:
-    # The store takes the descriptor and closes it in the end, as it does in the agent's own process.
+    # The store takes the descriptor and closes it in the end, as it does in the agent's own
+    # process.
     return replace(FIRST, ports=(port.number,), listener=os.dup(port.listener.fileno()), **changes)
 
 
@@ -89,7 +101,9 @@ def join(*nodes: LaunchNode) -> list[tuple[Rendezvous, RendezvousResult | Rendez
 
 
 def test_the_second_node_passes_over_what_is_not_ours():
-    """A silent program, one that talks something else, a store without a word of ours, another launch's store."""
+    """A silent program, one that talks something else, a store without a word of ours, another
+    launch's store.
+    """
     with held_ports(5) as (silent, web, store, other, ours):
 
         def talk() -> None:
@@ -127,7 +141,9 @@ def test_an_attempt_that_is_about_to_end_is_not_joined_again_but_a_new_launch_is
         old._open()
         was_in_it = Rendezvous(replace(second(port), launch_id="launch", attempt=1))
         assert not was_in_it._is_ours(port.number)
-        assert Rendezvous(replace(second(port), launch_id="before", attempt=1))._is_ours(port.number)
+        assert Rendezvous(replace(second(port), launch_id="before", attempt=1))._is_ours(
+            port.number
+        )
         assert Rendezvous(second(port))._is_ours(port.number)
         del old
 
@@ -146,7 +162,10 @@ def test_without_node_0_it_is_said_what_answered():
     with held_ports(2) as (silent, free):
         free.close()
         ((_, error),) = join(replace(second(silent, free), timeout_seconds=1))
-        assert (error.kind, error.facts) == ("nothing_found", {"seen": {str(silent.number): "something else"}})
+        assert (error.kind, error.facts) == (
+            "nothing_found",
+            {"seen": {str(silent.number): "something else"}},
+        )
 
 
 def test_two_machines_with_one_rank():
@@ -158,7 +177,8 @@ def test_two_machines_with_one_rank():
         ((_, error),) = join(second(port))
         assert error.kind == "same_rank"
         assert error.facts == {"rank": 1, "hosts": ["elsewhere", socket.gethostname()]}
-        here = claimed.model_copy(update={"host": socket.gethostname()})  # the same machine: started again by hand
+        # the same machine: started again by hand
+        here = claimed.model_copy(update={"host": socket.gethostname()})
         node_0._write("node/1", here)
         node_0._claim()
         node_0._give_out()
@@ -170,7 +190,10 @@ def test_two_machines_with_one_rank():
 
 SECRET = "correct horse battery"
 FORGED = json.dumps(
-    {"record": Claim(host="stranger", processes=1, pid=1, nonce="n").model_dump_json(), "mac": "0" * 64}
+    {
+        "record": Claim(host="stranger", processes=1, pid=1, nonce="n").model_dump_json(),
+        "mac": "0" * 64,
+    }
 )
 
 
@@ -179,13 +202,19 @@ def put(port: HeldPort, key: str, value: str) -> None:
     dist.TCPStore(LOOPBACK, port.number, is_master=False).set(PREFIX + key, value)
 
 
-@pytest.mark.parametrize("forged", [FORGED, "no record", "[]", json.dumps({"record": "{}", "mac": ""})])
+@pytest.mark.parametrize(
+    "forged", [FORGED, "no record", "[]", json.dumps({"record": "{}", "mac": ""})]
+)
 def test_a_claim_that_is_not_signed_does_not_take_a_nodes_place(forged: str):
     with held_ports(1) as (port,):
         node_0 = Rendezvous(first(port, secret=SECRET))
         node_0._open()
         put(port, "node/1", forged)
-        put(port, "ranks", json.dumps({"record": '{"first": [0, 1, 2], "hosts": [], "nonces": []}', "mac": ""}))
+        put(
+            port,
+            "ranks",
+            json.dumps({"record": '{"first": [0, 1, 2], "hosts": [], "nonces": []}', "mac": ""}),
+        )
         node_0._claim()
         assert node_0._claims().keys() == {0} and node_0._refused == {1}
         put(port, "node/1", forged)  # again, before the node that it stands for has come
@@ -211,22 +240,30 @@ def test_nodes_that_do_not_share_a_secret_do_not_meet(secrets: tuple[str, str]):
         node_0 = Rendezvous(first(port, secret=secrets[0]))
         node_0._open()
         ((_, error),) = join(second(port, secret=secrets[1]))
-        assert (error.kind, error.facts) == ("other_secret", {"port": port.number, "host": socket.gethostname()})
+        assert (error.kind, error.facts) == (
+            "other_secret",
+            {"port": port.number, "host": socket.gethostname()},
+        )
 
 
 def test_an_answer_of_an_earlier_launch_is_not_one():
-    """A stranger gives out again what node 0 signed before: the claim that it answers had another nonce."""
+    """A stranger gives out again what node 0 signed before: the claim that it answers had another
+    nonce.
+    """
     claim = Claim(host="here", processes=2, pid=1, nonce="new")
     ranks = Ranks(first=[0, 2, 4], hosts=["here", "here"], nonces=["a", "new"])
     assert ranks.answers(claim, 1, 2)
     assert not ranks.answers(claim.model_copy(update={"nonce": "old"}), 1, 2)
     assert not ranks.answers(claim, 1, 3)
     assert not ranks.model_copy(update={"first": [0, 4, 2]}).answers(claim, 1, 2)
-    assert not ranks.model_copy(update={"first": [0, 2, 5]}).answers(claim, 1, 2), "it has two processes"
+    assert not ranks.model_copy(update={"first": [0, 2, 5]}).answers(claim, 1, 2), (
+        "it has two processes"
+    )
 
 
 @pytest.mark.parametrize(
-    ("key", "launch", "secret"), [("node/2", "a/1", SECRET), ("node/1", "a/2", SECRET), ("node/1", "a/1", "another")]
+    ("key", "launch", "secret"),
+    [("node/2", "a/1", SECRET), ("node/1", "a/2", SECRET), ("node/1", "a/1", "another")],
 )
 def test_a_signature_is_for_its_place(key: str, launch: str, secret: str):
     sealed = seal(Decision(restart=True), key="node/1", launch="a/1", secret=SECRET).encode()
@@ -262,7 +299,10 @@ def test_nodes_know_of_one_another_and_of_a_lost_heartbeat():
         run_helpers.wait_for(lambda: heartbeats[1].ended and heartbeats[0].decisions)
         assert heartbeats[1].ended == {0: {"exit_code": 4, "rank": 0}}
         assert heartbeats[0].decisions == {1: {"restart": True}}
-        assert heartbeats[0].lost(-1, known=()).keys() == {1} and heartbeats[0].lost(10, known=()) == {}
+        assert (
+            heartbeats[0].lost(-1, known=()).keys() == {1}
+            and heartbeats[0].lost(10, known=()) == {}
+        )
         assert heartbeats[0].lost(-1, known={1: {}}) == {}
 
 

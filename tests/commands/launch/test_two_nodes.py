@@ -1,4 +1,6 @@
-"""Two nodes as network namespaces: a pulled cable, a taken port, a run that resumes; with two processes each."""
+"""Two nodes as network namespaces: a pulled cable, a taken port, a run that resumes; with two
+processes each.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
         yield made
 
 
-def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Fine-tuning under ZeRO-3, a process on each; the port that both nodes were told is taken on the first."""
+def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
+    nodes: TwoNodes, tmp_path: Path
+) -> None:
+    """Fine-tuning under ZeRO-3, a process on each; the port that both nodes were told is taken on
+    the first.
+    """
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
     settings = materials.settings(
@@ -41,8 +47,14 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: Tw
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
     with nodes.port_taken(29500):
-        first = nodes.launch(["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0", NPROC_PER_NODE="1")
-        run_helpers.wait_for(lambda: (run / "checkpoint-4").exists(), WAIT_SECONDS, what="the fourth step's checkpoint")
+        first = nodes.launch(
+            ["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0", NPROC_PER_NODE="1"
+        )
+        run_helpers.wait_for(
+            lambda: (run / "checkpoint-4").exists(),
+            WAIT_SECONDS,
+            what="the fourth step's checkpoint",
+        )
         nodes.cable("down")
         codes = [launched.wait(WAIT_SECONDS) for launched in first]
     said = [launched.said() for launched in first]
@@ -51,7 +63,9 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: Tw
     assert "port 29500 is taken; 29501 is used instead" in said[0]
     for node in (0, 1):
         assert "at port 29501" in said[node]
-        assert re.search(rf"node {1 - node}: no heartbeat for \d+ s: the connection between", said[node])
+        assert re.search(
+            rf"node {1 - node}: no heartbeat for \d+ s: the connection between", said[node]
+        )
         assert "Traceback" not in said[node] and "Traceback" in logs[node].read_text()
         assert "1. collective_timeout" in said[node]
         assert "not started again: no restarts are left" in said[node]
@@ -73,8 +87,14 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: Tw
 def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
     tokens = tmp_path / "train.bin"
     np.random.default_rng(0).integers(0, 256, 20_000, dtype="<u2").tofile(tokens)
-    flags = f"--train-data-path {tokens} --vocab-size 256 --depth 1 --max-seq-len 32 --device-batch-size 1"
-    flags += " --total-batch-size 256 --num-iterations 4 --device-type cpu --dtype float32 --report-to none"
+    flags = (
+        f"--train-data-path {tokens} --vocab-size 256 --depth 1 --max-seq-len 32"
+        " --device-batch-size 1"
+    )
+    flags += (
+        " --total-batch-size 256 --num-iterations 4 --device-type cpu --dtype float32 --report-to"
+        " none"
+    )
     flags += f" --output-dir {tmp_path / 'run'}"
     launched = nodes.launch(flags.split(), tmp_path, KIND="pretrain")
     codes = [node.wait(WAIT_SECONDS) for node in launched]

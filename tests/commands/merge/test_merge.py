@@ -1,4 +1,6 @@
-"""merge against peft's own adapted model: logits, tied embeddings, what is left behind, and what users get wrong."""
+"""merge against peft's own adapted model: logits, tied embeddings, what is left behind, and what
+users get wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def make_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Make:
-    """A peft adapter on the tiny model, with weights that change what it says, and the tokenizer beside it."""
+    """A peft adapter on the tiny model, with weights that change what it says, and the tokenizer
+    beside it.
+    """
     from peft import LoraConfig, get_peft_model
 
-    def make(name: str = "adapter", *, scale: float = 1.0, folder: Path | None = None, **settings) -> Path:
+    def make(
+        name: str = "adapter", *, scale: float = 1.0, folder: Path | None = None, **settings
+    ) -> Path:
         folder = folder or tmp_path_factory.mktemp("adapters") / name
         torch.manual_seed(3)
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        lora = LoraConfig(r=4, init_lora_weights=False, **({"target_modules": "all-linear"} | settings))
+        lora = LoraConfig(
+            r=4, init_lora_weights=False, **({"target_modules": "all-linear"} | settings)
+        )
         adapted = get_peft_model(base, lora)
         with torch.no_grad():
             for parameter_name, parameter in adapted.named_parameters():
@@ -51,7 +59,9 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> 
 def adapted_logits(base: Path, adapter: Path) -> torch.Tensor:
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter
+    )
     return plain_logits(model)
 
 
@@ -85,7 +95,9 @@ print(json.dumps([logits.tolist(), str(model.dtype), tokenizer("router 路由器
 """
 
 
-def test_transformers_alone_loads_what_was_merged(tiny_model: Path, make_adapter: Make, tmp_path: Path):
+def test_transformers_alone_loads_what_was_merged(
+    tiny_model: Path, make_adapter: Make, tmp_path: Path
+):
     """In a process that imports neither this package nor peft, and from another folder."""
     adapter, output = make_adapter(), tmp_path / "merged"
     assert merge(adapter, output) == 0
@@ -97,15 +109,23 @@ def test_transformers_alone_loads_what_was_merged(tiny_model: Path, make_adapter
     assert done.returncode == 0, done.stderr
     logits, dtype, ids = json.loads(done.stdout)
     expected = adapted_logits(tiny_model, adapter)
-    assert dtype == "torch.float32" and ids == AutoTokenizer.from_pretrained(tiny_model)("router 路由器")["input_ids"]
+    assert (
+        dtype == "torch.float32"
+        and ids == AutoTokenizer.from_pretrained(tiny_model)("router 路由器")["input_ids"]
+    )
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-4)
     base = plain_logits(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
     assert (base - expected).abs().max() > 0.1  # else this would show nothing
-    assert (output / "chat_template.jinja").read_bytes() == (adapter / "chat_template.jinja").read_bytes()
+    assert (output / "chat_template.jinja").read_bytes() == (
+        adapter / "chat_template.jinja"
+    ).read_bytes()
     settings = json.loads((output / "generation_config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in settings["eos_token_id"]
-    assert not any(path.suffix in (".bin", ".pt", ".pkl") or "adapter" in path.name for path in output.iterdir())
+    assert not any(
+        path.suffix in (".bin", ".pt", ".pkl") or "adapter" in path.name
+        for path in output.iterdir()
+    )
     assert_nothing_left(tmp_path, "merged")
 
 
@@ -122,15 +142,25 @@ HEAD_OR_EMBEDDING = {
 
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 @pytest.mark.parametrize("name", HEAD_OR_EMBEDDING)
-def test_tied_embeddings_stay_right(name: str, tiny_model: Path, make_adapter: Make, tmp_path: Path):
-    """The tiny model's head is its embedding: what an adapter changes at one end must not come out at the other."""
+def test_tied_embeddings_stay_right(
+    name: str, tiny_model: Path, make_adapter: Make, tmp_path: Path
+):
+    """The tiny model's head is its embedding: what an adapter changes at one end must not come out
+    at the other.
+    """
     assert json.loads((tiny_model / "config.json").read_text())["tie_word_embeddings"]
     adapter, output = make_adapter(name, **HEAD_OR_EMBEDDING[name]), tmp_path / "merged"
     assert merge(adapter, output) == 0
     merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
-    torch.testing.assert_close(plain_logits(merged), adapted_logits(tiny_model, adapter), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        plain_logits(merged), adapted_logits(tiny_model, adapter), rtol=1e-4, atol=1e-4
+    )
     tied = json.loads((output / "config.json").read_text())["tie_word_embeddings"]
-    assert tied == (name in ("neither", "dora")) == ("lm_head.weight" not in load_file(output / "model.safetensors"))
+    assert (
+        tied
+        == (name in ("neither", "dora"))
+        == ("lm_head.weight" not in load_file(output / "model.safetensors"))
+    )
     if name in ("head", "trained_head"):
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         assert torch.equal(merged.get_input_embeddings().weight, base.get_input_embeddings().weight)
@@ -139,7 +169,9 @@ def test_tied_embeddings_stay_right(name: str, tiny_model: Path, make_adapter: M
 def test_other_dtypes(tiny_model: Path, make_adapter: Make, tmp_path: Path):
     adapter, output = make_adapter(), tmp_path / "merged"
     assert merge(adapter, output, "--dtype", "bfloat16", "--model", str(tiny_model)) == 0
-    assert {tensor.dtype for tensor in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(output / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
     # A base in bfloat16 stays so, and is rounded once: as if it had been added in float64.
     again = tmp_path / "again"
@@ -179,9 +211,13 @@ def test_sft_goes_on_from_a_merged_model(make_adapter: Make, tiny_data: Path, tm
 # ---------------------------------------------------------------- the card
 
 
-def test_the_card_tells_of_the_run_and_nothing_of_the_machine(make_adapter: Make, tiny_model: Path, tmp_path: Path):
+def test_the_card_tells_of_the_run_and_nothing_of_the_machine(
+    make_adapter: Make, tiny_model: Path, tmp_path: Path
+):
     run = make_adapter(folder=tmp_path / "my-run")
-    write_identity(run, {"kind": "sft", "total_steps": 4, "data": "ab12" * 16, "schedule": "cd34" * 16})
+    write_identity(
+        run, {"kind": "sft", "total_steps": 4, "data": "ab12" * 16, "schedule": "cd34" * 16}
+    )
     secret = "hf_" + "x" * 30
     settings = {
         "model": str(tiny_model),
@@ -220,7 +256,11 @@ def test_the_card_tells_of_the_run_and_nothing_of_the_machine(make_adapter: Make
         "Logits differ by",
     ):
         assert line in card, line
-    written = b"".join(path.read_bytes() for path in (tmp_path / "merged").iterdir() if path.suffix != ".safetensors")
+    written = b"".join(
+        path.read_bytes()
+        for path in (tmp_path / "merged").iterdir()
+        if path.suffix != ".safetensors"
+    )
     for private in (secret, str(tmp_path), str(tiny_model.parent)):
         assert private.encode() not in written
 
@@ -260,7 +300,9 @@ def test_a_wrong_number_in_the_file_is_found(
 
 
 def test_another_template_is_found(make_adapter: Make, tmp_path: Path, capsys):
-    """A file with Windows line ends is read with others: what is written is not the adapter's template."""
+    """A file with Windows line ends is read with others: what is written is not the adapter's
+    template.
+    """
     adapter = make_adapter()
     template = adapter / "chat_template.jinja"
     template.write_bytes(template.read_bytes() + b"{#-\r\n-#}")
@@ -269,7 +311,9 @@ def test_another_template_is_found(make_adapter: Make, tmp_path: Path, capsys):
     assert_nothing_left(tmp_path)
 
 
-def test_an_adapter_smaller_than_the_rounding_is_not_lost_in_silence(make_adapter: Make, tmp_path: Path, capsys):
+def test_an_adapter_smaller_than_the_rounding_is_not_lost_in_silence(
+    make_adapter: Make, tmp_path: Path, capsys
+):
     adapter = make_adapter(scale=0.01)
     assert merge(adapter, tmp_path / "merged", "--dtype", "bfloat16") == 1
     said = capsys.readouterr().err
@@ -278,7 +322,9 @@ def test_an_adapter_smaller_than_the_rounding_is_not_lost_in_silence(make_adapte
     assert merge(adapter, tmp_path / "merged") == 0
 
 
-def test_a_full_disk_leaves_nothing(make_adapter: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_full_disk_leaves_nothing(
+    make_adapter: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     adapter = make_adapter()
     with monkeypatch.context() as patch:
         patch.setattr(merging.durable_files, "free_bytes", lambda path: 10)
@@ -311,14 +357,18 @@ def test_nothing_is_overwritten(make_adapter: Make, tmp_path: Path, capsys):
     assert merge(adapter, tmp_path / "empty") == 0  # takes an empty folder's place
 
 
-def test_what_cannot_be_merged_is_refused(make_adapter: Make, tiny_model: Path, tmp_path: Path, capsys):
+def test_what_cannot_be_merged_is_refused(
+    make_adapter: Make, tiny_model: Path, tmp_path: Path, capsys
+):
     from peft import PromptTuningConfig, get_peft_model
 
     assert merge(tmp_path, tmp_path / "merged") == 2
     assert "no adapter is there" in capsys.readouterr().err
     prompt = tmp_path / "prompt"
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(prompt)
+    get_peft_model(
+        base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    ).save_pretrained(prompt)
     assert merge(prompt, tmp_path / "merged") == 2
     assert "PROMPT_TUNING cannot be merged" in capsys.readouterr().err
     quantized = tmp_path / "quantized"
@@ -327,7 +377,9 @@ def test_what_cannot_be_merged_is_refused(make_adapter: Make, tiny_model: Path, 
         (quantized / path.name).symlink_to(path)
     config = json.loads((tiny_model / "config.json").read_text())
     (quantized / "config.json").unlink()
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
+    )
     assert merge(make_adapter(), tmp_path / "merged", "--model", str(quantized)) == 2
     assert "are quantized" in capsys.readouterr().err
     assert_nothing_left(tmp_path, "prompt", "quantized")

@@ -1,4 +1,6 @@
-"""`merge --format gguf`: the converter is run, its file compared, and what is wrong with it found."""
+"""`merge --format gguf`: the converter is run, its file compared, and what is wrong with it
+found.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from finetune.__main__ import main as finetune
 from finetune.errors import ConfigError
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf")
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="needs the package gguf"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters") / "adapter"
     torch.manual_seed(3)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
-    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
+    get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    ).save_pretrained(folder)
     AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
     return folder
 
@@ -50,19 +56,27 @@ def merge(adapter: Path, output: Path, *flags: object) -> int:
 
 
 @needs_gguf
-def test_the_file_is_whole_and_has_its_modelfile(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_file_is_whole_and_has_its_modelfile(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("LLAMA_CPP", str(converter(tmp_path)))
     assert merge(adapter, tmp_path / "out") == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "model.gguf", "Modelfile", "README.md", "chat_template.jinja",
     }  # fmt: skip
     text = (tmp_path / "out" / "Modelfile").read_text(encoding="utf-8")
-    assert "FROM ./model.gguf" in text and 'PARAMETER stop """<|im_end|>"""' in text and "num_ctx 512" in text
+    assert (
+        "FROM ./model.gguf" in text
+        and 'PARAMETER stop """<|im_end|>"""' in text
+        and "num_ctx 512" in text
+    )
 
 
 @needs_gguf
 def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: Path):
-    """Chat ends with <|im_end|>, the base's documents with <|endoftext|>: the converter knows the latter alone."""
+    """Chat ends with <|im_end|>, the base's documents with <|endoftext|>: the converter knows the
+    latter alone.
+    """
     from gguf import GGUFReader
 
     own = tmp_path / "own"
@@ -80,7 +94,10 @@ def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: 
 
 @needs_gguf
 def test_an_eos_that_the_template_writes_elsewhere_is_refused_before_the_merge(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     own = tmp_path / "own"
     shutil.copytree(adapter, own)
@@ -97,7 +114,10 @@ def test_an_eos_that_the_template_writes_elsewhere_is_refused_before_the_merge(
 @pytest.mark.parametrize(
     ("kind", "taken"),
     [
-        *((kind, True) for kind in ("qwen3", "qwen3_5", "qwen3_5_moe", "gemma3", "llama", "mistral", "gpt_oss")),
+        *(
+            (kind, True)
+            for kind in ("qwen3", "qwen3_5", "qwen3_5_moe", "gemma3", "llama", "mistral", "gpt_oss")
+        ),
         *((kind, False) for kind in ("gpt_neox", "deepseek_v3", "glm4")),
     ],
 )
@@ -115,12 +135,30 @@ def test_what_is_not_read_back_is_refused_by_its_name(kind: str, taken: bool, tm
 
 FAULTS = {
     "rope_theta is": ("writer.add_rope_freq_base(", "writer.add_rope_freq_base(2 * "),
-    "its chat template is not the run's": ("tokenizer.chat_template)", "tokenizer.chat_template + ' ')"),
-    "token 7 is another one": ("writer.add_tokenizer_pre", "names[7] = 'x'; writer.add_tokenizer_pre"),
-    "the token that ends an answer": ("add_eos_token_id(tokenizer.eos_token_id)", "add_eos_token_id(7)"),
-    "its logits differ": ("data = gguf.quants.quantize(tensor", "data = gguf.quants.quantize(1.01 * tensor"),
-    "failed: ended by SIGKILL": ("known = json.loads", "import os; os.kill(os.getpid(), 9)\n    known = json.loads"),
-    "failed: wrote no file: half": ("known = json.loads", "print('half'); raise SystemExit(0)\n    known = json.loads"),
+    "its chat template is not the run's": (
+        "tokenizer.chat_template)",
+        "tokenizer.chat_template + ' ')",
+    ),
+    "token 7 is another one": (
+        "writer.add_tokenizer_pre",
+        "names[7] = 'x'; writer.add_tokenizer_pre",
+    ),
+    "the token that ends an answer": (
+        "add_eos_token_id(tokenizer.eos_token_id)",
+        "add_eos_token_id(7)",
+    ),
+    "its logits differ": (
+        "data = gguf.quants.quantize(tensor",
+        "data = gguf.quants.quantize(1.01 * tensor",
+    ),
+    "failed: ended by SIGKILL": (
+        "known = json.loads",
+        "import os; os.kill(os.getpid(), 9)\n    known = json.loads",
+    ),
+    "failed: wrote no file: half": (
+        "known = json.loads",
+        "print('half'); raise SystemExit(0)\n    known = json.loads",
+    ),
     "failed: exit code 1: no such model": (
         "known = json.loads",
         "raise SystemExit('no such model')\n    known = json.loads",
@@ -142,14 +180,19 @@ def test_a_wrong_file_is_found_and_nothing_is_left(
 
 @needs_gguf
 def test_without_converter_or_reader_it_is_refused(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", "")
     assert merge(adapter, tmp_path / "out") == 2
     assert "convert_hf_to_gguf.py is not there" in capsys.readouterr().err
     assert merge(adapter, tmp_path / "out", "--llama-cpp", tmp_path / "nowhere") == 2
-    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES", ["llama"])
+    monkeypatch.setattr(
+        "transformers.modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES", ["llama"]
+    )
     assert merge(adapter, tmp_path / "out", "--llama-cpp", converter(tmp_path)) == 2
     assert "cannot be read back" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

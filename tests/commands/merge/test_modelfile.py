@@ -1,4 +1,6 @@
-"""Ollama's template: what it writes is what the chat template writes; by Go itself where Go is installed."""
+"""Ollama's template: what it writes is what the chat template writes; by Go itself where Go is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,34 @@ import pytest
 from chat_models import SPECIALS, make_tokenizer
 
 from finetune.commands.merge import modelfile
-from finetune.commands.merge.modelfile import CONVERSATIONS, ORDERS, SPACED, TEXTS, conversations, render_go
+from finetune.commands.merge.modelfile import (
+    CONVERSATIONS,
+    ORDERS,
+    SPACED,
+    TEXTS,
+    conversations,
+    render_go,
+)
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.encoding.templates import TEMPLATES
 
 # Answers are written by their place, as of templates with think blocks.
 BY_PLACE = (
-    "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}"
-    "{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}"
-    "{%- elif message.role == 'assistant' and loop.index0 % 4 == 1 %}"
-    "{{- '<|im_start|>assistant\nA: ' + message.content }}"
-    "{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}{{-"
+    " '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}{%-"
+    " elif message.role == 'assistant' and loop.index0 % 4 == 1 %}{{- '<|im_start|>assistant\nA: '"
+    " + message.content }}{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content +"
+    " '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+    " '<|im_start|>assistant\n' }}{%- endif %}"
 )
 # Results that follow one another stand in one turn, as Qwen's templates write them.
 TOOLS_JOINED = TEMPLATES["chatml"].replace(
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}",
-    "{%- if message.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
-    "{{ '<|im_start|>user' }}{% endif %}{{ '\\n<result>' + message.content + '</result>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
-    "{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif -%}",
+    "{%- if message.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool'"
+    " %}{{ '<|im_start|>user' }}{% endif %}{{ '\\n<result>' + message.content + '</result>' }}{%-"
+    " if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif"
+    " %}{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] +"
+    " '<|im_end|>\\n' }}{% endif -%}",
 )
 
 
@@ -42,20 +52,28 @@ def chat_template(source: str) -> ChatTemplate:
 
 def write(source: str, ends: tuple[str, ...] = ("<|im_end|>",)) -> modelfile.Modelfile | None:
     template = chat_template(source)
-    return modelfile.write_modelfile(template, file_name="model.gguf", begins=False, context_tokens=512, ends=ends)
+    return modelfile.write_modelfile(
+        template, file_name="model.gguf", begins=False, context_tokens=512, ends=ends
+    )
 
 
 def read(text: str) -> dict[str, list[str]]:
-    """A Modelfile as Ollama reads it (its parser/parser.go): all between the quotes, and no escapes."""
+    """A Modelfile as Ollama reads it (its parser/parser.go): all between the quotes, and no
+    escapes.
+    """
     found: dict[str, list[str]] = {}
-    for name, value in re.findall(r'^(TEMPLATE|PARAMETER \w+) """(.*?)"""$', text, re.DOTALL | re.MULTILINE):
+    for name, value in re.findall(
+        r'^(TEMPLATE|PARAMETER \w+) """(.*?)"""$', text, re.DOTALL | re.MULTILINE
+    ):
         found.setdefault(name, []).append(value)
     return found
 
 
 def go_template(template: ChatTemplate) -> str:
     """The one that its Modelfile has."""
-    made = modelfile.write_modelfile(template, file_name="m", begins=False, context_tokens=None, ends=[])
+    made = modelfile.write_modelfile(
+        template, file_name="m", begins=False, context_tokens=None, ends=[]
+    )
     assert made is not None
     return read(made.text)["TEMPLATE"][0]
 
@@ -63,16 +81,34 @@ def go_template(template: ChatTemplate) -> str:
 @pytest.mark.parametrize(
     ("source", "keeps_space", "takes_all_turns"),
     [
-        *((TEMPLATES[name], True, True) for name in ("chatml", "qwen", "phi3", "alpaca", "glm4", "deepseek")),
+        *(
+            (TEMPLATES[name], True, True)
+            for name in ("chatml", "qwen", "phi3", "alpaca", "glm4", "deepseek")
+        ),
         *((TEMPLATES[name], False, True) for name in ("llama3", "vicuna")),
         (TOOLS_JOINED, True, False),
     ],
-    ids=["chatml", "qwen", "phi3", "alpaca", "glm4", "deepseek", "llama3", "vicuna", "tools joined"],
+    ids=[
+        "chatml",
+        "qwen",
+        "phi3",
+        "alpaca",
+        "glm4",
+        "deepseek",
+        "llama3",
+        "vicuna",
+        "tools joined",
+    ],
 )
 def test_these_templates_have_one_in_ollama(source: str, keeps_space: bool, takes_all_turns: bool):
     made = write(source)
-    assert made is not None and (made.keeps_space, made.takes_all_turns) == (keeps_space, takes_all_turns)
-    assert made.text.splitlines()[1] == "FROM ./model.gguf" and read(made.text)["PARAMETER stop"] == ["<|im_end|>"]
+    assert made is not None and (made.keeps_space, made.takes_all_turns) == (
+        keeps_space,
+        takes_all_turns,
+    )
+    assert made.text.splitlines()[1] == "FROM ./model.gguf" and read(made.text)[
+        "PARAMETER stop"
+    ] == ["<|im_end|>"]
     assert ("without tools" in made.text) != takes_all_turns
 
 
@@ -87,7 +123,10 @@ def test_values_are_quoted_as_ollama_reads_them():
     ends = ('<|end "x"|>', "\nUser:", "back\\slash", '"')
     made = write(TEMPLATES["chatml"], ends)
     assert made is not None and read(made.text)["PARAMETER stop"] == list(ends)
-    assert write(TEMPLATES["chatml"], ('"""',)) is None and write(TEMPLATES["chatml"], ("a\u200bb",)) is None
+    assert (
+        write(TEMPLATES["chatml"], ('"""',)) is None
+        and write(TEMPLATES["chatml"], ("a\u200bb",)) is None
+    )
     assert write(TEMPLATES["chatml"].replace("'\\n' + message", "'\u3000' + message")) is None
 
 
@@ -113,14 +152,22 @@ def test_a_template_that_differs_in_one_sign_is_found():
     template = chat_template(TEMPLATES["chatml"])
     source = go_template(template)
     assert modelfile._equal(template, source, "", TEXTS + SPACED)
-    for old, new in (("<|im_end|>\n", "<|im_end|>"), ("assistant\n", "assistant"), ('"system"', '"sys"')):
+    for old, new in (
+        ("<|im_end|>\n", "<|im_end|>"),
+        ("assistant\n", "assistant"),
+        ('"system"', '"sys"'),
+    ):
         assert old in source and not modelfile._equal(template, source.replace(old, new), "", TEXTS)
 
 
 def test_the_fifty_conversations_are_of_all_forms():
     found = list(itertools.islice(conversations(TEXTS), CONVERSATIONS))
-    assert len({json.dumps([message.content for message in one]) for one in found}) > CONVERSATIONS - 5
-    orders = {"".join("c" if message.calls else message.role[0] for message in one) for one in found}
+    assert (
+        len({json.dumps([message.content for message in one]) for one in found}) > CONVERSATIONS - 5
+    )
+    orders = {
+        "".join("c" if message.calls else message.role[0] for message in one) for one in found
+    }
     assert orders == {*ORDERS, *("s" + order for order in ORDERS)}
     assert {message.content for one in found for message in one if not message.calls} == set(TEXTS)
 
@@ -157,13 +204,22 @@ func main() {
 """
 
 
-@pytest.mark.skipif(shutil.which("go") is None, reason="needs Go (golang) on PATH: its text/template is the reference")
+@pytest.mark.skipif(
+    shutil.which("go") is None,
+    reason="needs Go (golang) on PATH: its text/template is the reference",
+)
 @pytest.mark.parametrize("name", ["chatml", "qwen", "phi3", "alpaca", "llama3", "deepseek"])
 def test_go_renders_the_same(name: str, tmp_path: Path):
     source = go_template(chat_template(TEMPLATES[name]))
     data = []
     for messages in itertools.islice(conversations(TEXTS + SPACED), CONVERSATIONS):
-        data.append({"Messages": [{"Role": message.role, "Content": message.content} for message in messages]})
+        data.append(
+            {
+                "Messages": [
+                    {"Role": message.role, "Content": message.content} for message in messages
+                ]
+            }
+        )
     (tmp_path / "main.go").write_text(GO)
     done = subprocess.run(
         ["go", "run", "main.go"], cwd=tmp_path, input=json.dumps({"Source": source, "Data": data}),

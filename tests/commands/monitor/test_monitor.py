@@ -1,4 +1,6 @@
-"""`finetune monitor`: what it knows of a run while it is written, cut, rotated and ended, and how it shows it."""
+"""`finetune monitor`: what it knows of a run while it is written, cut, rotated and ended, and how
+it shows it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import DIFFICULTIES, MIXES, line, make_preference_run, make_run, sign, start_event, step
+from fake_runs import (
+    DIFFICULTIES,
+    MIXES,
+    line,
+    make_preference_run,
+    make_run,
+    sign,
+    start_event,
+    step,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, environment
@@ -64,12 +75,25 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def shown(view: Any, width: int, height: int, *, lang: str = "en", encoding: str = "utf-8", colour: bool = True) -> str:
+def shown(
+    view: Any,
+    width: int,
+    height: int,
+    *,
+    lang: str = "en",
+    encoding: str = "utf-8",
+    colour: bool = True,
+) -> str:
     """The picture as a terminal of this size gets it."""
     raw = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="", errors="replace")
     system = "truecolor" if colour else None
     console = Console(
-        file=raw, width=width, height=height, force_terminal=True, color_system=system, legacy_windows=False
+        file=raw,
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system=system,
+        legacy_windows=False,
     )
     with speaking(lang):
         console.print(Dashboard(view, MACHINE, note=_("q quit")))
@@ -85,7 +109,9 @@ def without_styles(text: str) -> str:
 
 
 class Writer:
-    """A file with what a reader should have of it: the model that `LineFollower` is compared with."""
+    """A file with what a reader should have of it: the model that `LineFollower` is compared
+    with.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,18 +135,26 @@ class Writer:
 
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=25), seed=st.integers(0, 1 << 20))
-def test_a_follower_has_what_the_file_has(choices: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory):
-    """Appends (torn too), cuts at any place with writing on at once, and replacements, between any two looks."""
+def test_a_follower_has_what_the_file_has(
+    choices: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory
+):
+    """Appends (torn too), cuts at any place with writing on at once, and replacements, between any
+    two looks.
+    """
     folder = tmp_path_factory.mktemp("follow")
     draw, writer = random.Random(seed), Writer(folder / "log")
     follower, had = LineFollower(writer.path), []
     for choice in choices:
         if choice < 6:
-            writer.write(b"".join(b"%d\n" % draw.randrange(10**9) for _ in range(draw.randrange(4))))
+            writer.write(
+                b"".join(b"%d\n" % draw.randrange(10**9) for _ in range(draw.randrange(4)))
+            )
             writer.write(b"torn %d" % draw.randrange(10**9) if choice == 0 else b"")
         elif choice < 8 and writer.path.exists():
             writer.cut(draw.randrange(len(writer.content) + 1))
-            writer.write(b"" if choice == 6 else b"again %d\n" % draw.randrange(10**9) * draw.randrange(8))
+            writer.write(
+                b"" if choice == 6 else b"again %d\n" % draw.randrange(10**9) * draw.randrange(8)
+            )
         elif choice == 8 and writer.path.exists():
             writer.replace()
         if choice != 9:
@@ -154,7 +188,11 @@ def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
         log.write("".join(line(step(n)) for n in range(1, 31)) + '{"step": 31, "lo')
         log.flush()
         view = reader.poll()
-        assert (view.step, view.eta_seconds, view.difficulties) == (30, 35.0, list(DIFFICULTIES[:2]))
+        assert (view.step, view.eta_seconds, view.difficulties) == (
+            30,
+            35.0,
+            list(DIFFICULTIES[:2]),
+        )
         log.write('ss": 1.0}\n')
     assert reader.poll().step == 31
     (folder / "status.json").write_text('{"state": "done", "exit_code": 0}')
@@ -165,7 +203,12 @@ def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
     from finetune.commands.monitor.command import _numbers
 
     folder = make_run(tmp_path / "one")
-    own = {"source_tokens/books": 30, "source_share/books": 0.75, "source_loss/books": 1.5, "source_tokens/code": 10}
+    own = {
+        "source_tokens/books": 30,
+        "source_share/books": 0.75,
+        "source_loss/books": 1.5,
+        "source_tokens/code": 10,
+    }
     with open(folder / "trainer_log.jsonl", "a") as log:
         log.write(line(step(41, **own)))
     view = open_run(folder).poll()
@@ -175,7 +218,15 @@ def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
     assert "books 1.5000" in _numbers(view)
     with open(folder / "events.jsonl", "a") as events:
         events.write(
-            line({"event": "eval", "time": time.time(), "step": 40, "eval_loss": 2.0, "eval_exact_match": 0.5})
+            line(
+                {
+                    "event": "eval",
+                    "time": time.time(),
+                    "step": 40,
+                    "eval_loss": 2.0,
+                    "eval_exact_match": 0.5,
+                }
+            )
         )
     view = open_run(folder).poll()
     assert "exact match 50.0%" in _numbers(view)
@@ -209,18 +260,22 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
     assert [s for s, _ in reader.poll().values("loss")] == list(range(1, 41))
     assert reader.poll().evaluated() == [(0, 2.5), (40, 9.0)]
     kept = "".join((folder / "trainer_log.jsonl").read_text().splitlines(keepends=True)[:20])
-    with open(folder / "trainer_log.jsonl", "r+") as log:  # as the run's own log does: the same file, cut
+    # as the run's own log does: the same file, cut
+    with open(folder / "trainer_log.jsonl", "r+") as log:
         log.truncate(len(kept))
         log.seek(0, os.SEEK_END)
         log.write("".join(line(step(n, loss=7.0)) for n in range(21, 46)))
     with open(folder / "events.jsonl", "a") as events:
         events.write(
-            line(start_event(20)) + line({"event": "resume", "time": time.time(), "step": 20, "checkpoint": "x"})
+            line(start_event(20))
+            + line({"event": "resume", "time": time.time(), "step": 20, "checkpoint": "x"})
         )
     view = reader.poll()
     assert [s for s, _ in view.values("loss")] == list(range(1, 46))
     assert [loss for _, loss in view.values("loss")[20:]] == [7.0] * 25
-    assert view.evaluated() == [(0, 2.5)], "what was measured on the training that was thrown away is gone"
+    assert view.evaluated() == [(0, 2.5)], (
+        "what was measured on the training that was thrown away is gone"
+    )
 
 
 def test_the_stage_is_the_schedules(tmp_path: Path):
@@ -237,7 +292,9 @@ def test_the_stage_is_the_schedules(tmp_path: Path):
 def test_an_ended_run(state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status = {"error": "the disk \x1b[31mis full"} if state == "failed" else {}
     folder = make_run(tmp_path / "one", state=state, exit_code=code, **status)
-    assert finetune(["monitor", str(folder), "--interval", "0.2", "--lang", "en"]) == 0, "it ends by itself"
+    assert finetune(["monitor", str(folder), "--interval", "0.2", "--lang", "en"]) == 0, (
+        "it ends by itself"
+    )
     said = capsys.readouterr().out
     assert state in said and "step 40/100" in said and "\x1b" not in said
     assert ("the disk is full" in said) == (state == "failed")
@@ -259,7 +316,9 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
         signed = json.loads((folder / ".lock").read_text())
         (folder / ".lock").write_text(json.dumps({**signed, "since": "2001-09-09T01:46:40+00:00"}))
         assert open_run(folder).poll().state == "running"
-        (folder / ".lock").write_text(json.dumps({**signed, "start_ticks": signed["start_ticks"] + 1}))
+        (folder / ".lock").write_text(
+            json.dumps({**signed, "start_ticks": signed["start_ticks"] + 1})
+        )
         assert open_run(folder).poll().state == "vanished"
 
 
@@ -269,10 +328,13 @@ def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
         (folder / name).write_bytes(b"\xff\xfe{[")
     with open(folder / "trainer_log.jsonl", "a") as log:
         log.write(
-            'not json\n[1]\n{"step": "x"}\n{"step": 4, "loss": "high", "loss/a": [], "share/a": {}}\n{"step": 5}\n'
+            'not json\n[1]\n{"step": "x"}\n{"step": 4, "loss": "high", "loss/a": [], "share/a":'
+            ' {}}\n{"step": 5}\n'
         )
     with open(folder / "events.jsonl", "a") as events:
-        events.write('{"event": 1}\n{"event": "eval", "time": 1}\n{"event": "oom", "time": 2}\n\x00\n')
+        events.write(
+            '{"event": 1}\n{"event": "eval", "time": 1}\n{"event": "oom", "time": 2}\n\x00\n'
+        )
     view = open_run(folder).poll()
     assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
     for size in ((100, 30), (60, 15), (20, 5)):
@@ -284,8 +346,12 @@ def test_warnings_of_all_ranks_are_told_once(tmp_path: Path):
     folder = make_run(tmp_path / "one")
     (folder / "logs").mkdir()
     old = "2026-01-01 10:00:00,000 [WARNING] of an earlier start\n"
-    new = "2026-01-02 10:00:00,000 [INFO] all is well\n2026-01-02 10:00:01,000 [WARNING] slow disk\n"
-    twice = "2026-01-02 10:00:02,000 [WARNING] step 7 was skipped: loss or gradients are not finite\n"
+    new = (
+        "2026-01-02 10:00:00,000 [INFO] all is well\n2026-01-02 10:00:01,000 [WARNING] slow disk\n"
+    )
+    twice = (
+        "2026-01-02 10:00:02,000 [WARNING] step 7 was skipped: loss or gradients are not finite\n"
+    )
     (folder / "logs" / "20260101-100000-1-rank0.log").write_text(old)
     (folder / "logs" / "20260102-100000-2-rank0.log").write_text(new + twice)
     (folder / "logs" / "20260102-100000-3-rank11.log").write_text(
@@ -294,16 +360,24 @@ def test_warnings_of_all_ranks_are_told_once(tmp_path: Path):
     reader = open_run(folder)
     reader.poll()
     messages = [(m.level, m.rank, m.text or m.event["event"]) for m in reader.poll().messages]
-    assert sorted(messages) == [("ERROR", 11, "no link"), ("WARNING", 0, "nonfinite"), ("WARNING", 0, "slow disk")]
+    assert sorted(messages) == [
+        ("ERROR", 11, "no link"),
+        ("WARNING", 0, "nonfinite"),
+        ("WARNING", 0, "slow disk"),
+    ]
 
 
 def test_messages_stay_in_order_where_the_clock_goes_back(tmp_path: Path):
-    """The last ones are shown: those of an hour before the clock was set back must not stand in their place."""
+    """The last ones are shown: those of an hour before the clock was set back must not stand in
+    their place.
+    """
     folder = make_run(tmp_path / "one", steps=1)
     at = time.time()
     with open(folder / "events.jsonl", "a") as events:
         for number, offset in enumerate((0.0, 3600.0, 3601.0, 1.0, 2.0)):
-            events.write(line({"event": "nonfinite", "time": at + offset, "step": 10 + number, "ids": []}))
+            events.write(
+                line({"event": "nonfinite", "time": at + offset, "step": 10 + number, "ids": []})
+            )
     (folder / "logs").mkdir()
     said = "".join(f"2026-01-01 0{hour}:00:00,000 [WARNING] at {hour}\n" for hour in (5, 7, 6))
     (folder / "logs" / "20260101-000000-1-rank1.log").write_text(said)
@@ -343,17 +417,25 @@ def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_consoles_own_lines():
-    text = "2026-01-01 10:00:00,123 [INFO] step 37/120  stage 2/3  loss 0.4520  2,645 tok/s  ETA 1:00:28"
+    text = (
+        "2026-01-01 10:00:00,123 [INFO] step 37/120  stage 2/3  loss 0.4520  2,645 tok/s  ETA"
+        " 1:00:28"
+    )
     assert parse_console_line(text.encode()).step == {
         "step": 37, "total_steps": 120, "stage": "stage 2/3", "loss": 0.452, "tokens_per_second": 2645.0,
         "eta_seconds": 3628,
     }  # fmt: skip
-    text = "[INFO] step 20/60  loss 6.6590  9,022 tok/s  lr 0.000625  dt 0.227 s  mfu 12.5%  ETA 0:09"
+    text = (
+        "[INFO] step 20/60  loss 6.6590  9,022 tok/s  lr 0.000625  dt 0.227 s  mfu 12.5%  ETA 0:09"
+    )
     facts = parse_console_line(text.encode()).step
     assert (facts["learning_rate"], facts["step_seconds"], facts["mfu"]) == (0.000625, 0.227, 0.125)
     line_ = parse_console_line(b"[INFO] step 30  eval_loss 0.5677  eval_loss/explain 0.7317")
     assert line_.evaluation == {"step": 30, "eval_loss": 0.5677, "eval_loss/explain": 0.7317}
-    assert parse_console_line(b"[INFO] saved checkpoint-30").checkpoint == {"name": "checkpoint-30", "step": 30}
+    assert parse_console_line(b"[INFO] saved checkpoint-30").checkpoint == {
+        "name": "checkpoint-30",
+        "step": 30,
+    }
     assert parse_console_line(b"[SUCCESS] done: 120 steps, output in x").end == "done"
     assert parse_console_line(b"[WARNING] stopped by SIGTERM at step 95; x").end == "stopped"
     assert parse_console_line(b"[ERROR] rank 3: no memory").warning == ("ERROR", 3, "no memory")
@@ -361,14 +443,20 @@ def test_the_consoles_own_lines():
 
 
 def test_lines_of_other_scripts():
-    text = b"step 00010/00500 (2.00%) | loss: 3.456789 | lrm: 1.00 | dt: 100.00ms | tok/sec: 12,345 | mfu: 1.25%"
+    text = (
+        b"step 00010/00500 (2.00%) | loss: 3.456789 | lrm: 1.00 | dt: 100.00ms | tok/sec: 12,345 |"
+        b" mfu: 1.25%"
+    )
     facts = parse_console_line(text).step
     assert (facts["step"], facts["total_steps"], facts["loss"]) == (10, 500, 3.456789)
     assert (facts["tokens_per_second"], facts["mfu"]) == (12345.0, 0.0125)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=80) | st.text(max_size=80).map(lambda text: f"[INFO] step {text}/9 loss {text}".encode()))
+@given(
+    st.binary(max_size=80)
+    | st.text(max_size=80).map(lambda text: f"[INFO] step {text}/9 loss {text}".encode())
+)
 def test_no_line_breaks_the_reader_or_reaches_the_terminal(raw: bytes):
     parse_console_line(raw)
     text = plain_text(raw.decode("utf-8", "replace"))
@@ -435,7 +523,9 @@ def test_a_step_log_by_itself_is_read_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])
-@pytest.mark.parametrize(("width", "height"), [(60, 15), (80, 24), (100, 30), (200, 60), (30, 8), (10, 3)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(60, 15), (80, 24), (100, 30), (200, 60), (30, 8), (10, 3)]
+)
 def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_path: Path):
     from rich.cells import cell_len
 
@@ -449,7 +539,9 @@ def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_p
         assert all(name in text for name in DIFFICULTIES[:2])
     if width >= 80:
         assert "NPU 0" in text and "50/64 GiB" in text and "0.0001" in text
-        assert {"en": "warnings", "zh": "警告"}[lang] in text and {"en": "q quit", "zh": "q 退出"}[lang] in text
+        assert {"en": "warnings", "zh": "警告"}[lang] in text and {"en": "q quit", "zh": "q 退出"}[
+            lang
+        ] in text
 
 
 def test_without_colour_and_without_unicode(tmp_path: Path):
@@ -476,15 +568,24 @@ def test_a_run_that_says_nothing_is_told(tmp_path: Path):
 def test_a_chart_goes_through_its_points():
     rising = text_chart([(x, x) for x in range(64)], 8, 4)
     assert [len(row) for row in rising] == [8] * 4
-    assert rising[0].strip() and rising[0][:4] == "    " and rising[3][:1] != " " and rising[3][4:] == "    "
+    assert (
+        rising[0].strip()
+        and rising[0][:4] == "    "
+        and rising[3][:1] != " "
+        and rising[3][4:] == "    "
+    )
     assert text_chart([], 5, 2) == ["     ", "     "]
-    assert text_chart([(1, 3.0)], 3, 3, unicode=False).count("   ") == 2, "a single point is a single dot"
+    assert text_chart([(1, 3.0)], 3, 3, unicode=False).count("   ") == 2, (
+        "a single point is a single dot"
+    )
     flat = text_chart([(0, 1.0), (9, 1.0)], 4, 3, unicode=False)
     assert [row.count("*") for row in flat] == [0, 4, 0]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=200), st.integers(1, 60), st.integers(1, 12))
+@given(
+    st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=200), st.integers(1, 60), st.integers(1, 12)
+)
 def test_charts_of_any_values(values: list[float], width: int, height: int):
     points = list(enumerate(values))
     rows = text_chart(averaged(points, width), width, height)
@@ -496,9 +597,20 @@ def test_charts_of_any_values(values: list[float], width: int, height: int):
 
 
 def test_small_forms():
-    assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)] == ["░░░░", "░░░░", "██░░", "████", "████"]
+    assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)] == [
+        "░░░░",
+        "░░░░",
+        "██░░",
+        "████",
+        "████",
+    ]
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█" and sparkline([], 5) == ""
-    assert [format_duration(s) for s in (5, 75, 3700, 100_000)] == ["0:05", "1:15", "1:01:40", "1d 3:46:40"]
+    assert [format_duration(s) for s in (5, 75, 3700, 100_000)] == [
+        "0:05",
+        "1:15",
+        "1:01:40",
+        "1d 3:46:40",
+    ]
 
 
 def test_what_stands_in_tables_is_translated():
@@ -558,7 +670,11 @@ def test_the_newest_run_is_taken_and_named(
     capsys.readouterr()
     assert finetune(["monitor", "--once", "--lang", "en"]) == 0
     said = capsys.readouterr()
-    assert "runs/new" in said.err and "step 40/100" in said.out and "[WARNING] step 7 was skipped" in said.out
+    assert (
+        "runs/new" in said.err
+        and "step 40/100" in said.out
+        and "[WARNING] step 7 was skipped" in said.out
+    )
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -591,7 +707,11 @@ def test_the_form_of_the_json_is_frozen(
     assert finetune(["monitor", str(make_run(tmp_path / "one")), "--once", "--json"]) == 0
     look = json.loads(capsys.readouterr().out)
     assert set(look) == frozen["top"]
-    for name, part in (("stage", look["stage"]), ("host", look["host"]), ("device", look["devices"][0])):
+    for name, part in (
+        ("stage", look["stage"]),
+        ("host", look["host"]),
+        ("device", look["devices"][0]),
+    ):
         assert set(part) == frozen[name]
     assert set(look["warnings"][0]) == frozen["warning"] and len(look["devices"]) == 8
     assert (look["step"], look["last"]["loss"], look["evaluation"]["eval_loss"]) == (40, 0.05, 2.5)
@@ -599,9 +719,23 @@ def test_the_form_of_the_json_is_frozen(
 
 def test_lines_into_a_pipe_follow_the_run(tmp_path: Path):
     folder = make_run(tmp_path / "one", steps=2)
-    words = [sys.executable, "-m", "finetune", "monitor", str(folder), "--interval", "0.2", "--lang", "zh"]
+    words = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "monitor",
+        str(folder),
+        "--interval",
+        "0.2",
+        "--lang",
+        "zh",
+    ]
     watching = subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment({"PYTHONIOENCODING": "utf-8"})
+        words,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=environment({"PYTHONIOENCODING": "utf-8"}),
     )
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.extend(watching.stdout))
@@ -633,10 +767,27 @@ def test_the_dashboard_on_a_real_terminal(way_out: str, tmp_path: Path):
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     before = termios.tcgetattr(follower)
     variables = environment(
-        {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "COLUMNS": None}
+        {
+            "TERM": "xterm-256color",
+            "LC_ALL": "C.UTF-8",
+            "PYTHONIOENCODING": "utf-8",
+            "COLUMNS": None,
+        }
     )
-    words = [sys.executable, "-m", "finetune", "monitor", str(folder), "--interval", "0.2", "--lang", "en"]
-    watching = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=follower, env=variables)
+    words = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "monitor",
+        str(folder),
+        "--interval",
+        "0.2",
+        "--lang",
+        "en",
+    ]
+    watching = subprocess.Popen(
+        words, stdin=follower, stdout=follower, stderr=follower, env=variables
+    )
     screen = b""
 
     def seen(text: bytes) -> bool:
@@ -656,7 +807,9 @@ def test_the_dashboard_on_a_real_terminal(way_out: str, tmp_path: Path):
             watching.send_signal(signal.SIGTERM)
         assert watching.wait(30) == (0 if way_out == "q" else 128 + signal.SIGTERM)
         seen(b"")
-        assert b"\x1b[?1049h" in screen and screen.rindex(b"\x1b[?1049l") > screen.rindex(b"\x1b[?1049h")
+        assert b"\x1b[?1049h" in screen and screen.rindex(b"\x1b[?1049l") > screen.rindex(
+            b"\x1b[?1049h"
+        )
         assert screen.rindex(b"\x1b[?25h") > screen.rindex(b"\x1b[?25l"), "the cursor is back"
         assert termios.tcgetattr(follower) == before
     finally:

@@ -14,9 +14,16 @@ from finetune.runs import step_table
 from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, Points, StepTable
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.text(max_size=2), st.integers(-(10**20), 10**20), st.floats(), st.just(10**400)
+    st.none(),
+    st.booleans(),
+    st.text(max_size=2),
+    st.integers(-(10**20), 10**20),
+    st.floats(),
+    st.just(10**400),
 )
-LINES = st.lists(st.tuples(st.integers(0, 60), st.dictionaries(st.sampled_from("abcd"), VALUES)), max_size=80)
+LINES = st.lists(
+    st.tuples(st.integers(0, 60), st.dictionaries(st.sampled_from("abcd"), VALUES)), max_size=80
+)
 
 
 def as_listed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,7 +66,9 @@ def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, 
 
 def test_the_last_lines_are_kept_whole():
     table = StepTable({"step": step, "text": str(step)} for step in range(1, 100))
-    assert [line["text"] for line in table.recent] == [str(step) for step in range(100 - RECENT_STEPS, 100)]
+    assert [line["text"] for line in table.recent] == [
+        str(step) for step in range(100 - RECENT_STEPS, 100)
+    ]
     table.add({"step": 95, "text": "again"})
     assert [line["step"] for line in table.recent] == [*range(100 - RECENT_STEPS, 95), 95]
 
@@ -71,5 +80,13 @@ def test_a_log_of_endless_names_takes_no_endless_memory():
 
 def test_points_are_pairs():
     points = Points.of([(1, 2.0), (3, 4.0), (5, 0.0)])
-    assert points == [(1, 2.0), (3, 4.0), (5, 0.0)] and points[-1] == (5, 0.0) and points[1:] == [(3, 4.0), (5, 0.0)]
-    assert type(points[0][0]) is int and points.above(1.0) == [(1, 2.0), (3, 4.0)] and not Points.of([])
+    assert (
+        points == [(1, 2.0), (3, 4.0), (5, 0.0)]
+        and points[-1] == (5, 0.0)
+        and points[1:] == [(3, 4.0), (5, 0.0)]
+    )
+    assert (
+        type(points[0][0]) is int
+        and points.above(1.0) == [(1, 2.0), (3, 4.0)]
+        and not Points.of([])
+    )

@@ -18,7 +18,11 @@ def test_lines_beyond_the_rate_are_counted():
             if record.name == "test.report":
                 said.set()
 
-    noisy, report, handler = logging.getLogger("test.noisy"), logging.getLogger("test.report"), Keep()
+    noisy, report, handler = (
+        logging.getLogger("test.noisy"),
+        logging.getLogger("test.report"),
+        Keep(),
+    )
     limit = LineLimit(report, lines=3, seconds=0.2)
     for logger in (noisy, report):
         logger.addHandler(handler)

@@ -1,4 +1,6 @@
-"""The server as clients meet it: the official client and curl, hostile sockets, killed workers, and the end."""
+"""The server as clients meet it: the official client and curl, hostile sockets, killed workers, and
+the end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from serve_helpers import Served, alive, real_server, stub_server, wait_for
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
-QUESTIONS = ("Explain the meaning of 100.64.0.0/10.", "什么是自治系统？", "请说出 BGP 的端口。", "What is NAT?")
+QUESTIONS = (
+    "Explain the meaning of 100.64.0.0/10.",
+    "什么是自治系统？",
+    "请说出 BGP 的端口。",
+    "What is NAT?",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,12 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[Served]:
-    limits = {"head_seconds": 1.0, "body_seconds": 1.0, "max_connections": 40, "max_body_bytes": 100_000}
+    limits = {
+        "head_seconds": 1.0,
+        "body_seconds": 1.0,
+        "max_connections": 40,
+        "max_body_bytes": 100_000,
+    }
     with stub_server(max_batch=4, max_queue=2, request_seconds=8.0, **limits) as server:
         yield server
 
@@ -66,8 +78,14 @@ def test_the_official_client_whole_and_streamed(served: Served):
 
     def whole(messages: list) -> str:
         answer = api.chat.completions.create(model=served.model, messages=messages, max_tokens=12)
-        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.completion_tokens
+        assert (
+            answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        )
+        return (
+            answer.choices[0].message.content,
+            answer.choices[0].finish_reason,
+            answer.usage.completion_tokens,
+        )
 
     def streamed(messages: list) -> str:
         chunks = list(
@@ -88,14 +106,27 @@ def test_the_official_client_whole_and_streamed(served: Served):
         assert list(pool.map(whole, asked)) == wanted
         assert list(pool.map(streamed, asked)) == wanted
     assert [whole(messages) for messages in asked[:1]] == wanted[:1]
-    for pid in served.worker_pids():  # the model's template, which is a program, is run by another process
-        assert any("template_process" in " ".join(child.cmdline()) for child in psutil.Process(pid).children())
+    # the model's template, which is a program, is run by another process
+    for pid in served.worker_pids():
+        assert any(
+            "template_process" in " ".join(child.cmdline())
+            for child in psutil.Process(pid).children()
+        )
     raw = api.completions.create(model=served.model, prompt="BGP", max_tokens=4)
     assert raw.object == "text_completion" and raw.usage.completion_tokens == 4
     pieces = api.completions.create(model=served.model, prompt="BGP", max_tokens=4, stream=True)
     assert "".join(chunk.choices[0].text for chunk in pieces) == raw.choices[0].text
-    seeded = {"model": served.model, "messages": asked[0], "max_tokens": 12, "temperature": 1.0, "seed": 11}
-    assert len({api.chat.completions.create(**seeded).choices[0].message.content for _ in range(3)}) == 1
+    seeded = {
+        "model": served.model,
+        "messages": asked[0],
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "seed": 11,
+    }
+    assert (
+        len({api.chat.completions.create(**seeded).choices[0].message.content for _ in range(3)})
+        == 1
+    )
 
 
 def test_the_official_client_sees_errors_as_errors(served: Served, stub: Served):
@@ -103,18 +134,33 @@ def test_the_official_client_sees_errors_as_errors(served: Served, stub: Served)
     for error, code, request in (
         (openai.BadRequestError, "empty_array", {"messages": []}),
         (openai.BadRequestError, "unsupported_parameter", {"messages": user, "n": 3}),
-        (openai.BadRequestError, "context_length_exceeded", {"messages": [{"role": "user", "content": "BGP " * 3000}]}),
+        (
+            openai.BadRequestError,
+            "context_length_exceeded",
+            {"messages": [{"role": "user", "content": "BGP " * 3000}]},
+        ),
         (openai.NotFoundError, "model_not_found", {"messages": user, "model": "gpt-4"}),
     ):
         for stream in (False, True):
             with pytest.raises(error) as caught:
                 api.chat.completions.create(**{"model": served.model, "stream": stream, **request})
             assert caught.value.code == code and caught.value.type == "invalid_request_error"
-    for path in ("/nope", "/v1", "/docs", "/openapi.json", "/static/../server.py", "/%2e%2e/server.py"):
+    for path in (
+        "/nope",
+        "/v1",
+        "/docs",
+        "/openapi.json",
+        "/static/../server.py",
+        "/%2e%2e/server.py",
+    ):
         status, _, body = served.request("GET", path)
         assert status == 404 and json.loads(body)["error"]["code"] == "not_found", path
     status, headers, body = served.request("DELETE", "/v1/models")
-    assert status == 405 and json.loads(body)["error"]["code"] == "method_not_allowed" and "GET" in headers["allow"]
+    assert (
+        status == 405
+        and json.loads(body)["error"]["code"] == "method_not_allowed"
+        and "GET" in headers["allow"]
+    )
     assert stub.chat("fail")[0] == 500
     with pytest.raises(openai.APIError, match="made to"):
         messages = [{"role": "user", "content": "fail"}]
@@ -124,9 +170,15 @@ def test_the_official_client_sees_errors_as_errors(served: Served, stub: Served)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl not installed")
 def test_curl(served: Served):
     def curl(*words: str) -> str:
-        return subprocess.run(["curl", "-sS", "-m", "60", *words], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["curl", "-sS", "-m", "60", *words], capture_output=True, text=True, check=True
+        ).stdout
 
-    body = {"model": served.model, "messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 6}
+    body = {
+        "model": served.model,
+        "messages": [{"role": "user", "content": QUESTIONS[1]}],
+        "max_tokens": 6,
+    }
     address, kind = f"{served.url}/v1/chat/completions", "content-type: application/json"
     whole = json.loads(curl(address, "-H", kind, "-d", json.dumps(body)))
     stream = curl("-N", address, "-H", kind, "-d", json.dumps({**body, "stream": True}))
@@ -140,13 +192,17 @@ def test_curl(served: Served):
     assert "finetune_tokens_total" in metrics and QUESTIONS[1] not in metrics
 
 
-# ---------------------------------------------------------------- clients that leave, and too many of them
+# --------------------------------------------------------- clients that leave, and too many of them
 
 
 def test_a_client_that_leaves_frees_the_worker(stub: Served):
     for stream in (True, False):
         with socket.create_connection(("127.0.0.1", stub.port)) as connection:
-            body = {"model": "stub", "messages": [{"role": "user", "content": "slow 20000"}], "stream": stream}
+            body = {
+                "model": "stub",
+                "messages": [{"role": "user", "content": "slow 20000"}],
+                "stream": stream,
+            }
             connection.sendall(post(json.dumps(body).encode()))
             wait_for(lambda: stub.health()["workers"][0]["active"] == 1)
         wait_for(lambda: stub.health()["workers"][0]["active"] == 0)
@@ -159,7 +215,9 @@ def test_a_full_queue_is_429_and_a_long_answer_504(stub: Served):
     assert statuses.count(200) >= 6 and set(statuses) == {200, 429}
     assert all(body["error"]["code"] == "queue_full" for status, body in answers if status == 429)
     status, headers, _ = stub.request(
-        "POST", "/v1/chat/completions", {"model": "stub", "messages": [{"role": "user", "content": "slow 1000"}]}
+        "POST",
+        "/v1/chat/completions",
+        {"model": "stub", "messages": [{"role": "user", "content": "slow 1000"}]},
     )
     assert status == 504 and headers["retry-after"]
     assert stub.chat("fine")[0] == 200
@@ -170,7 +228,10 @@ def test_a_full_queue_is_429_and_a_long_answer_504(stub: Served):
 
 def post(body: bytes, headers: str = "", length: int | None = None) -> bytes:
     length = len(body) if length is None else length
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{headers}"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type:"
+        f" application/json\r\n{headers}"
+    )
     return f"{head}content-length: {length}\r\n\r\n".encode() + body
 
 
@@ -200,7 +261,11 @@ def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
         ("wrong host", b"GET / HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 421),
         ("no host", b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", 400),
         ("cross-origin", post(body, "origin: https://evil.example\r\nconnection: close\r\n"), 403),
-        ("a form", post(body, "connection: close\r\n").replace(b"application/json", b"text/plain"), 415),
+        (
+            "a form",
+            post(body, "connection: close\r\n").replace(b"application/json", b"text/plain"),
+            415,
+        ),
     ):
         answer = talk(stub, data)
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (name, answer[:300])
@@ -232,7 +297,8 @@ def test_many_slow_connections_are_bounded_and_end(stub: Served):
     try:
         for connection in held[:30]:
             connection.sendall(b"POST / HTTP/1.1\r\nx: ")
-        refused = [connection.recv(4096) for connection in held]  # every one is answered and closed, in a second or two
+        # every one is answered and closed, in a second or two
+        refused = [connection.recv(4096) for connection in held]
         assert all(answer.startswith((b"HTTP/1.1 408", b"HTTP/1.1 503")) for answer in refused)
         assert any(answer.startswith(b"HTTP/1.1 503") for answer in refused)
     finally:
@@ -259,7 +325,11 @@ def stream_texts(server: Served, count: int, tokens: int) -> list[str]:
                     temperature=1.0,
                 )
             )
-            return "complete" if chunks[-1].choices[0].finish_reason in ("stop", "length") else "broken"
+            return (
+                "complete"
+                if chunks[-1].choices[0].finish_reason in ("stop", "length")
+                else "broken"
+            )
         except openai.APIError as error:
             return str(error.code)
 
@@ -268,7 +338,9 @@ def stream_texts(server: Served, count: int, tokens: int) -> list[str]:
 
 
 def test_under_load_with_a_worker_killed(served: Served):
-    """A short sample of benchmarks/serve_load.py: every request ends, and only the dead worker's end with an error."""
+    """A short sample of benchmarks/serve_load.py: every request ends, and only the dead worker's
+    end with an error.
+    """
     first, second = served.worker_pids()[:2]
     ends: list[str] = []
     load = threading.Thread(target=lambda: ends.extend(stream_texts(served, 16, 60)))
@@ -281,7 +353,9 @@ def test_under_load_with_a_worker_killed(served: Served):
     assert ends.count("worker_lost") <= 4 and ends.count("complete") >= 4
     wait_for(lambda: served.health()["status"] == "ok", 240, "for the new worker")
     assert second in served.worker_pids() and first not in served.worker_pids()
-    assert served.health()["workers"][0]["restarts"] + served.health()["workers"][1]["restarts"] == 1
+    assert (
+        served.health()["workers"][0]["restarts"] + served.health()["workers"][1]["restarts"] == 1
+    )
     assert set(stream_texts(served, 8, 8)) == {"complete"}
 
 
@@ -294,7 +368,9 @@ def test_stops_in_order_and_leaves_nobody():
         wait_for(lambda: any(worker["active"] for worker in server.health()["workers"]))
         assert server.stop() == 0
         asking.join(30)
-        assert ends[0][0] == 200 and ends[0][1]["choices"][0]["message"]["content"].endswith("word19 ")
+        assert ends[0][0] == 200 and ends[0][1]["choices"][0]["message"]["content"].endswith(
+            "word19 "
+        )
         assert len(pids) == 2 and not any(map(alive, pids))
         assert "Traceback" not in "".join(server.lines) and "word19" not in "".join(server.lines)
 
@@ -319,9 +395,18 @@ def test_refused_before_anything_is_loaded(tmp_path: Path, stub: Served):
     for flags, message in cases:
         words = ["serve", "--model", MODEL, "--device-type", "cpu", *flags]
         result = run_cli(words, module="finetune", env={"FINETUNE_SERVE_TOKEN": None})
-        assert result.returncode == 2 and message in result.stderr and "Traceback" not in said(result), flags
-    result = run_cli(["serve", "--model", tmp_path / "no", "--device-type", "cpu", "--port", 0], module="finetune")
-    assert result.returncode == 2 and "no such model folder" in result.stderr and "Traceback" not in said(result)
+        assert (
+            result.returncode == 2 and message in result.stderr and "Traceback" not in said(result)
+        ), flags
+    result = run_cli(
+        ["serve", "--model", tmp_path / "no", "--device-type", "cpu", "--port", 0],
+        module="finetune",
+    )
+    assert (
+        result.returncode == 2
+        and "no such model folder" in result.stderr
+        and "Traceback" not in said(result)
+    )
 
 
 def test_a_public_server_asks_for_its_token(tmp_path: Path):
@@ -331,8 +416,14 @@ def test_a_public_server_asks_for_its_token(tmp_path: Path):
         assert status == 401 and json.loads(body)["error"]["code"] == "invalid_api_key"
         good = {"authorization": f"Bearer {token}"}
         assert server.request("GET", "/v1/models", headers=good)[0] == 200
-        assert server.request("GET", "/metrics")[0] == 401 and server.request("GET", "/health")[0] == 200
-        assert server.request("GET", "/v1/models", headers={**good, "host": "rebound.example"})[0] == 421
+        assert (
+            server.request("GET", "/metrics")[0] == 401
+            and server.request("GET", "/health")[0] == 200
+        )
+        assert (
+            server.request("GET", "/v1/models", headers={**good, "host": "rebound.example"})[0]
+            == 421
+        )
         environ = Path(f"/proc/{server.worker_pids()[0]}/environ").read_bytes()
         assert token.encode() not in environ and token not in "".join(server.lines)
         with pytest.raises(openai.AuthenticationError):

@@ -1,4 +1,6 @@
-"""Clients that hold on to what they were refused, never read, or are too many: each loses its connection in time."""
+"""Clients that hold on to what they were refused, never read, or are too many: each loses its
+connection in time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ CONNECTIONS = 24
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[Served]:
-    limits = {"head_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0, "max_connections": CONNECTIONS}
+    limits = {
+        "head_seconds": 1.0,
+        "body_seconds": 1.0,
+        "write_seconds": 1.0,
+        "max_connections": CONNECTIONS,
+    }
     with stub_server(max_batch=8, token="a-token-of-length-24-abc", **limits) as server:
         yield server
 
@@ -68,7 +75,13 @@ def read_answer(connection: socket.socket) -> bytes:
         ("host: evil.example", 421),
         ("host: [", 400),
         ("host: 127.0.0.1\r\norigin: http://evil.example", 403),
-        ("host: 127.0.0.1\r\nauthorization: Bearer a-token-of-length-24-abc\r\ncontent-type: text/plain", 415),
+        (
+            (
+                "host: 127.0.0.1\r\nauthorization: Bearer a-token-of-length-24-abc\r\ncontent-type:"
+                " text/plain"
+            ),
+            415,
+        ),
         ("host: 127.0.0.1\r\nhost: 127.0.0.1", 400),
     ],
 )
@@ -79,7 +92,10 @@ def test_what_is_refused_is_not_waited_for(stub: Served, headers, status):
             f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\ncontent-length: 1000000\r\n\r\n".encode()
         )
         answer = read_answer(connection)
-        assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b"connection: close" in answer.lower()
+        assert (
+            answer.startswith(f"HTTP/1.1 {status} ".encode())
+            and b"connection: close" in answer.lower()
+        )
         connection.sendall(b"{")
         assert read_to_the_end(connection) == b""
     wait_for(lambda: open_connections(stub) == 0)
@@ -89,10 +105,20 @@ def test_a_client_that_never_reads_loses_its_connection(stub: Served):
     """Answers that are over, and answers that go on: neither waits for a reader for ever."""
     page = b"GET /app.js HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
     body = json.dumps(
-        {"model": "stub", "messages": [{"role": "user", "content": "say " + "x" * 20_000}], "stream": True}
+        {
+            "model": "stub",
+            "messages": [{"role": "user", "content": "say " + "x" * 20_000}],
+            "stream": True,
+        }
     ).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    head += b"authorization: Bearer a-token-of-length-24-abc\r\ncontent-length: " + str(len(body)).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type:"
+        b" application/json\r\n"
+    )
+    head += (
+        b"authorization: Bearer a-token-of-length-24-abc\r\ncontent-length: "
+        + str(len(body)).encode()
+    )
     held = [connect(stub) for _ in range(8)]
     try:
         for connection in held[:4]:
@@ -142,7 +168,9 @@ def test_refused_requests_do_not_fill_the_log(stub: Served):
 
 
 def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing():
-    """A short sample of benchmarks/serve_misbehaving.py: every client of it once, with workers that have no model."""
+    """A short sample of benchmarks/serve_misbehaving.py: every client of it once, with workers that
+    have no model.
+    """
     limits = {"head_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0}
     with stub_server(workers=2, max_batch=8, **limits) as server:
         over = threading.Event()
@@ -168,5 +196,7 @@ def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing():
         wait_for(lambda: open_connections(server) == 0)
         health = server.health()
         assert health["status"] == "ok" and health["queued"] == 0
-        assert [(worker["active"], worker["restarts"]) for worker in health["workers"]] == [(0, 0)] * 2
+        assert [(worker["active"], worker["restarts"]) for worker in health["workers"]] == [
+            (0, 0)
+        ] * 2
         assert "Traceback" not in "".join(server.lines)

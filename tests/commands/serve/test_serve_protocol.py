@@ -1,4 +1,6 @@
-"""What requests are taken and refused, in the protocol's shape, and what the guard lets through. No sockets here."""
+"""What requests are taken and refused, in the protocol's shape, and what the guard lets through. No
+sockets here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from hypothesis import strategies as st
 from finetune.commands.serve import protocol
 from finetune.commands.serve.command import _bind, run_server
 from finetune.commands.serve.guard import LOOPBACK_NAMES, RESPONSE_HEADERS, Guard, Rules
-from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, read_token
+from finetune.commands.serve.options import (
+    SHORTEST_TOKEN,
+    TOKEN_VARIABLE,
+    ServeOptions,
+    ServeSettings,
+    read_token,
+)
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, Shape, parse
 from finetune.errors import ConfigError
 
@@ -26,10 +34,23 @@ def chat(**more: Any) -> ChatRequest:
 
 def test_what_is_taken():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts, "name": "n"}]
-    asked = chat(messages=messages, user="u", metadata={"a": "b"}, n=1, presence_penalty=0, tools=[], logprobs=None)
+    messages = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": parts, "name": "n"},
+    ]
+    asked = chat(
+        messages=messages,
+        user="u",
+        metadata={"a": "b"},
+        n=1,
+        presence_penalty=0,
+        tools=[],
+        logprobs=None,
+    )
     assert asked.prompt() == [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
-    asked = chat(temperature=0, top_p=0.5, seed=3, stop="x", max_tokens=9, max_completion_tokens=7, top_k=4)
+    asked = chat(
+        temperature=0, top_p=0.5, seed=3, stop="x", max_tokens=9, max_completion_tokens=7, top_k=4
+    )
     assert asked.sampling_changes(100) == {
         "temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 3, "stop": ("x",), "max_new_tokens": 7
     }  # fmt: skip
@@ -62,7 +83,11 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"logprobs": True}, "logprobs", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
-        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
+        (
+            {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
+            "tools[0].type",
+            "invalid_value",
+        ),
         ({"tools": [STRICT]}, "tools[0].function.strict", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
@@ -82,21 +107,37 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
         ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
         ({"stop": "x" * 257}, "stop", "invalid_value"),
         ({"stop": ["x", ""]}, "stop[1]", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "x", "name": "n" * 257}]}, "messages[0].name", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "n" * 257}]},
+            "messages[0].name",
+            "invalid_value",
+        ),
         ({"messages": [*MESSAGES, 1, 2]}, "messages[1]", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            "messages[0].content[0]",
+            "invalid_value",
+        ),
     ],
 )
 def test_what_is_refused(more, param, code):
     with pytest.raises(ApiError) as refused:
         chat(**more).sampling_changes(100)
     error = refused.value.body["error"]
-    assert refused.value.status == 400 and error["type"] == "invalid_request_error" and error["message"]
+    assert (
+        refused.value.status == 400
+        and error["type"] == "invalid_request_error"
+        and error["message"]
+    )
     assert (error["param"], error["code"]) == (param, code)
 
 
-@pytest.mark.parametrize("name", [name for name, given in ChatRequest.model_fields.items() if name != "messages"])
-@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "Infinity", "-1", "1e308", str(10**400)])
+@pytest.mark.parametrize(
+    "name", [name for name, given in ChatRequest.model_fields.items() if name != "messages"]
+)
+@pytest.mark.parametrize(
+    "value", ["1e999", "-1e999", "NaN", "Infinity", "-1", "1e308", str(10**400)]
+)
 def test_no_number_is_without_bounds(name, value):
     body = f'{{"model": "m", "messages": [{{"role": "user", "content": "x"}}], "{name}": {value}}}'.encode()
     if (name, value) == ("seed", "-1"):
@@ -123,12 +164,25 @@ NAMELESS = {str(number): 0 for number in range(MANY // 4)}
         {"prompt": [[]] * MANY},
         NAMELESS,
     ],
-    ids=["content", "names of a part", "messages", "names of a message", "stop", "prompt", "prompts", "names"],
+    ids=[
+        "content",
+        "names of a part",
+        "messages",
+        "names of a message",
+        "stop",
+        "prompt",
+        "prompts",
+        "names",
+    ],
 )
 def test_a_body_of_many_wrong_things_is_one_error(body, monkeypatch):
     """pydantic would make an error of each: seconds, in which nobody is served, and a gigabyte."""
     counted, convert = [], protocol._as_api_error
-    monkeypatch.setattr(protocol, "_as_api_error", lambda error: counted.append(error.error_count()) or convert(error))
+    monkeypatch.setattr(
+        protocol,
+        "_as_api_error",
+        lambda error: counted.append(error.error_count()) or convert(error),
+    )
     for kind in (ChatRequest, CompletionRequest):
         with pytest.raises(ApiError) as refused:
             parse(kind, json.dumps({"model": "m", **body}).encode())
@@ -145,7 +199,18 @@ def test_nothing_is_fetched_for_a_message(kind):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"a":' * 50_000]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff",
+        b'{"model": NaN}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ],
 )
 def test_what_is_not_json(body):
     with pytest.raises(ApiError) as refused:
@@ -154,8 +219,14 @@ def test_what_is_not_json(body):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 NAMES = st.sampled_from([*ChatRequest.model_fields, "n", "tools", "user", "prompt", "x"])
@@ -166,17 +237,31 @@ NAMES = st.sampled_from([*ChatRequest.model_fields, "n", "tools", "user", "promp
 def test_any_json_is_taken_or_refused_in_shape(given_body):
     for kind in (ChatRequest, CompletionRequest):
         try:
-            parse(kind, json.dumps({"model": "m", "messages": MESSAGES, **given_body}).encode()).sampling_changes(9)
+            parse(
+                kind, json.dumps({"model": "m", "messages": MESSAGES, **given_body}).encode()
+            ).sampling_changes(9)
         except ApiError as error:
-            assert error.status == 400 and set(error.body["error"]) == {"message", "type", "param", "code"}
+            assert error.status == 400 and set(error.body["error"]) == {
+                "message",
+                "type",
+                "param",
+                "code",
+            }
 
 
 def test_bodies_have_the_protocols_shape():
     shape = Shape(chat=True, model="m")
     whole = shape.whole("text", "stop", {"total_tokens": 3})
-    assert whole["object"] == "chat.completion" and whole["choices"][0]["message"]["content"] == "text"
+    assert (
+        whole["object"] == "chat.completion" and whole["choices"][0]["message"]["content"] == "text"
+    )
     assert shape.first()["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert shape.last("length")["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert shape.last("length")["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
     assert {shape.piece("a")["id"], whole["id"], shape.counts({})["id"]} == {whole["id"]}
     assert Shape(chat=False, model="m").piece("a")["choices"][0]["text"] == "a"
     assert Shape(chat=False, model="m").first() is None
@@ -192,7 +277,9 @@ def visit(
     headers: dict[str, str] | list[tuple[str, str]] | None = None,
     body: list[bytes | None] = (),
 ) -> tuple[int, dict[str, str], bytes]:
-    """What a request gets; `body` are its parts, None: nothing more comes. The application echoes it with 200."""
+    """What a request gets; `body` are its parts, None: nothing more comes. The application echoes
+    it with 200.
+    """
     pairs = list(headers.items() if isinstance(headers, dict) else headers or [])
     if not any(name == "host" for name, _ in pairs):
         pairs.insert(0, ("host", "127.0.0.1:8000"))
@@ -261,7 +348,12 @@ def test_hosts(host, status):
 
 def test_other_addresses_when_the_server_is_public():
     rules = Rules(hosts=LOOPBACK_NAMES | {"chat.example"}, any_address=True)
-    for host, status in (("192.168.0.7:8000", 200), ("[fe80::1]", 200), ("chat.example", 200), ("evil.example", 421)):
+    for host, status in (
+        ("192.168.0.7:8000", 200),
+        ("[fe80::1]", 200),
+        ("chat.example", 200),
+        ("evil.example", 421),
+    ):
         assert visit(rules, headers={"host": host})[0] == status
 
 
@@ -289,7 +381,11 @@ def test_origins(headers, status):
 
 
 def test_no_cors_and_a_strict_policy_on_everything():
-    for status, headers, _ in (visit(Rules()), visit(Rules(), headers={"host": "evil"}), visit(Rules(), "POST")):
+    for status, headers, _ in (
+        visit(Rules()),
+        visit(Rules(), headers={"host": "evil"}),
+        visit(Rules(), "POST"),
+    ):
         assert status in (200, 421, 415)
         assert not [name for name in headers if name.startswith("access-control")]
         assert {name: headers[name] for name in RESPONSE_HEADERS} == RESPONSE_HEADERS
@@ -297,9 +393,16 @@ def test_no_cors_and_a_strict_policy_on_everything():
     assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
 def test_a_form_cannot_post(kind):
-    assert visit(Rules(), "POST", headers={"content-type": kind, "content-length": "2"}, body=[b"{}"])[0] == 415
+    assert (
+        visit(Rules(), "POST", headers={"content-type": kind, "content-length": "2"}, body=[b"{}"])[
+            0
+        ]
+        == 415
+    )
 
 
 def test_tokens():
@@ -315,9 +418,13 @@ def test_tokens():
         ("correct-horse-battery", 401),
         ("Bearer correct-horse-battery x", 401),
     ):
-        status_now, headers, body = visit(rules, headers={"authorization": given_header} if given_header else {})
+        status_now, headers, body = visit(
+            rules, headers={"authorization": given_header} if given_header else {}
+        )
         assert status_now == status, given_header
-        assert status == 200 or (headers["www-authenticate"] == "Bearer" and b"invalid_api_key" in body)
+        assert status == 200 or (
+            headers["www-authenticate"] == "Bearer" and b"invalid_api_key" in body
+        )
     for path in ("/", "/app.js", "/health"):
         assert visit(rules, path=path)[0] == 200
     for path in ("/metrics", "/v1/models", "/health/", "//", "/v1/../health"):
@@ -330,8 +437,13 @@ def test_bodies():
     chunked = {**JSON_TYPE, "transfer-encoding": "chunked"}
     assert visit(rules, "POST", headers=chunked, body=[b"12345", b"67890"])[2] == b"1234567890"
     assert visit(rules, "POST", headers=chunked, body=[b"12345", b"678901"])[0] == 413
-    assert visit(rules, "POST", headers={**JSON_TYPE, "content-length": "104857600"}, body=[None])[0] == 413
-    status, headers, body = visit(rules, "POST", headers={**JSON_TYPE, "content-length": "9"}, body=[b"1", None])
+    assert (
+        visit(rules, "POST", headers={**JSON_TYPE, "content-length": "104857600"}, body=[None])[0]
+        == 413
+    )
+    status, headers, body = visit(
+        rules, "POST", headers={**JSON_TYPE, "content-length": "9"}, body=[b"1", None]
+    )
     assert status == 408 and headers["connection"] == "close" and b"request_timeout" in body
     both = {**chunked, "content-length": "1"}
     assert visit(rules, "POST", headers=both, body=[b"1"])[0] == 400
@@ -359,7 +471,9 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             read_token(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_token(str(tmp_path / "none"))
-    assert "0123456789" not in repr(ServeSettings(ServeOptions(model="m"), {}, (), token="0123456789abcdef"))
+    assert "0123456789" not in repr(
+        ServeSettings(ServeOptions(model="m"), {}, (), token="0123456789abcdef")
+    )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org"])
@@ -369,8 +483,14 @@ def test_the_world_is_not_served_without_a_token(host):
 
 
 def test_a_name_that_others_use_needs_a_token_too():
-    with pytest.raises(ConfigError, match="chat.example can be reached by others, and there is no token") as refused:
-        run_server(ServeSettings(ServeOptions(model="m", allow_host=("chat.example",)), {"model": "m"}, [{}]))
+    with pytest.raises(
+        ConfigError, match="chat.example can be reached by others, and there is no token"
+    ) as refused:
+        run_server(
+            ServeSettings(
+                ServeOptions(model="m", allow_host=("chat.example",)), {"model": "m"}, [{}]
+            )
+        )
     assert refused.value.where == "--allow-host"
 
 

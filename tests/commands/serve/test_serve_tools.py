@@ -1,4 +1,6 @@
-"""Calls of tools by the official client: shapes from a worker without a model, right calls from one trained here."""
+"""Calls of tools by the official client: shapes from a worker without a model, right calls from one
+trained here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ RIGHT_CALLS = 0.8
 
 def tool(name: str, *keys: str) -> dict[str, Any]:
     properties = {key: {"type": "string"} for key in keys}
-    function = {"name": name, "parameters": {"type": "object", "properties": properties, "required": list(keys)}}
+    function = {
+        "name": name,
+        "parameters": {"type": "object", "properties": properties, "required": list(keys)},
+    }
     return {"type": "function", "function": function}
 
 
@@ -47,16 +52,28 @@ def test_the_official_client_gets_calls_whole_and_streamed():
 
         chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**asked, stream=True)]
         (streamed,) = [made for chunk in chunks for made in chunk.delta.tool_calls or ()]
-        assert (streamed.index, streamed.id, streamed.function.arguments) == (0, call.id, call.function.arguments)
+        assert (streamed.index, streamed.id, streamed.function.arguments) == (
+            0,
+            call.id,
+            call.function.arguments,
+        )
         assert chunks[-1].finish_reason == "tool_calls"
 
         # The history goes back as it came, and reaches the worker with its calls.
-        history = [*asked["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": "history"}]
+        history = [
+            *asked["messages"],
+            choice.message,
+            {"role": "tool", "tool_call_id": call.id, "content": "history"},
+        ]
         answer = api.chat.completions.create(**{**asked, "messages": history}).choices[0].message
         sent = json.loads(answer.content)
         assert sent["prompt"][1]["tool_calls"][0]["function"]["name"] == "ping"
         assert sent["prompt"][2]["tool_call_id"] == call.id and sent["tools"] == PING
-        none = api.chat.completions.create(**{**asked, "messages": [*history]}, tool_choice="none").choices[0].message
+        none = (
+            api.chat.completions.create(**{**asked, "messages": [*history]}, tool_choice="none")
+            .choices[0]
+            .message
+        )
         assert json.loads(none.content)["tools"] == []
 
 
@@ -64,9 +81,24 @@ def test_the_official_client_gets_calls_whole_and_streamed():
 
 PLACES = ("Bern", "Oslo", "Rome", "Cairo", "Lima", "Quito", "Paris", "Delhi", "Seoul", "Tokyo")
 ASKED = {
-    "weather": ("How is the weather in {}?", "Is it raining in {}?", "Weather, {}!", "What is the sky like in {}?"),
-    "clock": ("What time is it in {}?", "Tell me the time in {}.", "Clock, {}!", "Is it late in {}?"),
-    "trains": ("Which trains go to {}?", "I want to go to {}.", "Trains, {}!", "How do I get to {}?"),
+    "weather": (
+        "How is the weather in {}?",
+        "Is it raining in {}?",
+        "Weather, {}!",
+        "What is the sky like in {}?",
+    ),
+    "clock": (
+        "What time is it in {}?",
+        "Tell me the time in {}.",
+        "Clock, {}!",
+        "Is it late in {}?",
+    ),
+    "trains": (
+        "Which trains go to {}?",
+        "I want to go to {}.",
+        "Trains, {}!",
+        "How do I get to {}?",
+    ),
 }
 PREFIXES = ("", "Please: ", "Hello. ", "Now: ", "So, ")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ASKED]
@@ -97,9 +129,13 @@ def record(name: str, place: str, question: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_small_model_learns_to_call_and_is_served(tmp_path: Path):
-    """500 conversations are trained; others, of the same places and tools but never seen together so, are asked."""
+    """500 conversations are trained; others, of the same places and tools but never seen together
+    so, are asked.
+    """
     made = conversations()
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(record(*one)) for one in made[:500]), encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps(record(*one)) for one in made[:500]), encoding="utf-8"
+    )
     (tmp_path / "template.jinja").write_text(TOOL_FAMILIES["qwen"][0], encoding="utf-8")
     flags = {
         "model": MODEL,
@@ -120,6 +156,10 @@ def test_a_small_model_learns_to_call_and_is_served(tmp_path: Path):
     with real_server(tmp_path / "run", "--num-workers", 1, "--max-batch", 16) as served:
         for name, place, question in held_out:
             _, body = served.chat(question, tools=TOOLS, temperature=0, max_tokens=100)
-            calls = [call["function"] for call in body["choices"][0]["message"].get("tool_calls", ())]
-            right += [(call["name"], json.loads(call["arguments"])) for call in calls] == [(name, {"place": place})]
+            calls = [
+                call["function"] for call in body["choices"][0]["message"].get("tool_calls", ())
+            ]
+            right += [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+                (name, {"place": place})
+            ]
     assert right >= RIGHT_CALLS * len(held_out), f"{right} of {len(held_out)}"

@@ -1,4 +1,6 @@
-"""Workers that die, are full, or never start: each request ends, and only its own worker's death concerns it."""
+"""Workers that die, are full, or never start: each request ends, and only its own worker's death
+concerns it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from finetune.errors import FinetuneError
 COMMAND = (sys.executable, str(STUB_WORKER))
 
 
-def with_pool(use: Callable[[WorkerPool], Awaitable[Any]], workers: int = 1, **settings: Any) -> Any:
+def with_pool(
+    use: Callable[[WorkerPool], Awaitable[Any]], workers: int = 1, **settings: Any
+) -> Any:
     async def run() -> Any:
         chosen = {"per_worker": 2, "max_queue": 2, "command": COMMAND, **settings}
         pool = WorkerPool({"model": "stub"}, [{}] * workers, **chosen)
@@ -36,8 +40,12 @@ async def events(pool: WorkerPool, words: str, seconds: float = 10) -> list[dict
     return [event async for event in stream(pool, words, seconds)]
 
 
-async def stream(pool: WorkerPool, words: str, seconds: float = 10) -> AsyncIterator[dict[str, Any]]:
-    async with pool.answer([{"role": "user", "content": words}], {"max_new_tokens": 10_000}, seconds) as queue:
+async def stream(
+    pool: WorkerPool, words: str, seconds: float = 10
+) -> AsyncIterator[dict[str, Any]]:
+    async with pool.answer(
+        [{"role": "user", "content": words}], {"max_new_tokens": 10_000}, seconds
+    ) as queue:
         while True:
             event = await queue.get()
             yield event
@@ -54,7 +62,11 @@ def test_answers_and_their_ends():
     async def use(pool):
         said = await events(pool, "say hello, world")
         assert [event["is"] for event in said] == ["accepted", "piece", "piece", "end"]
-        assert said[-1]["text"] == "hello, world" == "".join(event.get("text", "") for event in said[1:-1])
+        assert (
+            said[-1]["text"]
+            == "hello, world"
+            == "".join(event.get("text", "") for event in said[1:-1])
+        )
         assert (await events(pool, "refuse"))[-1]["is"] == "refused"
         assert (await events(pool, "fail"))[-1]["is"] == "error"
         assert pool.active_count == 0
@@ -121,7 +133,9 @@ def test_the_queue_is_bounded_and_first_come_is_first_served():
         with pytest.raises(QueueFull):
             await events(pool, "too many")
         await asyncio.gather(*running, *waiting)
-        assert order[2:] == ["waiting 0", "waiting 1"] and pool.queued_count == pool.active_count == 0
+        assert (
+            order[2:] == ["waiting 0", "waiting 1"] and pool.queued_count == pool.active_count == 0
+        )
 
     with_pool(use)
 
@@ -152,10 +166,14 @@ def test_a_model_that_cannot_be_loaded_is_said():
         pool = WorkerPool({"model": "broken"}, [{}, {}], per_worker=1, max_queue=1, command=COMMAND)
         with pytest.raises(FinetuneError, match="no such model"):
             await pool.start()
-        silent = WorkerPool({}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "pass"))
+        silent = WorkerPool(
+            {}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "pass")
+        )
         with pytest.raises(FinetuneError, match="ended before it was ready"):
             await silent.start()
-        babbling = WorkerPool({}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "print('hello')"))
+        babbling = WorkerPool(
+            {}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "print('hello')")
+        )
         with pytest.raises(FinetuneError, match="ended before it was ready"):
             await babbling.start()
 
@@ -166,8 +184,8 @@ def test_workers_that_never_come_back_are_given_up(monkeypatch, tmp_path):
     monkeypatch.setattr(workers_module, "LONGEST_PAUSE_SECONDS", 0.01)
     once = tmp_path / "started"
     script = (
-        f"import os, runpy, sys\nif os.path.exists({str(once)!r}): sys.exit(7)\n"
-        f"open({str(once)!r}, 'w').close()\nrunpy.run_path({str(STUB_WORKER)!r}, run_name='__main__')"
+        f"import os, runpy, sys\nif os.path.exists({str(once)!r}): sys.exit(7)\nopen({str(once)!r},"
+        f" 'w').close()\nrunpy.run_path({str(STUB_WORKER)!r}, run_name='__main__')"
     )
 
     async def use(pool):

@@ -1,4 +1,6 @@
-"""A model with an adapter that changes what it says, merged; deployments of it, right ones and wrong ones."""
+"""A model with an adapter that changes what it says, merged; deployments of it, right ones and
+wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ main()
 
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the base."""
+    """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the
+    base.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,7 +59,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ]
             for record in records[start : start + 4]
         ]
-        batch = tokenizer.apply_chat_template(turns, return_tensors="pt", padding=True, return_dict=True)
+        batch = tokenizer.apply_chat_template(
+            turns, return_tensors="pt", padding=True, return_dict=True
+        )
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         adapted(**batch, labels=labels).loss.backward()
         optimizer.step()
@@ -94,10 +100,23 @@ def _merged(adapter: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
-    """`verify --json` of an adapter against a deployment: the report, with its exit code as `code`."""
+    """`verify --json` of an adapter against a deployment: the report, with its exit code as
+    `code`.
+    """
 
     def run(adapter: Path, *flags: object) -> dict:
-        words = ["--model", adapter, "--data", DATA, "--device-type", "cpu", "--prompts", 8, "--max-new-tokens", 24]
+        words = [
+            "--model",
+            adapter,
+            "--data",
+            DATA,
+            "--device-type",
+            "cpu",
+            "--prompts",
+            8,
+            "--max-new-tokens",
+            24,
+        ]
         capsys.readouterr()
         code = finetune(["verify", *map(str, words), *map(str, flags), "--json"])
         out = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Servers that do with right answers what servers do: cut, draw, redirect, ask for a key. And the public names."""
+"""Servers that do with right answers what servers do: cut, draw, redirect, ask for a key. And the
+public names.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,24 @@ def test_a_server_that_shows_answers_only_is_right(
     assert report["compared"] == {"token_ids": 0, "prompt_lengths": 8, "answers": 8, "logprobs": 0}
 
 
-def test_vllms_ids_and_logprobs_are_compared(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+def test_vllms_ids_and_logprobs_are_compared(
+    verify: Verify, adapter: Path, serve: Callable[..., Server]
+):
     report = verify(adapter, "--endpoint", f"{serve('vllm').url}/v1/")
     assert report["code"] == 0 and report["deployment"]["engine"] == "vllm"
     assert report["compared"] == {"token_ids": 8, "prompt_lengths": 8, "answers": 8, "logprobs": 8}
 
 
-@pytest.mark.parametrize(("way", "name"), [("cuts", "answers_cut"), ("stops", "stops_early"), ("draws", "not_greedy")])
+@pytest.mark.parametrize(
+    ("way", "name"), [("cuts", "answers_cut"), ("stops", "stops_early"), ("draws", "not_greedy")]
+)
 def test_what_is_done_to_answers_is_found(
     way: str, name: str, verify: Verify, adapter: Path, serve: Callable[..., Server]
 ):
     report = verify(adapter, "--endpoint", serve(way).url)
-    assert report["code"] == 1 and [finding["name"] for finding in report["findings"]] == [name], report
+    assert report["code"] == 1 and [finding["name"] for finding in report["findings"]] == [name], (
+        report
+    )
 
 
 def test_the_key_is_sent_and_nowhere_shown(
@@ -72,8 +80,21 @@ def test_a_server_that_writes_the_key_back_does_not_get_it_shown(
     server = serve(way)
     monkeypatch.setenv("OPENAI_API_KEY", f" {SECRET}\n")
     for flags in ([], ["--json"]):
-        words = ["--model", adapter, "--data", DATA, "--device-type", "cpu", "--prompts", 2, "--max-new-tokens", 8]
-        assert finetune(["verify", *map(str, words), "--endpoint", server.url, *flags]) == 1 + (way == "locked list")
+        words = [
+            "--model",
+            adapter,
+            "--data",
+            DATA,
+            "--device-type",
+            "cpu",
+            "--prompts",
+            2,
+            "--max-new-tokens",
+            8,
+        ]
+        assert finetune(["verify", *map(str, words), "--endpoint", server.url, *flags]) == 1 + (
+            way == "locked list"
+        )
         shown = capfd.readouterr()
         assert any(key == f"Bearer {SECRET}" for _, _, key in server.asked)
         assert SECRET not in shown.out + shown.err + caplog.text and "***" in shown.out + shown.err
@@ -156,7 +177,11 @@ def test_an_error_is_known_although_its_body_never_comes(serve: Callable[..., Se
 
 def test_a_model_is_chosen_only_where_there_is_no_choice(serve: Callable[..., Server]):
     server = serve("lists")
-    base, one, two = {"id": "base"}, {"id": "one", "parent": "base"}, {"id": "two", "parent": "base"}
+    base, one, two = (
+        {"id": "base"},
+        {"id": "one", "parent": "base"},
+        {"id": "two", "parent": "base"},
+    )
     for listed, name in (([base], "base"), ([base, one], "one")):
         server.given = listed
         assert Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=60).model == name
@@ -172,7 +197,9 @@ def test_a_model_is_chosen_only_where_there_is_no_choice(serve: Callable[..., Se
             Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=60)
 
 
-def test_answers_that_a_reasoning_parser_takes_are_found(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+def test_answers_that_a_reasoning_parser_takes_are_found(
+    verify: Verify, adapter: Path, serve: Callable[..., Server]
+):
     """Answers without thoughts, of a model that thinks in nobody's eyes but the parser's."""
     report = verify(adapter, "--endpoint", serve("reasons").url)
     assert [finding["name"] for finding in report["findings"]] == ["reasoning_parser"], report
@@ -192,16 +219,29 @@ THOUGHT = "<think>\nab\n</think>\n\nc"
         ("c", "", "c", False, "c", False),
     ],
 )
-def test_thoughts_are_put_back(content: str, thoughts: str, own: str, thinks: bool, whole: str, parsed: bool):
+def test_thoughts_are_put_back(
+    content: str, thoughts: str, own: str, thinks: bool, whole: str, parsed: bool
+):
     seen, misled = put_back(Seen(content, "stop", thoughts=thoughts), own, thinks)
     assert (seen.answer, misled) == (whole, parsed)
 
 
 def test_a_parser_that_takes_one_answer_takes_every_one_that_is_cut():
-    """By itself a cut answer may be thoughts that have not ended; it was, where it parted at a tie from the own one."""
+    """By itself a cut answer may be thoughts that have not ended; it was, where it parted at a tie
+    from the own one.
+    """
     shown = {1: "ab", 2: "ad"}
     asked = [
-        Replay(number, Prompt((), "", ()), "", (), "", Seen("", finish, thoughts=shown[number]), None, None)
+        Replay(
+            number,
+            Prompt((), "", ()),
+            "",
+            (),
+            "",
+            Seen("", finish, thoughts=shown[number]),
+            None,
+            None,
+        )
         for number, finish in ((1, "stop"), (2, "length"))
     ]
     own = {1: (*map(ord, "ab"), 0), 2: tuple(map(ord, "ac"))}
@@ -223,11 +263,24 @@ def test_the_text_names_fault_evidence_and_remedy_in_both_languages(
     adapter: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ):
     data = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
-    words = ["verify", "--model", adapter, "--data", data, "--device-type", "cpu", "--endpoint", serve("cuts").url]
+    words = [
+        "verify",
+        "--model",
+        adapter,
+        "--data",
+        data,
+        "--device-type",
+        "cpu",
+        "--endpoint",
+        serve("cuts").url,
+    ]
     words += ["--prompts", 4, "--max-new-tokens", 24]
     assert finetune([*map(str, words), "--lang", "en"]) == 1
     english = capsys.readouterr().out
-    assert "answers_cut: the server cuts answers off" in english and "  mend: raise its own limit" in english
+    assert (
+        "answers_cut: the server cuts answers off" in english
+        and "  mend: raise its own limit" in english
+    )
     with speaking("en"):
         assert finetune([*map(str, words), "--lang", "zh"]) == 1
     assert "answers_cut: 服务器截断了答案" in capsys.readouterr().out

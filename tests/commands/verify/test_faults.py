@@ -1,5 +1,6 @@
-"""Each deliberate fault is found by its name, and a right deployment is not complained of: transformers' own server, a
-folder through transformers, and llama.cpp's server."""
+"""Each deliberate fault is found by its name, and a right deployment is not complained of:
+transformers' own server, a folder through transformers, and llama.cpp's server.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ BASE = ROOT / "data_samples" / "tiny-qwen3"
 Verify = Callable[..., dict]
 _TURN = "{{- '<|im_start|>'"
 _DEFAULT_SYSTEM = (
-    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
-    "{%- endif %}{%- for message in messages %}"
+    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful"
+    " assistant.<|im_end|>\n' }}{%- endif %}{%- for message in messages %}"
 )
 
 
@@ -51,13 +52,17 @@ def endless(folder: Path) -> None:
 FAULTS = {
     "template": template(TEMPLATES["alpaca"]),
     "generation_prompt": edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
-    "system_left_out": edited_template(_TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN),
+    "system_left_out": edited_template(
+        _TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN
+    ),
     "system_added": edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
     "history": edited_template("for message in messages", "for message in messages[-1:]"),
     "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
     "thinking": edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
     "special_tokens_as_text": control_tokens_as_text,
-    "repetition_penalty": lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
+    "repetition_penalty": lambda folder: changed(
+        folder, "generation_config.json", repetition_penalty=1.2
+    ),
     "adapter_left_out": weights_of(BASE),
     "adapter_scale": strengthened(BASE, 2.0),
     "rope_scaling": rope(rope_type="linear", factor=4.0),
@@ -87,7 +92,9 @@ def assert_found(report: dict, name: str) -> None:
 
 def test_a_merged_folder_is_right(verify: Verify, adapter: Path, merged: Path):
     report = verify(adapter, "--merged", merged)
-    assert names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8, json.dumps(report)
+    assert (
+        names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8
+    ), json.dumps(report)
     assert set(report["compared"].values()) == {8} and report["shows_adapter"]
 
 
@@ -99,13 +106,17 @@ def test_it_says_where_the_base_would_have_passed(verify: Verify, adapter: Path,
     assert report["code"] == 0 and not report["shows_adapter"]
 
 
-def test_more_bits_than_needed_are_right(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+def test_more_bits_than_needed_are_right(
+    verify: Verify, adapter: Path, merged: Path, tmp_path: Path
+):
     folder = deployment(merged, tmp_path / "float32", in_dtype(torch.float32))
     assert names(verify(adapter, "--merged", folder)) == []
 
 
 @pytest.mark.slow
-def test_transformers_server_is_right(verify: Verify, adapter: Path, merged: Path, transformers_server: str):
+def test_transformers_server_is_right(
+    verify: Verify, adapter: Path, merged: Path, transformers_server: str
+):
     report = verify(adapter, "--endpoint", f"{transformers_server}/v1", "--served-model", merged)
     assert report["code"] == 0 and names(report) == [] and report["compared"]["prompt_lengths"] == 8
 
@@ -126,16 +137,34 @@ sys.stdin.read()
     not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("gguf")),
     reason="needs llama.cpp's server (pip install xllamacpp gguf)",
 )
-def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(verify: Verify, adapter: Path, tmp_path: Path):
+def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
+    verify: Verify, adapter: Path, tmp_path: Path
+):
     """`merge --format gguf`, read by llama.cpp itself; then the base's file in its place."""
     import stand_in_converter
 
     converter = tmp_path / "convert_hf_to_gguf.py"
-    converter.write_text(Path(stand_in_converter.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    converter.write_text(
+        Path(stand_in_converter.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+    )
     out = tmp_path / "gguf"
-    words = ["--adapter", str(adapter), "--output-dir", str(out), "--format", "gguf", "--llama-cpp", str(tmp_path)]
+    words = [
+        "--adapter",
+        str(adapter),
+        "--output-dir",
+        str(out),
+        "--format",
+        "gguf",
+        "--llama-cpp",
+        str(tmp_path),
+    ]
     assert finetune(["merge", *words]) == 0
-    assert {path.name for path in out.iterdir()} == {"model.gguf", "Modelfile", "README.md", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir()} == {
+        "model.gguf",
+        "Modelfile",
+        "README.md",
+        "chat_template.jinja",
+    }
     stand_in_converter.write(BASE, tmp_path / "base.gguf", "bf16")
     for path, found in ((out / "model.gguf", []), (tmp_path / "base.gguf", ["adapter_left_out"])):
         with subprocess.Popen(
@@ -153,8 +182,12 @@ def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(verify:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_folder_with_a_fault_is_found(name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
-    assert_found(verify(adapter, "--merged", deployment(merged, tmp_path / name, FAULTS[name])), name)
+def test_a_folder_with_a_fault_is_found(
+    name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path
+):
+    assert_found(
+        verify(adapter, "--merged", deployment(merged, tmp_path / name, FAULTS[name])), name
+    )
 
 
 @pytest.mark.slow
@@ -175,12 +208,18 @@ def test_a_missing_and_a_doubled_bos_are_found(
     assert_found(verify(begun_adapter, "--merged", folder), name)
 
 
-def test_a_template_that_writes_todays_date_is_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+def test_a_template_that_writes_todays_date_is_found(
+    verify: Verify, adapter: Path, merged: Path, tmp_path: Path
+):
     """Training writes a fixed one; the folder has the same template."""
     today = "{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\\n' }}"
-    dated = edited_template("{%- for message in messages %}", today + "{%- for message in messages %}")
+    dated = edited_template(
+        "{%- for message in messages %}", today + "{%- for message in messages %}"
+    )
     trained = deployment(adapter, tmp_path / "trained", dated)
-    assert_found(verify(trained, "--merged", deployment(merged, tmp_path / "served", dated)), "date")
+    assert_found(
+        verify(trained, "--merged", deployment(merged, tmp_path / "served", dated)), "date"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +235,19 @@ def test_as_many_bits_as_asked_for_are_right(verify: Verify, adapter: Path, whol
     assert names(verify(adapter, "--merged", whole, "--deployed-dtype", "float32")) == []
 
 
-def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, whole: Path, tmp_path: Path):
+def test_fewer_bits_than_asked_for_are_found(
+    verify: Verify, adapter: Path, whole: Path, tmp_path: Path
+):
     folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
     assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
 
 
-def test_weights_of_fewer_bits_than_trained_are_found(verify: Verify, adapter: Path, tmp_path: Path):
-    """One number beside all of the head's changes no answer, but takes bits from its numbers in bfloat16."""
+def test_weights_of_fewer_bits_than_trained_are_found(
+    verify: Verify, adapter: Path, tmp_path: Path
+):
+    """One number beside all of the head's changes no answer, but takes bits from its numbers in
+    bfloat16.
+    """
 
     def beside(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}
@@ -215,7 +260,12 @@ def test_weights_of_fewer_bits_than_trained_are_found(verify: Verify, adapter: P
     changed(base, "config.json", dtype="float32")
     shutil.copytree(adapter, tuned)
     changed(tuned, "adapter_config.json", base_model_name_or_path=str(base))
-    assert finetune(["merge", "--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]) == 0
+    assert (
+        finetune(
+            ["merge", "--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]
+        )
+        == 0
+    )
     assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
     folder = deployment(whole, tmp_path / "rounded", weights(rounded))
     assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "dtype")
@@ -237,11 +287,16 @@ def test_a_fault_without_a_name_is_said_to_be_unknown(
 ):
     """Having tried all; and a model is loaded for each rounding, not for each fault."""
     load, loaded = reference.load_weights, []
-    monkeypatch.setattr(reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more))
+    monkeypatch.setattr(
+        reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more)
+    )
 
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        return {n: t + (0.5 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+        return {
+            n: t + (0.5 * t.float().std() * torch.randn(t.shape)).to(t.dtype)
+            for n, t in tensors.items()
+        }
 
     folder = deployment(merged, tmp_path / "drawn", weights(drawn))
     report = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")

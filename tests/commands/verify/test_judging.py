@@ -1,4 +1,6 @@
-"""What passes as right, and what is named: answers that are empty, cut or repeat the prompt, and small differences."""
+"""What passes as right, and what is named: answers that are empty, cut or repeat the prompt, and
+small differences.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def reference(adapter: Path) -> Reference:
 
 def replayed(reference: Reference, folder: Path) -> list[Replay]:
     prompts = choose([str(DATA)], reference.template, 8)
-    return with_own(reference, ask(MergedFolder(folder, CPU, trust_remote_code=False), prompts, MOST), MOST)
+    return with_own(
+        reference, ask(MergedFolder(folder, CPU, trust_remote_code=False), prompts, MOST), MOST
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +61,19 @@ def silent(seen: Seen) -> Seen:
 WRONG = {
     "filtered": lambda seen, _text: replace(silent(seen), answer="", finish="content_filter"),
     "unfinished": lambda seen, _text: replace(silent(seen), answer="", finish="None"),
-    "empty at full length": lambda seen, _text: replace(silent(seen), answer="", finish="length", answer_tokens=24),
-    "empty without a length": lambda seen, _text: replace(silent(seen), answer="", finish="length", answer_tokens=None),
-    "empty and ended": lambda seen, _text: replace(silent(seen), answer="", finish="stop", answer_tokens=1),
+    "empty at full length": lambda seen, _text: replace(
+        silent(seen), answer="", finish="length", answer_tokens=24
+    ),
+    "empty without a length": lambda seen, _text: replace(
+        silent(seen), answer="", finish="length", answer_tokens=None
+    ),
+    "empty and ended": lambda seen, _text: replace(
+        silent(seen), answer="", finish="stop", answer_tokens=1
+    ),
     "a whole answer, filtered": lambda seen, _text: replace(silent(seen), finish="content_filter"),
-    "the prompt before its answer": lambda seen, text: replace(silent(seen), answer=text + seen.answer),
+    "the prompt before its answer": lambda seen, text: replace(
+        silent(seen), answer=text + seen.answer
+    ),
 }
 
 
@@ -76,11 +88,15 @@ def answered_so(replay: Replay, way: Callable[[Seen, str], Seen]) -> Replay:
 def test_no_such_answer_passes(way: str, reference: Reference, right: list[Replay]):
     findings, fit = diagnosed(reference, [answered_so(replay, WRONG[way]) for replay in right])
     assert not any(fit.good), fit
-    assert [(finding.name, len(finding.prompts)) for finding in findings] == [("unknown", len(right))]
+    assert [(finding.name, len(finding.prompts)) for finding in findings] == [
+        ("unknown", len(right))
+    ]
 
 
 @pytest.mark.parametrize("shows", [True, False], ids=["ids", "lengths"])
-def test_a_context_that_is_too_short_is_found(shows: bool, reference: Reference, right: list[Replay], merged: Path):
+def test_a_context_that_is_too_short_is_found(
+    shows: bool, reference: Reference, right: list[Replay], merged: Path
+):
     class Short(MergedFolder):
         def _answer(self, ids, max_new_tokens, **_shown):
             seen = super()._answer(ids[-64:], max_new_tokens, prompt_ids=tuple(ids[-64:]))
@@ -89,13 +105,20 @@ def test_a_context_that_is_too_short_is_found(shows: bool, reference: Reference,
     short = Short(merged, CPU, trust_remote_code=False)
     replays = with_own(reference, ask(short, [replay.prompt for replay in right], MOST), MOST)
     (finding,), _fit = diagnosed(reference, replays)
-    assert (finding.name, finding.detail, finding.explained) == ("context_cut", "the last 64 tokens", len(right))
+    assert (finding.name, finding.detail, finding.explained) == (
+        "context_cut",
+        "the last 64 tokens",
+        len(right),
+    )
     cut = tuple(replay.number for replay in right if len(replay.prompt.ids) > 64)
     assert finding.prompts == cut and 0 < len(cut) < len(right)
 
 
 def test_texts_alone_are_right(reference: Reference, right: list[Replay]):
-    texts = [answered_so(replay, lambda seen, _text: replace(silent(seen), answer_tokens=None)) for replay in right]
+    texts = [
+        answered_so(replay, lambda seen, _text: replace(silent(seen), answer_tokens=None))
+        for replay in right
+    ]
     findings, fit = diagnosed(reference, texts)
     assert findings == [] and all(fit.good)
 
@@ -112,11 +135,18 @@ def test_a_little_noise_has_no_name(
 ):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        return {n: t + (0.04 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+        return {
+            n: t + (0.04 * t.float().std() * torch.randn(t.shape)).to(t.dtype)
+            for n, t in tensors.items()
+        }
 
     counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(ProgressLine, "update", lambda self, done, **_: counted.append((done, self.total_steps)))
+    monkeypatch.setattr(
+        ProgressLine, "update", lambda self, done, **_: counted.append((done, self.total_steps))
+    )
     noisy = deployment(merged, tmp_path / "drawn", weights(drawn))
     findings, _fit = diagnosed(reference, replayed(reference, noisy))
-    assert [(finding.name, finding.detail) for finding in findings] == [("unknown", "small difference")]
+    assert [(finding.name, finding.detail) for finding in findings] == [
+        ("unknown", "small difference")
+    ]
     assert counted and all(done <= total for done, total in counted)

@@ -1,4 +1,6 @@
-"""A model that is switched is the one that would be loaded; answers that are made together are those made singly."""
+"""A model that is switched is the one that would be loaded; answers that are made together are
+those made singly.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ Make = Callable[..., Reference]
 def make(adapter: Path) -> Make:
     source = find_source(str(adapter), None)
     tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
-    return lambda dtype="float32": Reference(source, tokenizer, torch.device("cpu"), dtype, trust_remote_code=False)
+    return lambda dtype="float32": Reference(
+        source, tokenizer, torch.device("cpu"), dtype, trust_remote_code=False
+    )
 
 
 def loaded(weights: Weights) -> Weights:
@@ -53,7 +57,9 @@ def loaded(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_switched_says_what_is_loaded(dtype: str, make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_switched_says_what_is_loaded(
+    dtype: str, make: Make, monkeypatch: pytest.MonkeyPatch
+):
     prompt, answer = list(range(100, 130)), list(range(200, 206))
     ours = make(dtype)
     said = [ours._known.clear() or ours.said(weights, prompt, answer) for weights in SWITCHED]
@@ -95,7 +101,13 @@ def said_of(reference: Reference, weights: Weights) -> Said:
 
 def save_deepseek(folder: Path) -> None:
     """Its attention is scaled by YaRN's mscale."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
     config = DeepseekV3Config(
         vocab_size=512, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -119,10 +131,15 @@ def test_weights_in_another_16_bit_format_keep_their_numbers(make: Make):
 
 def test_a_model_without_a_cache_of_keys_is_judged(make: Make, tmp_path: Path):
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=512, hidden_size=16, state_size=4, num_hidden_layers=2, initializer_range=0.5)
+    config = MambaConfig(
+        vocab_size=512, hidden_size=16, state_size=4, num_hidden_layers=2, initializer_range=0.5
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     mamba = replace(make(), source=Source(str(tmp_path), None))
-    rounded, exact = (said_of(mamba, weights) for weights in (Weights(dtype="bfloat16", compute="bfloat16"), TRAINED))
+    rounded, exact = (
+        said_of(mamba, weights)
+        for weights in (Weights(dtype="bfloat16", compute="bfloat16"), TRAINED)
+    )
     assert rounded.logprobs == pytest.approx(exact.logprobs, abs=0.5) and rounded != exact
 
 

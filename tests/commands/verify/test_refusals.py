@@ -1,4 +1,6 @@
-"""What is refused: conversations by a deployment, and deployments, flags and folders by `verify`."""
+"""What is refused: conversations by a deployment, and deployments, flags and folders by
+`verify`.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,34 @@ DATA = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
 Verify = Callable[..., dict]
 
 
-def test_a_refused_conversation_is_a_difference(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+def test_a_refused_conversation_is_a_difference(
+    verify: Verify, adapter: Path, serve: Callable[..., Server]
+):
     report = verify(adapter, "--endpoint", serve("no system").url)
     assert report["code"] == 1 and report["same"] == 7, report
     (finding,) = report["findings"]
-    assert (finding["name"], finding["prompts"]) == ("refused", [1]) and "System role" in finding["detail"]
+    assert (finding["name"], finding["prompts"]) == ("refused", [1]) and "System role" in finding[
+        "detail"
+    ]
     assert report["deployment"]["refused"].startswith("400 System role not supported")
 
 
-STATUSES = {"401": "key", "403": "key", "404": "--served-model", "429": "limits requests", "503": "log"}
+STATUSES = {
+    "401": "key",
+    "403": "key",
+    "404": "--served-model",
+    "429": "limits requests",
+    "503": "log",
+}
 
 
 @pytest.mark.parametrize("way", STATUSES)
 def test_a_refusal_has_a_name_and_needs_no_model(
-    way: str, verify: Verify, adapter: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    way: str,
+    verify: Verify,
+    adapter: Path,
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     server = serve(way)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
@@ -49,35 +65,62 @@ def test_a_refusal_has_a_name_and_needs_no_model(
 
 def test_a_failure_is_json_too(adapter: Path, capsys: pytest.CaptureFixture[str]):
     for flags in (["--endpoint", "http://127.0.0.1:9"], []):
-        words = ["verify", "--model", str(adapter), "--data", str(DATA), "--device-type", "cpu", *flags, "--json"]
+        words = [
+            "verify",
+            "--model",
+            str(adapter),
+            "--data",
+            str(DATA),
+            "--device-type",
+            "cpu",
+            *flags,
+            "--json",
+        ]
         assert finetune(words) == 2
         report = json.loads(capsys.readouterr().out)
         assert report["error"]["exit_code"] == 2 and report["error"]["fix"]
 
 
-@pytest.mark.parametrize("flag", ["--json", "--json=true", "--json true", "--json=false", "--json false"])
-def test_several_failures_are_all_json_where_it_is_asked_for(flag: str, capsys: pytest.CaptureFixture[str]):
-    assert finetune(["verify", "--endpoint", "localhost:8000", "--prompts", "0", *flag.split(), "--wrong"]) == 2
+@pytest.mark.parametrize(
+    "flag", ["--json", "--json=true", "--json true", "--json=false", "--json false"]
+)
+def test_several_failures_are_all_json_where_it_is_asked_for(
+    flag: str, capsys: pytest.CaptureFixture[str]
+):
+    assert (
+        finetune(
+            ["verify", "--endpoint", "localhost:8000", "--prompts", "0", *flag.split(), "--wrong"]
+        )
+        == 2
+    )
     said = capsys.readouterr()
     if flag.endswith("false"):
         assert said.out == ""
         return
     error = json.loads(said.out)["error"]
     assert error["exit_code"] == 2 and error["what"] == f"{len(error['problems'])} problems"
-    assert {"--wrong", "--prompts"} <= {problem["what"].split()[-1] for problem in error["problems"]} | {
-        problem["where"] for problem in error["problems"]
-    }, error
-    assert all(problem["what"] in said.err and problem["fix"] in said.err for problem in error["problems"])
+    assert {"--wrong", "--prompts"} <= {
+        problem["what"].split()[-1] for problem in error["problems"]
+    } | {problem["where"] for problem in error["problems"]}, error
+    assert all(
+        problem["what"] in said.err and problem["fix"] in said.err for problem in error["problems"]
+    )
 
 
-def test_an_interrupt_is_json_too(adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_interrupt_is_json_too(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def interrupted(_options: object) -> dict:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("finetune.commands.verify.command.verify", interrupted)
     assert finetune(["verify", "--model", str(adapter), "--merged", "x", "--json"]) == 130
     error = json.loads(capsys.readouterr().out)["error"]
-    assert error.keys() == {"what", "where", "fix", "exit_code"} and error["exit_code"] == 130 and error["fix"]
+    assert (
+        error.keys() == {"what", "where", "fix", "exit_code"}
+        and error["exit_code"] == 130
+        and error["fix"]
+    )
 
 
 def test_a_refused_second_answer_is_no_other_answer():
@@ -96,13 +139,30 @@ def test_a_refused_second_answer_is_no_other_answer():
 
 
 def test_refusals_with_other_remedies_are_apart():
-    replies = ((400, "400 no system"), (422, "422 too long"), (429, "429 slower"), (400, "400 no system"))
+    replies = (
+        (400, "400 no system"),
+        (422, "422 too long"),
+        (429, "429 slower"),
+        (400, "400 no system"),
+    )
     replays = [
-        Replay(number, Prompt((), "", ()), "", (), "", Seen("", "refused", status=status, words=words), None, None)
+        Replay(
+            number,
+            Prompt((), "", ()),
+            "",
+            (),
+            "",
+            Seen("", "refused", status=status, words=words),
+            None,
+            None,
+        )
         for number, (status, words) in enumerate(replies, 1)
     ]
     template, limit = refusals(replays)
-    assert (template.detail, template.prompts) == ("400 no system", (1, 2, 4)) and "chat template" in template.mend
+    assert (template.detail, template.prompts) == (
+        "400 no system",
+        (1, 2, 4),
+    ) and "chat template" in template.mend
     assert (limit.detail, limit.prompts) == ("429 slower", (3,)) and "limits requests" in limit.mend
 
 
@@ -154,13 +214,19 @@ def test_what_cannot_be_verified_is_refused(
         (("--endpoint", serve("redirects").url), 1, "the server redirects: 307"),
     ):
         found, words = refused(capsys, *model, *flags)
-        assert found == code and said in words and SECRET not in words and "Traceback" not in words, words
+        assert (
+            found == code and said in words and SECRET not in words and "Traceback" not in words
+        ), words
     found, words = refused(capsys, "--model", adapter, "--merged", tmp_path)
     assert found == 2 and "--data" in words
 
 
-def test_an_answer_that_ends_by_refusing_is_a_refusal(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+def test_an_answer_that_ends_by_refusing_is_a_refusal(
+    verify: Verify, adapter: Path, serve: Callable[..., Server]
+):
     server = serve("gives")
     server.given = {"choices": [{"message": {"content": "no"}, "finish_reason": "refused"}]}
     report = verify(adapter, "--endpoint", server.url)
-    assert [finding["name"] for finding in report["findings"]] == ["refused"] and report["code"] == 1
+    assert [finding["name"] for finding in report["findings"]] == ["refused"] and report[
+        "code"
+    ] == 1

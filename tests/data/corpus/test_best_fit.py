@@ -41,7 +41,8 @@ def packed(lengths: list[int], size: int) -> list[list[int]]:
 @given(
     st.one_of(
         st.lists(st.integers(1, 40), max_size=60),
-        st.lists(st.sampled_from([1, 2, 5, 9, 31]), max_size=120),  # many of a length: several windows at once
+        # many of a length: several windows at once
+        st.lists(st.sampled_from([1, 2, 5, 9, 31]), max_size=120),
         st.lists(st.integers(6, 8), max_size=60),
     ),
     st.integers(3, 33),
@@ -57,7 +58,9 @@ def test_sizes_around_what_sixteen_bits_hold(size: int):
 
 
 def test_less_is_cut_than_from_a_buffer_of_a_thousand():
-    """The loader of nanochat on one process: the same rule, over what is in its buffer, which long documents fill."""
+    """The loader of nanochat on one process: the same rule, over what is in its buffer, which long
+    documents fill.
+    """
     lengths = np.random.default_rng(0).lognormal(6.2, 1.0, 300_000).astype(np.int64) + 2
     size, buffer, cut, used = 2049, [], 0, 0
     following = iter(lengths.tolist())

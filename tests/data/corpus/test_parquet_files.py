@@ -1,4 +1,6 @@
-"""`prepare` on folders of parquet as FineWeb and ClimbMix come: many shards and row groups, and what is broken."""
+"""`prepare` on folders of parquet as FineWeb and ClimbMix come: many shards and row groups, and
+what is broken.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,24 @@ from finetune.data.corpus import documents, parquet_files, passes
 from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
 from finetune.errors import FinetuneError
 
-TEXTS = [f"Document {number}: " + "löwen jagen 北京 nachts. " * (number % 5) for number in range(60)]
+TEXTS = [
+    f"Document {number}: " + "löwen jagen 北京 nachts. " * (number % 5) for number in range(60)
+]
 
 
 def prepare(data: Path | str, folder: Path, *, workers: int = 1, **changes: Any) -> Prepared:
-    settings = PrepareSettings(**({"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 900} | changes))
+    settings = PrepareSettings(
+        **({"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 900} | changes)
+    )
     return prepare_tokens((str(data),), folder, settings, num_workers=workers)
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
-    files = [*folder.glob("*.bin"), *folder.glob("*.index"), folder / "tokenizer" / "tokenizer.json"]
+    files = [
+        *folder.glob("*.bin"),
+        *folder.glob("*.index"),
+        folder / "tokenizer" / "tokenizer.json",
+    ]
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -46,13 +56,25 @@ def plain(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folders of shards whose schemas, compressions and row groups differ, with what a hub puts beside them."""
+    """Folders of shards whose schemas, compressions and row groups differ, with what a hub puts
+    beside them.
+    """
     data = tmp_path / "data"
     numbers = list(range(20))
-    write(data / "CC-1" / "0.parquet", {"text": TEXTS[:20], "id": numbers}, row_group_size=3, compression="snappy")
+    write(
+        data / "CC-1" / "0.parquet",
+        {"text": TEXTS[:20], "id": numbers},
+        row_group_size=3,
+        compression="snappy",
+    )
     large = pa.array(TEXTS[20:40], pa.large_string())
     score = [{"edu": 0.5}] * 20
-    write(data / "CC-1" / "1.parquet", {"score": score, "text": large}, row_group_size=1, compression="zstd")
+    write(
+        data / "CC-1" / "1.parquet",
+        {"score": score, "text": large},
+        row_group_size=1,
+        compression="zstd",
+    )
     coded = pa.array(TEXTS[40:]).dictionary_encode()
     write(data / "CC-2" / "0.parquet", {"url": ["u"] * 20, "text": coded}, compression="none")
     write(data / "CC-2" / "1.parquet", {"text": pa.array([], pa.string())})
@@ -61,18 +83,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_folders_as_hubs_have_them(folder: Path, plain, tmp_path: Path, workers: int, caplog, monkeypatch):
+def test_folders_as_hubs_have_them(
+    folder: Path, plain, tmp_path: Path, workers: int, caplog, monkeypatch
+):
     monkeypatch.setattr(passes, "_ENCODED_BYTES", 200)  # a row group in several parts
     caplog.set_level(logging.INFO, "finetune")
     found = prepare(folder, tmp_path / "out", workers=workers)
     assert shards_of(tmp_path / "out") == plain
-    assert (found.scan.documents, found.scan.text_bytes) == (60, sum(len(text.encode()) for text in TEXTS))
+    assert (found.scan.documents, found.scan.text_bytes) == (
+        60,
+        sum(len(text.encode()) for text in TEXTS),
+    )
     assert "4 parquet files: 60 records in 29 row groups" in caplog.text
     glob = prepare(f"{folder}/CC-*/*.parquet", tmp_path / "out")
     assert glob.made == 0
 
 
-def test_a_killed_preparation_goes_on_within_a_file(folder: Path, plain, tmp_path: Path, monkeypatch):
+def test_a_killed_preparation_goes_on_within_a_file(
+    folder: Path, plain, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr("finetune.data.corpus.documents.UNIT_BYTES", 1)  # every row group is a unit
     prepare(folder, tmp_path / "whole")
     kept = set()
@@ -105,15 +134,21 @@ def test_every_bad_file_is_named_before_any_is_read(folder: Path, tmp_path: Path
     write(folder / "CC-3" / "2.parquet", {"text": list(range(5))})
     (folder / "CC-3" / "3.parquet").write_bytes(b"")
     message = error_of(folder, tmp_path / "out")
-    for number, words in enumerate(("was cut off", "did you mean --text-field texts?", "holds int64", "was cut off")):
+    for number, words in enumerate(
+        ("was cut off", "did you mean --text-field texts?", "holds int64", "was cut off")
+    ):
         assert f"CC-3/{number}.parquet" in message and words in message
     assert "4. " in message and "5. " not in message and "CC-1" not in message
 
 
-@pytest.mark.parametrize("options", [{"compression": "zstd"}, {"compression": "none", "write_page_checksum": True}])
+@pytest.mark.parametrize(
+    "options", [{"compression": "zstd"}, {"compression": "none", "write_page_checksum": True}]
+)
 def test_a_broken_page_is_named_with_its_row_group(tmp_path: Path, options: dict):
     """Without checksums only what cannot be unpacked is known to be broken."""
-    path = write(tmp_path / "d.parquet", {"text": TEXTS}, row_group_size=20, use_dictionary=False, **options)
+    path = write(
+        tmp_path / "d.parquet", {"text": TEXTS}, row_group_size=20, use_dictionary=False, **options
+    )
     raw = bytearray(path.read_bytes())
     column = pq.read_metadata(path).row_group(1).column(0)
     middle = column.data_page_offset + column.total_compressed_size // 2
@@ -126,7 +161,10 @@ def test_nulls_and_texts_that_are_none_are_counted(tmp_path: Path):
     broken = pa.array([b"good", b"caf\xe9", None, b" ", b"fine"], pa.binary()).view(pa.string())
     path = write(tmp_path / "d.parquet", {"content": broken}, row_group_size=2)
     message = error_of(path, tmp_path / "out", text_field="content")
-    assert f"{path}:2: not UTF-8: byte 4 of the text" in message and f"{path}:3: content is no text" in message
+    assert (
+        f"{path}:2: not UTF-8: byte 4 of the text" in message
+        and f"{path}:3: content is no text" in message
+    )
     found = prepare(path, tmp_path / "out", text_field="content", drop_bad_rows=True)
     assert (found.scan.documents, found.scan.empty, found.scan.problems.total) == (2, 1, 2)
 
@@ -153,4 +191,7 @@ def test_the_footers_of_many_files_are_read_once_before_their_texts_are(folder: 
 def test_row_groups_of_gigabytes_are_said(folder: Path, tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr(parquet_files, "LARGE_GROUP_BYTES", 150)
     prepare(folder, tmp_path / "out")
-    assert "3 parquet files have row groups of more than 0 GiB" in caplog.text and "CC-1/0.parquet" in caplog.text
+    assert (
+        "3 parquet files have row groups of more than 0 GiB" in caplog.text
+        and "CC-1/0.parquet" in caplog.text
+    )

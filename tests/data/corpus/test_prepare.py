@@ -1,4 +1,6 @@
-"""`prepare`: the bytes it makes, against a reference written from the definition; kills, processes and bad input."""
+"""`prepare`: the bytes it makes, against a reference written from the definition; kills, processes
+and bad input.
+"""
 
 from __future__ import annotations
 
@@ -30,32 +32,69 @@ from finetune.data.corpus import worker_pool as processes
 from finetune.data.corpus.passes import split_bound, tokenizer_texts
 from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
 from finetune.data.corpus.shard_writer import ShardKind, ShardWriter, finished_shards
-from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_folder, tokenizer_hash
+from finetune.data.corpus.token_shards import (
+    TokenShards,
+    bytes_per_token,
+    tokenizer_folder,
+    tokenizer_hash,
+)
 from finetune.data.corpus.tokenizer import SMALLEST_VOCABULARY, open_tokenizer
 from finetune.errors import DataError, FinetuneError, StateError
 
-WORDS = ["the", "model", "reads", "text,", "and", "42", "löwen", "jagen", "北京", "nachts", "\n\t", "def", "f(x):", ""]
-ODD = ("<|im_end|> is text here", "\x00\ufffd\U0001f600\u202e", "a\r\nb\n\n\n   c", "e\u0301 \u00e9", " ", "\ufeffx")
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "text,",
+    "and",
+    "42",
+    "löwen",
+    "jagen",
+    "北京",
+    "nachts",
+    "\n\t",
+    "def",
+    "f(x):",
+    "",
+]
+ODD = (
+    "<|im_end|> is text here",
+    "\x00\ufffd\U0001f600\u202e",
+    "a\r\nb\n\n\n   c",
+    "e\u0301 \u00e9",
+    " ",
+    "\ufeffx",
+)
 
 
 def make_texts(number: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
-    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 60))) for _ in range(number)]
+    texts = [
+        " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 60))) for _ in range(number)
+    ]
     return [*texts, *(odd for odd in ODD if odd.strip())]
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
-    path.write_text("".join(json.dumps({field: text, "n": 1}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({field: text, "n": 1}) + "\n" for text in texts), encoding="utf-8"
+    )
     return path
 
 
 def settings_of(**changes: Any) -> PrepareSettings:
-    return PrepareSettings(**({"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 700} | changes))
+    return PrepareSettings(
+        **({"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 700} | changes)
+    )
 
 
-def prepare(data: Path | str | list[Any], folder: Path, *, workers: int = 1, **changes: Any) -> Prepared:
+def prepare(
+    data: Path | str | list[Any], folder: Path, *, workers: int = 1, **changes: Any
+) -> Prepared:
     paths = data if isinstance(data, list) else [data]
-    return prepare_tokens(tuple(map(str, paths)), folder, settings_of(**changes), num_workers=workers)
+    return prepare_tokens(
+        tuple(map(str, paths)), folder, settings_of(**changes), num_workers=workers
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -68,23 +107,36 @@ def texts_of(folder: Path, split: str) -> list[str]:
     shards = TokenShards(folder, split=split)
     tokenizer = open_tokenizer(tokenizer_folder(folder))
     starts = shards.documents
-    assert {int(shards.slice(start, start + 1)[0]) for start in starts[:-1]} == {tokenizer.bos_token_id}
-    return [tokenizer.decode(shards.slice(a + 1, b)) for a, b in zip(starts, starts[1:], strict=False)]
+    assert {int(shards.slice(start, start + 1)[0]) for start in starts[:-1]} == {
+        tokenizer.bos_token_id
+    }
+    return [
+        tokenizer.decode(shards.slice(a + 1, b)) for a, b in zip(starts, starts[1:], strict=False)
+    ]
 
 
 def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
-    chat = [f"<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>\n" for n in range(60)]
+    chat = [
+        f"<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>\n"
+        for n in range(60)
+    ]
     data = write_jsonl(tmp_path / "chats.jsonl", chat)
     prepare(data, tmp_path / "text")
     prepare(data, tmp_path / "chat", special_tokens=True)
     tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "chat"))
-    start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    start, end = (
+        tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")
+    )
     for folder, of_each in (("text", 0), ("chat", 2)):
         shards = TokenShards(tmp_path / folder, split="train")
         ids = shards.slice(0, shards.tokens)
-        assert [(ids == token).sum() for token in (start, end)] == [of_each * (len(shards.documents) - 1)] * 2
+        assert [(ids == token).sum() for token in (start, end)] == [
+            of_each * (len(shards.documents) - 1)
+        ] * 2
     assert not [
-        token for token in tokenizer.get_vocab() if "im" in token and token not in ("<|im_start|>", "<|im_end|>")
+        token
+        for token in tokenizer.get_vocab()
+        if "im" in token and token not in ("<|im_start|>", "<|im_end|>")
     ]
     with pytest.raises(StateError, match="special_tokens was True, now None"):
         prepare(data, tmp_path / "chat")
@@ -107,7 +159,9 @@ def prepared(data: Path, tmp_path_factory) -> Path:
 
 
 def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
-    """Split, order, ids and shard ends, computed here once more with hashlib and transformers' own call."""
+    """Split, order, ids and shard ends, computed here once more with hashlib and transformers' own
+    call.
+    """
     tokenizer = open_tokenizer(prepared / "tokenizer")
     expected: dict[str, list[list[int]]] = {"train": [[]], "val": [[]]}
     for line in data.read_text(encoding="utf-8").splitlines():
@@ -134,13 +188,19 @@ def test_every_document_comes_back(data: Path, prepared: Path):
     TokenShards(prepared).verify()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=8),
+    texts=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=8
+    ),
     fraction=st.sampled_from([0.01, 0.5, 0.99]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_unicode_comes_back_and_no_split_is_empty(prepared: Path, tmp_path_factory, texts, fraction, seed):
+def test_any_unicode_comes_back_and_no_split_is_empty(
+    prepared: Path, tmp_path_factory, texts, fraction, seed
+):
     folder = tmp_path_factory.mktemp("any")
     write_jsonl(folder / "d.jsonl", texts)
     texts = [text for text in texts if text.strip()]
@@ -183,7 +243,9 @@ def test_text_parquet_arrays_and_folders_give_the_same_documents(prepared: Path,
     for number, text in enumerate(texts):
         (folder / "deep" / f"{number:02d}.md").write_bytes(text.encode())
     (folder / "deep" / "05-empty.md").write_text(" \n")
-    (tmp_path / "array.json").write_text(json.dumps([{"text": text} for text in texts]), encoding="utf-8")
+    (tmp_path / "array.json").write_text(
+        json.dumps([{"text": text} for text in texts]), encoding="utf-8"
+    )
     table = pyarrow.table({"n": range(len(texts)), "text": texts})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5)
     write_jsonl(tmp_path / "other.jsonl", texts, field="content")
@@ -208,14 +270,22 @@ def test_text_parquet_arrays_and_folders_give_the_same_documents(prepared: Path,
     assert texts_of(tmp_path / "out0", "train")[:-1] == texts_of(tmp_path / "out2", "train")[:-1]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=20),
+    lines=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=20
+    ),
     unit_bytes=st.integers(1, 60),
     newline=st.sampled_from(["\n", "\r\n", ""]),
 )
-def test_units_of_any_size_hold_every_line_once(tmp_path_factory, monkeypatch, lines, unit_bytes, newline):
-    """Rows by the lines that start in a unit; text cut at ends of lines and never inside a character."""
+def test_units_of_any_size_hold_every_line_once(
+    tmp_path_factory, monkeypatch, lines, unit_bytes, newline
+):
+    """Rows by the lines that start in a unit; text cut at ends of lines and never inside a
+    character.
+    """
     folder = tmp_path_factory.mktemp("units")
     text = newline.join(lines)
     (folder / "t.txt").write_bytes(text.encode())
@@ -225,15 +295,24 @@ def test_units_of_any_size_hold_every_line_once(tmp_path_factory, monkeypatch, l
         units = list(corpus.units_of([folder / "t.txt"]))
         parts = [found for unit in units for _, found in corpus.documents_of(unit, "text")]
         assert "".join(parts) == text.removeprefix("\ufeff")
-        placed = [found for unit in corpus.units_of([rows]) for found in corpus.documents_of(unit, "text")]
+        placed = [
+            found for unit in corpus.units_of([rows]) for found in corpus.documents_of(unit, "text")
+        ]
         assert [found for _, found in placed] == lines
 
 
-def test_a_long_text_file_becomes_documents_of_whole_lines(prepared: Path, tmp_path: Path, monkeypatch):
+def test_a_long_text_file_becomes_documents_of_whole_lines(
+    prepared: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 200)
     text = "\n".join(make_texts(30, seed=5))
     (tmp_path / "book.txt").write_bytes(text.encode())
-    prepare(tmp_path / "book.txt", tmp_path / "out", tokenizer=str(prepared / "tokenizer"), valid_fraction=0.0)
+    prepare(
+        tmp_path / "book.txt",
+        tmp_path / "out",
+        tokenizer=str(prepared / "tokenizer"),
+        valid_fraction=0.0,
+    )
     parts = texts_of(tmp_path / "out", "train")
     assert "".join(parts) == text and len(parts) > 10
     assert all(part.endswith("\n") for part in parts[:-1])
@@ -243,7 +322,9 @@ def test_a_long_text_file_becomes_documents_of_whole_lines(prepared: Path, tmp_p
 def test_one_document_gives_no_validation_split_and_says_so(prepared: Path, tmp_path: Path, caplog):
     (tmp_path / "one.txt").write_text("only this")
     prepare(tmp_path / "one.txt", tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
-    assert texts_of(tmp_path / "out", "train") == ["only this"] and not list((tmp_path / "out").glob("val*"))
+    assert texts_of(tmp_path / "out", "train") == ["only this"] and not list(
+        (tmp_path / "out").glob("val*")
+    )
     assert "only one document" in caplog.text
 
 
@@ -276,13 +357,24 @@ def test_bytes_per_token_add_up_to_the_text(prepared: Path):
 
 
 def test_bytes_per_token_of_sentencepiece_kind():
-    """A vocabulary with byte fallback and a mark for the space, as Llama 2's; a hole among the ids."""
+    """A vocabulary with byte fallback and a mark for the space, as Llama 2's; a hole among the
+    ids.
+    """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581the", -1.0), ("<0x0A>", -2.0), ("ö", -3.0)], 0, True))
+    backend = Tokenizer(
+        models.Unigram(
+            [("<unk>", 0.0), ("\u2581the", -1.0), ("<0x0A>", -2.0), ("ö", -3.0)], 0, True
+        )
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     assert bytes_per_token(tokenizer).tolist() == [0, 4, 1, 2]
@@ -331,14 +423,20 @@ def test_too_little_text_for_the_vocabulary_is_said(tmp_path: Path, caplog):
 # ---------------------------------------------------------------- kills, processes, damage
 
 
-def test_several_processes_give_the_same_bytes(data: Path, prepared: Path, tmp_path: Path, monkeypatch):
+def test_several_processes_give_the_same_bytes(
+    data: Path, prepared: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
     prepare(data, tmp_path / "one", workers=1)
     found = prepare(data, tmp_path / "two", workers=2)
     assert len(found.scan.digests) > 8
     assert content(tmp_path / "one") == content(tmp_path / "two")
-    assert {n: b for n, b in content(prepared).items() if n.endswith(("bin", "index", "tokenizer.json"))} == {
-        n: b for n, b in content(tmp_path / "two").items() if n.endswith(("bin", "index", "tokenizer.json"))
+    assert {
+        n: b for n, b in content(prepared).items() if n.endswith(("bin", "index", "tokenizer.json"))
+    } == {
+        n: b
+        for n, b in content(tmp_path / "two").items()
+        if n.endswith(("bin", "index", "tokenizer.json"))
     }
 
 
@@ -350,7 +448,9 @@ def calls_of(action) -> int:
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between calls", "within a write"])
-def test_a_killed_preparation_goes_on_to_the_same_bytes(data: Path, prepared: Path, tmp_path: Path, monkeypatch, torn):
+def test_a_killed_preparation_goes_on_to_the_same_bytes(
+    data: Path, prepared: Path, tmp_path: Path, monkeypatch, torn
+):
     """Killed again and again at random calls, in the same folder, until it is through."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
     monkeypatch.setattr("finetune.data.corpus.shard_writer._BUFFER_BYTES", 300)
@@ -379,7 +479,9 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(data: Path, prepared: Pa
 
 
 def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path: Path):
-    """At every call, with what fsync promises and no more: a .bin under its name has its header, index and ids."""
+    """At every call, with what fsync promises and no more: a .bin under its name has its header,
+    index and ids.
+    """
     folder = tmp_path / "out"
     folder.mkdir()
     kind = ShardKind("uint16", 300, "ab" * 32, 1, 40)
@@ -425,7 +527,9 @@ def test_killed_while_the_tokenizer_is_made(data: Path, prepared: Path, tmp_path
 
 
 def test_what_is_finished_is_kept(data: Path, prepared: Path, tmp_path: Path):
-    """The second shard is lost: the first keeps its inode, the others come back; then nothing is left to do."""
+    """The second shard is lost: the first keeps its inode, the others come back; then nothing is
+    left to do.
+    """
     folder = tmp_path / "out"
     shutil.copytree(prepared, folder)
     (folder / "train-00001.bin").unlink()
@@ -447,7 +551,10 @@ def test_damaged_shards_are_said_and_made_again(data: Path, prepared: Path, tmp_
     (folder / "val-00000.json").write_text("{")
     prepare(data, folder)
     assert content(folder) == content(prepared)
-    assert "train-00001.bin was changed" in caplog.text and "val-00000.bin is made again" in caplog.text
+    assert (
+        "train-00001.bin was changed" in caplog.text
+        and "val-00000.bin is made again" in caplog.text
+    )
 
 
 def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path, tmp_path: Path):
@@ -458,7 +565,9 @@ def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path
     for number in range(0, 400, 7):
         if not killed_at(number, lambda: prepare(data, folder)):
             break
-        whole = {path.name for path in folder.glob("*.bin")} == {path.name for path in prepared.glob("*.bin")}
+        whole = {path.name for path in folder.glob("*.bin")} == {
+            path.name for path in prepared.glob("*.bin")
+        }
         try:
             TokenShards(folder)
             assert whole or not (folder / ".train-00001.bin.tmp").exists()
@@ -500,7 +609,10 @@ class _Dies:
 
 
 def test_a_killed_worker_is_an_error_and_no_hang():
-    with pytest.raises(FinetuneError, match="ended by itself"), processes.ordered_map(_Dies(), 2) as apply:
+    with (
+        pytest.raises(FinetuneError, match="ended by itself"),
+        processes.ordered_map(_Dies(), 2) as apply,
+    ):
         list(apply(range(50)))
 
 
@@ -523,7 +635,14 @@ def test_workers_do_not_outlive_a_killed_parent(prepared: Path, tmp_path: Path):
     text = "".join(f"{number} {' '.join(WORDS)}\n" for number in range(12_000))
     (tmp_path / "big.txt").write_text(text, encoding="utf-8")
     words = ["prepare", "--data", str(tmp_path / "big.txt"), "--output-dir", str(tmp_path / "out")]
-    words += ["--tokenizer", str(prepared / "tokenizer"), "--num-workers", "2", "--shard-tokens", "20000"]
+    words += [
+        "--tokenizer",
+        str(prepared / "tokenizer"),
+        "--num-workers",
+        "2",
+        "--shard-tokens",
+        "20000",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     parent = subprocess.Popen([sys.executable, "-m", "finetune", *words], cwd=ROOT, env=environment)
     children: list[psutil.Process] = []
@@ -553,7 +672,9 @@ def error_of(data: Any, folder: Path, kind: type[FinetuneError] = DataError, **c
     return str(caught.value)
 
 
-def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(prepared: Path, tmp_path: Path, monkeypatch):
+def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(
+    prepared: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 40)  # the lines are counted across units
     good = [json.dumps({"text": f"row {number}"}) for number in range(8)]
     bad = ["{broken", '"just text"', '{"texts": "misspelt"}', '{"text": 5}', r'{"text": "\ud800"}']
@@ -571,7 +692,11 @@ def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(prepared: Path, 
         (14, "surrogate"),
     ):
         assert f"d.jsonl:{line}: " in message and words in message
-    assert "latin.txt: not UTF-8: byte 4" in message and "6 of 14 records" in message and "--on-bad-row drop" in message
+    assert (
+        "latin.txt: not UTF-8: byte 4" in message
+        and "6 of 14 records" in message
+        and "--on-bad-row drop" in message
+    )
     assert not (tmp_path / "out").exists()
     found = prepare(data, tmp_path / "out", tokenizer=borrowed, drop_bad_rows=True)
     assert found.scan.documents == 8 and found.scan.problems.total == 6
@@ -586,7 +711,9 @@ def test_data_that_is_not_there(tmp_path: Path):
     assert "no file that is known to be text" in error_of(tmp_path / "empty", out)
     (tmp_path / "a.txt").write_text(" \n")
     (tmp_path / "b.jsonl").write_text("")
-    assert "no document with text in 2 files" in error_of([tmp_path / "a.txt", tmp_path / "b.jsonl"], out)
+    assert "no document with text in 2 files" in error_of(
+        [tmp_path / "a.txt", tmp_path / "b.jsonl"], out
+    )
     (tmp_path / "c.jsonl.gz").write_bytes(b"x")
     assert "unpack" in error_of(tmp_path / "c.jsonl.gz", out)
     (tmp_path / "d.parquet").write_bytes(b"x")
@@ -602,7 +729,9 @@ def test_a_parquet_file_without_the_column(tmp_path: Path):
     assert "did you mean --text-field texts?" in error_of(tmp_path / "d.parquet", tmp_path / "out")
 
 
-def test_a_folder_with_other_things_or_another_beginning(data: Path, prepared: Path, tmp_path: Path):
+def test_a_folder_with_other_things_or_another_beginning(
+    data: Path, prepared: Path, tmp_path: Path
+):
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").write_text("x")
@@ -656,26 +785,55 @@ def test_the_command_on_the_standard_library(tmp_path: Path):
     """Real files through the real command: what any machine with Python has."""
     library = Path(json.__file__).parent.parent
     files = sorted(str(path) for path in library.glob("[a-c]*.py"))[:20]
-    words = ["prepare", "--data", *files, "--output_dir", str(tmp_path / "out"), "--vocab-size=600", "--seed", "1"]
+    words = [
+        "prepare",
+        "--data",
+        *files,
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--vocab-size=600",
+        "--seed",
+        "1",
+    ]
     result = run_cli(words, module="finetune")
     assert result.returncode == 0, said(result)
     assert "20 documents" in result.stdout and "600 ids" in result.stdout
     texts = [*texts_of(tmp_path / "out", "train"), *texts_of(tmp_path / "out", "val")]
     assert sorted(texts) == sorted(Path(path).read_bytes().decode() for path in files)
-    assert list((tmp_path / "out").glob("*val*.bin")) and not list((tmp_path / "out").glob(".*.tmp"))
+    assert list((tmp_path / "out").glob("*val*.bin")) and not list(
+        (tmp_path / "out").glob(".*.tmp")
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--vocab-sise", "9"], ["did you mean --vocab-size?", "data is not set", "output_dir is not set"]),
-        (["--data", "x", "--output-dir", "y", "--vocab-size", "259"], ["too small", "at least 260"]),
-        (["--data", "x", "--output-dir", "y", "--tokenizer", "t", "--vocab-size", "500"], ["has its own"]),
+        (
+            ["--vocab-sise", "9"],
+            ["did you mean --vocab-size?", "data is not set", "output_dir is not set"],
+        ),
+        (
+            ["--data", "x", "--output-dir", "y", "--vocab-size", "259"],
+            ["too small", "at least 260"],
+        ),
+        (
+            ["--data", "x", "--output-dir", "y", "--tokenizer", "t", "--vocab-size", "500"],
+            ["has its own"],
+        ),
         (["--data", "x", "--output-dir", "y", "--valid-fraction", "1"], ["at least 0 and below 1"]),
-        (["--data", "x", "--output-dir", "y", "--shard-tokens", "0"], ["shard_tokens is 0", "at least 1"]),
-        (["--data", "x", "--output-dir", "y", "--num_workers", "none-of-it"], ["num_workers is 'none-of-it'"]),
+        (
+            ["--data", "x", "--output-dir", "y", "--shard-tokens", "0"],
+            ["shard_tokens is 0", "at least 1"],
+        ),
+        (
+            ["--data", "x", "--output-dir", "y", "--num_workers", "none-of-it"],
+            ["num_workers is 'none-of-it'"],
+        ),
         (["--data", "x", "--output-dir", "y", "--config", "z"], ["unknown flag --config"]),
-        (["x.txt", "--output", "y"], ["'x.txt' belongs to no flag", "--output is called --output-dir here"]),
+        (
+            ["x.txt", "--output", "y"],
+            ["'x.txt' belongs to no flag", "--output is called --output-dir here"],
+        ),
     ],
 )
 def test_flags_that_are_refused(words: list[str], expected: list[str], capsys):

@@ -1,4 +1,6 @@
-"""Token shards: their form on disk, reading across them, and what is said of files that are not what they seem."""
+"""Token shards: their form on disk, reading across them, and what is said of files that are not
+what they seem.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.corpus.shard_header import TokenHeader, dtype_for, header_path, index_path, read_header
+from finetune.data.corpus.shard_header import (
+    TokenHeader,
+    dtype_for,
+    header_path,
+    index_path,
+    read_header,
+)
 from finetune.data.corpus.shard_writer import ShardKind, ShardWriter
 from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder
 from finetune.errors import DataError, Problems
@@ -22,7 +30,13 @@ OTHER_HASH = "cd" * 32
 
 
 def write_shards(
-    folder: Path, documents: list[list[int]], *, split="train", vocabulary=1000, shard_tokens=10**9, tokenizer=HASH
+    folder: Path,
+    documents: list[list[int]],
+    *,
+    split="train",
+    vocabulary=1000,
+    shard_tokens=10**9,
+    tokenizer=HASH,
 ) -> None:
     folder.mkdir(exist_ok=True)
     kind = ShardKind(dtype_for(vocabulary), vocabulary, tokenizer, 1, shard_tokens)
@@ -50,7 +64,10 @@ def test_the_form_on_disk_is_frozen(tmp_path: Path):
         "train-00000.index",
         "train-00000.json",
     ]
-    ids, index = b"\x01\0\x05\0\x06\0\x01\0\xe7\x03", b"".join(n.to_bytes(8, "little") for n in (0, 3, 5))
+    ids, index = (
+        b"\x01\0\x05\0\x06\0\x01\0\xe7\x03",
+        b"".join(n.to_bytes(8, "little") for n in (0, 3, 5)),
+    )
     assert (tmp_path / "train-00000.bin").read_bytes() == ids
     assert (tmp_path / "train-00000.index").read_bytes() == index
     assert json.loads((tmp_path / "train-00000.json").read_text()) == {
@@ -68,8 +85,12 @@ def test_the_form_on_disk_is_frozen(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype", "item_bytes"), [(65_536, "uint16", 2), (65_537, "uint32", 4)])
-def test_ids_take_two_bytes_up_to_65536(tmp_path: Path, vocabulary: int, dtype: str, item_bytes: int):
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "item_bytes"), [(65_536, "uint16", 2), (65_537, "uint32", 4)]
+)
+def test_ids_take_two_bytes_up_to_65536(
+    tmp_path: Path, vocabulary: int, dtype: str, item_bytes: int
+):
     write_shards(tmp_path, [[1, vocabulary - 1]], vocabulary=vocabulary)
     assert (tmp_path / "train-00000.bin").stat().st_size == 2 * item_bytes
     shards = TokenShards(tmp_path)
@@ -82,7 +103,11 @@ def test_ids_take_two_bytes_up_to_65536(tmp_path: Path, vocabulary: int, dtype: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), shard_tokens=st.integers(1, 40), data=st.data())
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    shard_tokens=st.integers(1, 40),
+    data=st.data(),
+)
 def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_tokens: int, data):
     folder = tmp_path_factory.mktemp("shards")
     ids = np.arange(sum(lengths)) % 1000
@@ -95,11 +120,14 @@ def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_t
     start = data.draw(st.integers(0, len(ids)))
     stop = data.draw(st.integers(start, len(ids)))
     assert shards.slice(start, stop).tolist() == ids[start:stop].tolist()
-    # No shard is longer than asked, but for one document alone; and none could have taken the next document.
+    # No shard is longer than asked, but for one document alone; and none could have taken the next
+    # document.
     for one, following in zip(shards.headers, (*shards.headers[1:], None), strict=True):
         assert one.tokens <= shard_tokens or one.documents == 1
         if following is not None:
-            first = lengths[sum(header.documents for header in shards.headers[: shards.headers.index(one) + 1])]
+            first = lengths[
+                sum(header.documents for header in shards.headers[: shards.headers.index(one) + 1])
+            ]
             assert one.tokens + first > shard_tokens
     shards.verify()
 
@@ -118,7 +146,10 @@ def test_sources_may_be_files_folders_globs_and_lists(tmp_path: Path):
     write_shards(tmp_path, [[1, 77]], split="val")
     assert TokenShards(tmp_path, split="train").tokens == 18
     assert TokenShards(tmp_path, split="val").slice(0, 2).tolist() == [1, 77]
-    assert TokenShards(str(tmp_path / "train-*.bin")).fingerprint == TokenShards(tmp_path, split="train").fingerprint
+    assert (
+        TokenShards(str(tmp_path / "train-*.bin")).fingerprint
+        == TokenShards(tmp_path, split="train").fingerprint
+    )
     names = [tmp_path / "train-00002.bin", str(tmp_path / "train-00000.bin")]
     assert TokenShards(names).slice(0, 12).tolist() == [1, 6, 1, 7, 1, 8, 1, 0, 1, 1, 1, 2]
     assert tokenizer_folder(tmp_path) is None
@@ -134,7 +165,8 @@ def test_the_fingerprint_follows_content_and_not_names(tmp_path: Path):
     for name, last in (("raw", 7), ("moved", 7), ("other", 8)):
         np.array([1, 2, 1, last], "<u2").tofile(tmp_path / f"{name}.bin")
     raw, moved, other = (
-        TokenShards(tmp_path / f"{n}.bin", vocab_size=9).fingerprint for n in ("raw", "moved", "other")
+        TokenShards(tmp_path / f"{n}.bin", vocab_size=9).fingerprint
+        for n in ("raw", "moved", "other")
     )
     assert raw == moved != other
 
@@ -181,7 +213,9 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path):
     assert both.startswith("1. ") and "a.bin" in both and "b.bin" in both
 
 
-@pytest.mark.parametrize(("change", "words"), [(-2, "truncated"), (-1, "truncated"), (+2, "longer")])
+@pytest.mark.parametrize(
+    ("change", "words"), [(-2, "truncated"), (-1, "truncated"), (+2, "longer")]
+)
 def test_a_size_that_is_not_the_headers(tmp_path: Path, change: int, words: str):
     write_shards(tmp_path, [[1, 2, 3]])
     path = tmp_path / "train-00000.bin"
@@ -241,7 +275,9 @@ def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
 
 def test_a_folder_that_is_not_finished_is_refused(tmp_path: Path):
     write_shards(tmp_path, [[1, 2]])
-    (tmp_path / "prepare.json").write_text('{"format": "finetune prepared data", "version": 1, "finished": null}')
+    (tmp_path / "prepare.json").write_text(
+        '{"format": "finetune prepared data", "version": 1, "finished": null}'
+    )
     assert "not completely prepared" in refused(tmp_path)
     assert "not completely prepared" in refused(tmp_path / "train-00000.bin")
 

@@ -1,4 +1,6 @@
-"""Windows of a token stream: which tokens, which targets, in which order; and the loss of a row of them."""
+"""Windows of a token stream: which tokens, which targets, in which order; and the loss of a row of
+them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def test_best_fit_windows_begin_at_documents_and_share_no_token(data):
     rows = [windows[number][0] for number in range(len(windows))]
     assert {len(row) for row in rows} == {length + 1} and len(rows) == len(windows.lengths)
     for row in rows:
-        # A token that does not follow the one before it begins a document, and the window's first does.
+        # A token that does not follow the one before it begins a document, and the window's first
+        # does.
         begins = row[np.flatnonzero(np.diff(row, prepend=row[0] - 2) != 1)]
         assert row[0] in starts and set(begins.tolist()) <= set(starts)
         # Whole documents, but for the last: it is cut where the window ends.
@@ -90,8 +93,12 @@ def test_a_limit_takes_the_first():
 
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(0, 5), st.booleans())
-def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_row: int, batch: int, seed: int, fit):
-    windows = BestFitWindows(Stream(200, list(range(0, 200, 7))), 8) if fit else Windows(Stream(200), 8)
+def test_the_windows_of_a_step_do_not_depend_on_the_processes(
+    world: int, per_row: int, batch: int, seed: int, fit
+):
+    windows = (
+        BestFitWindows(Stream(200, list(range(0, 200, 7))), 8) if fit else Windows(Stream(200), 8)
+    )
     batches = GlobalBatches(np.zeros(len(windows)), uniform_schedule(), batch, 7, seed)
     for step in range(7):
         seen = []
@@ -134,7 +141,9 @@ def test_a_row_of_windows():
 
 @pytest.mark.parametrize("arch", ["nanochat", "qwen3", "lfm2", "lfm2_value"])
 def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: str):
-    """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks, and compiled."""
+    """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks,
+    and compiled.
+    """
     config = scratch_config(arch, 2 if "lfm2" in arch else 1, vocab_size=256, max_seq_len=16)
     assert "lfm2" not in arch or "conv" in config.layer_types
     model = make_model(config, seed=0, attention=choose_attention(config)).double()
@@ -162,15 +171,27 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
     plain_forward = model.lm_head.forward
     for execution in ("plain", "chunked", "compiled"):
         model.lm_head.forward = plain_forward
-        head = None if execution == "plain" else make_chunked_head(model, compiled=execution == "compiled")
+        head = (
+            None
+            if execution == "plain"
+            else make_chunked_head(model, compiled=execution == "compiled")
+        )
         if head is not None:
             head.logits_per_chunk = 7 * head.head.out_features
         if execution == "compiled":  # the whole graph, losses included: a break would raise
             model.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
-        loss = sum(microbatch_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].microbatches) / 80
+        loss = (
+            sum(
+                microbatch_losses(model, row, torch.device("cpu"), head).sum()
+                for row in rows[0].microbatches
+            )
+            / 80
+        )
         loss.backward()
-        assert getattr(model.config, "final_logit_softcapping", None) == (15.0 if arch == "nanochat" else None)
+        assert getattr(model.config, "final_logit_softcapping", None) == (
+            15.0 if arch == "nanochat" else None
+        )
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, reference[name], rtol=1e-9, atol=1e-14), name
@@ -199,7 +220,9 @@ def test_a_last_batch_that_is_not_full_is_filled_for_a_compiled_model(world: int
                     whole = batches.filled(microbatch) if filled else microbatch
                     assert not filled or whole.input_ids.shape == (2, 8)
                     with torch.no_grad():
-                        every = microbatch_losses(model, whole, torch.device("cpu"), head if filled else None)
+                        every = microbatch_losses(
+                            model, whole, torch.device("cpu"), head if filled else None
+                        )
                     found.append(every[: len(microbatch.targets)])
         return found
 
@@ -208,7 +231,9 @@ def test_a_last_batch_that_is_not_full_is_filled_for_a_compiled_model(world: int
     shapes = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        shapes.append([size for each in inputs if isinstance(each, torch.Tensor) for size in each.shape])
+        shapes.append(
+            [size for each in inputs if isinstance(each, torch.Tensor) for size in each.shape]
+        )
         return graph
 
     torch._dynamo.reset()

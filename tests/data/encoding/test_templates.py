@@ -16,22 +16,34 @@ from finetune.data.problems import RecordProblem
 from finetune.errors import DataError
 
 EXPECTED = {
-    "chatml": "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«a1<|im_end|>»\n"
-    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n«a2<|im_end|>»\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«a1<|eot_id|>»"
-    "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«a2<|eot_id|>»",
+    "chatml": (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«a1<|im_end|>»\n"
+        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n«a2<|im_end|>»\n"
+    ),
+    "llama3": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«a1<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«a2<|eot_id|>»"
+    ),
     "mistral": "<s>[INST] s\n\nq1[/INST]« a1</s>»[INST] q2[/INST]« a2</s>»",
-    "gemma": "<s><start_of_turn>user\ns\n\nq1<end_of_turn>\n<start_of_turn>model\n«a1<end_of_turn>»\n"
-    "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\n«a2<end_of_turn>»\n",
+    "gemma": (
+        "<s><start_of_turn>user\ns\n\nq1<end_of_turn>\n<start_of_turn>model\n«a1<end_of_turn>»\n"
+        "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\n«a2<end_of_turn>»\n"
+    ),
     "deepseek": "<s>s<｜User｜>q1<｜Assistant｜>«a1</s>»<｜User｜>q2<｜Assistant｜>«a2</s>»",
-    "phi3": "<|system|>\ns<|end|>\n<|user|>\nq1<|end|>\n<|assistant|>\n«a1<|end|>»\n"
-    "<|user|>\nq2<|end|>\n<|assistant|>\n«a2<|end|>»\n",
-    "glm4": "[gMASK]<sop><|system|>\ns<|user|>\nq1<|assistant|>\n«a1<|user|>»\nq2<|assistant|>\n«a2<|user|>»",
-    "alpaca": "<s>s\n\n### Instruction:\nq1\n\n### Response:\n«a1</s>»\n\n"
-    "### Instruction:\nq2\n\n### Response:\n«a2</s>»\n\n",
+    "phi3": (
+        "<|system|>\ns<|end|>\n<|user|>\nq1<|end|>\n<|assistant|>\n«a1<|end|>»\n"
+        "<|user|>\nq2<|end|>\n<|assistant|>\n«a2<|end|>»\n"
+    ),
+    "glm4": (
+        "[gMASK]<sop><|system|>\ns<|user|>\nq1<|assistant|>\n«a1<|user|>»\nq2<|assistant|>\n«a2<|user|>»"
+    ),
+    "alpaca": (
+        "<s>s\n\n### Instruction:\nq1\n\n### Response:\n«a1</s>»\n\n"
+        "### Instruction:\nq2\n\n### Response:\n«a2</s>»\n\n"
+    ),
     "vicuna": "<s>s USER: q1 ASSISTANT:« a1</s>»USER: q2 ASSISTANT:« a2</s>»",
 }
 EXPECTED["qwen"] = EXPECTED["chatml"]
@@ -39,7 +51,9 @@ EXPECTED["qwen"] = EXPECTED["chatml"]
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name], {**SPECIALS, "qwen": SPECIALS["chatml"]}.get(name, ()))
+    tokenizer = make_tokenizer(
+        TEMPLATES[name], {**SPECIALS, "qwen": SPECIALS["chatml"]}.get(name, ())
+    )
     (sample,) = render(talk("q1", "a1", "q2", "a2", system="s"), tokenizer, 4096)
     assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]
     assert sample.ends and sample.follows_prompt
@@ -62,10 +76,17 @@ def test_plain_text_has_no_first_token_where_the_tokenizer_has_none(name: str) -
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
-    messages = (Message("user", "q"), Message("assistant", "a1"), Message("tool", "r"), Message("assistant", "a2"))
+    messages = (
+        Message("user", "q"),
+        Message("assistant", "a1"),
+        Message("tool", "r"),
+        Message("assistant", "a2"),
+    )
     if name == "chatml":  # which writes any role by its name
         (sample,) = render(Conversation(messages), tokenizer, 4096)
-        assert "<|im_start|>tool\nr<|im_end|>\n" in marked(tokenizer, sample.input_ids, sample.supervised)
+        assert "<|im_start|>tool\nr<|im_end|>\n" in marked(
+            tokenizer, sample.input_ids, sample.supervised
+        )
         return
     with pytest.raises(RecordProblem, match="refused by the chat template: .*no turns of tools"):
         render(Conversation(messages), tokenizer, 4096)
@@ -79,7 +100,9 @@ def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_noted() -> None:
 
 
 def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'chatlm' is neither a template's name nor a file; did you mean 'chatml'"):
+    with pytest.raises(
+        DataError, match="'chatlm' is neither a template's name nor a file; did you mean 'chatml'"
+    ):
         template_source("chatlm")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{{ bos_token }}\n{% for message in messages %}", encoding="utf-8")
@@ -88,7 +111,8 @@ def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
     assert caught.value.where.startswith(f"{broken}:")
     tagged = tmp_path / "tagged.jinja"
     tagged.write_text(
-        "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}", encoding="utf-8"
+        "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}",
+        encoding="utf-8",
     )
     assert "generation" in template_source(str(tagged))
 

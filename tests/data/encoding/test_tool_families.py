@@ -1,4 +1,6 @@
-"""What is trained of calls, by family: masks written by hand; before an answer the same bytes as when it is served."""
+"""What is trained of calls, by family: masks written by hand; before an answer the same bytes as
+when it is served.
+"""
 
 from __future__ import annotations
 
@@ -41,41 +43,58 @@ RECORD: dict[str, Any] = {
     "tools": [WEATHER],
 }
 _IM_HEAD = f"<|im_start|>system\nFunctions:\n<tools>\n{TOOL}\n</tools><HOW><|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
-_IM_TAIL = (
-    "<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\n«sunny<|im_end|>»\n"
-)
+_IM_TAIL = "<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\n«sunny<|im_end|>»\n"
 _TAGGED = (
-    '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>»\n'
+    '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city":'
+    ' "Bern"}}\n</tool_call><|im_end|>»\n'
 )
 _MISTRAL_HEAD = f"<s>[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS][INST] q[/INST]"
-_MISTRAL_TAIL = '[TOOL_RESULTS] {"content": "sun", "call_id": "c12345678"}[/TOOL_RESULTS]« sunny</s>»'
+_MISTRAL_TAIL = (
+    '[TOOL_RESULTS] {"content": "sun", "call_id": "c12345678"}[/TOOL_RESULTS]« sunny</s>»'
+)
 EXPECTED = {
     "qwen": _IM_HEAD.replace("<HOW>", "") + _TAGGED + _IM_TAIL,
-    "hermes": _IM_HEAD.replace("<HOW>", "\nAnswer within <tool_call></tool_call>.") + _TAGGED + _IM_TAIL,
-    "qwen-coder": _IM_HEAD.replace("<HOW>", "")
-    + "<|im_start|>assistant\n«<tool_call>\n<function=weather>\n<parameter=city>\nBern\n"
-    "</parameter>\n</function>\n</tool_call><|im_end|>»\n" + _IM_TAIL,
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
-    f"{TOOL}\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    '«{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>»'
-    '<|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«sunny<|eot_id|>»",
-    "mistral": _MISTRAL_HEAD
-    + '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id": "c12345678"}]</s>»'
-    + _MISTRAL_TAIL,
-    "mistral-named": _MISTRAL_HEAD + '«[TOOL_CALLS]weather[ARGS]{"city": "Bern"}</s>»' + _MISTRAL_TAIL,
-    "deepseek": f"<s>## Tools\n[{TOOL}]<｜User｜>q<｜Assistant｜>"
-    "«<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    '{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜></s>»'
-    "<｜tool▁output▁begin｜>sun<｜tool▁output▁end｜>«sunny</s>»",
-    "glm4": f"[gMASK]<sop><|system|>\n## weather\n{json.dumps(WEATHER['function'])}<|user|>\nq<|assistant|>"
-    '«weather\n{"city": "Bern"}<|observation|>»\nsun<|assistant|>«\nsunny<|user|>»',
-    "gpt-oss": "<|start|>developer<|message|># Tools\n\nnamespace functions {\ntype weather = (_: "
-    '{"city": "string"}) => any;\n}<|end|><|start|>user<|message|>q<|end|><|start|>assistant'
-    '« to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>»'
-    '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"sun"<|end|>'
-    "<|start|>assistant«<|channel|>final<|message|>sunny<|return|>»",
+    "hermes": (
+        _IM_HEAD.replace("<HOW>", "\nAnswer within <tool_call></tool_call>.") + _TAGGED + _IM_TAIL
+    ),
+    "qwen-coder": (
+        _IM_HEAD.replace("<HOW>", "")
+        + "<|im_start|>assistant\n«<tool_call>\n<function=weather>\n<parameter=city>\nBern\n"
+        "</parameter>\n</function>\n</tool_call><|im_end|>»\n" + _IM_TAIL
+    ),
+    "llama3": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
+        f"{TOOL}\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '«{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>»'
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«sunny<|eot_id|>»"
+    ),
+    "mistral": (
+        _MISTRAL_HEAD + '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id":'
+        ' "c12345678"}]</s>»' + _MISTRAL_TAIL
+    ),
+    "mistral-named": (
+        _MISTRAL_HEAD + '«[TOOL_CALLS]weather[ARGS]{"city": "Bern"}</s>»' + _MISTRAL_TAIL
+    ),
+    "deepseek": (
+        f"<s>## Tools\n[{TOOL}]<｜User｜>q<｜Assistant｜>"
+        "«<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜></s>»'
+        "<｜tool▁output▁begin｜>sun<｜tool▁output▁end｜>«sunny</s>»"
+    ),
+    "glm4": (
+        "[gMASK]<sop><|system|>\n##"
+        f' weather\n{json.dumps(WEATHER["function"])}<|user|>\nq<|assistant|>«weather\n{{"city":'
+        ' "Bern"}<|observation|>»\nsun<|assistant|>«\nsunny<|user|>»'
+    ),
+    "gpt-oss": (
+        "<|start|>developer<|message|># Tools\n\nnamespace functions {\ntype weather = (_: "
+        '{"city": "string"}) => any;\n}<|end|><|start|>user<|message|>q<|end|><|start|>assistant'
+        '« to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>»'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"sun"<|end|>'
+        "<|start|>assistant«<|channel|>final<|message|>sunny<|return|>»"
+    ),
 }
 
 
@@ -105,7 +124,9 @@ def test_templates_that_write_no_tools_refuse_the_record(name: str):
 
 # ---------------------------------------------------------------- training and serving
 
-words = st.text(st.sampled_from('ab 9_"\\\n{}<>é路'), min_size=1, max_size=8).filter(lambda text: text.strip())
+words = st.text(st.sampled_from('ab 9_"\\\n{}<>é路'), min_size=1, max_size=8).filter(
+    lambda text: text.strip()
+)
 values = st.one_of(words, st.integers(-9, 9), st.booleans(), st.none(), st.lists(words, max_size=2))
 arguments = st.dictionaries(st.sampled_from(("city", "days", "unit")), values, max_size=3)
 
@@ -120,11 +141,17 @@ def records(draw: st.DrawFn, calls_a_turn: int) -> dict[str, Any]:
         for _ in range(draw(st.integers(0, 2))):
             calls = []
             for _ in range(draw(st.integers(1, calls_a_turn))):
-                function = {"name": draw(st.sampled_from(("weather", "clock"))), "arguments": draw(arguments)}
+                function = {
+                    "name": draw(st.sampled_from(("weather", "clock"))),
+                    "arguments": draw(arguments),
+                }
                 calls.append({"id": f"c{made:08d}", "type": "function", "function": function})
                 made += 1
             turns.append({"role": "assistant", "content": None, "tool_calls": calls})
-            turns += [{"role": "tool", "tool_call_id": call["id"], "content": draw(words)} for call in calls]
+            turns += [
+                {"role": "tool", "tool_call_id": call["id"], "content": draw(words)}
+                for call in calls
+            ]
         turns.append({"role": "assistant", "content": draw(words)})
     return {
         "messages": turns,
@@ -145,22 +172,30 @@ class Served:
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_what_is_trained_before_an_answer_is_what_serving_renders_for_its_history(name: str, data: st.DataObject):
+def test_what_is_trained_before_an_answer_is_what_serving_renders_for_its_history(
+    name: str, data: st.DataObject
+):
     record = data.draw(records(1 if name in ONE_CALL_A_TURN else 2))
     found = conversation(record)
     served, renderer = Served(name), Renderer(tool_tokenizer(name), 1 << 20)
     renderings = find_turns(renderer.template.with_tools(found.tools), found.messages)
-    answers = [place for place, turn in enumerate(record["messages"]) if turn["role"] == "assistant"]
+    answers = [
+        place for place, turn in enumerate(record["messages"]) if turn["role"] == "assistant"
+    ]
     turns = [(rendering.text, turn) for rendering in renderings for turn in rendering.turns]
     assert len(turns) == len(answers)
     for place, (text, turn) in zip(answers, turns, strict=True):
         if turn.follows_prompt:
-            assert text[: turn.start] == served.render(as_a_client(record["messages"][:place]), record["tools"])
+            assert text[: turn.start] == served.render(
+                as_a_client(record["messages"][:place]), record["tools"]
+            )
     assert turns[-1][1].follows_prompt
 
 
 def as_a_client(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a client of the protocol sends a history: arguments as a text, nothing but a text as content."""
+    """As a client of the protocol sends a history: arguments as a text, nothing but a text as
+    content.
+    """
     sent = json.loads(json.dumps(turns))
     for turn in sent:
         turn["content"] = turn["content"] or ""

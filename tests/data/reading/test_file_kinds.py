@@ -1,4 +1,6 @@
-"""The same rows in every kind of file, compressed or not, give the same samples; and what is broken is said."""
+"""The same rows in every kind of file, compressed or not, give the same samples; and what is broken
+is said.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from finetune.data.reading.files import expand_paths, read_records
 from finetune.errors import DataError
 
 ROWS = [
-    {"prompt": f'"{number}", what?\n又', "completion": "because " * (number % 5) + "end", "system": ""}
+    {
+        "prompt": f'"{number}", what?\n又',
+        "completion": "because " * (number % 5) + "end",
+        "system": "",
+    }
     for number in range(20)
 ]
 
@@ -59,7 +65,9 @@ COMPRESS = {
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     plain = {"a.jsonl": lines_of(ROWS), "a.json": json.dumps(ROWS).encode(), "a.csv": csv_of(ROWS)}
-    packed = {name + end: pack(raw) for name, raw in plain.items() for end, pack in COMPRESS.items()}
+    packed = {
+        name + end: pack(raw) for name, raw in plain.items() for end, pack in COMPRESS.items()
+    }
     for name, raw in (plain | packed).items():
         (tmp_path / name).write_bytes(raw)
     pa.parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
@@ -69,7 +77,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def prepared(path: Path, cache: Path, **options: Any) -> Samples:
-    return prepare_samples([path], family("gemma"), cutoff_len=64, cache_dir=cache, num_proc=1, **options)
+    return prepare_samples(
+        [path], family("gemma"), cutoff_len=64, cache_dir=cache, num_proc=1, **options
+    )
 
 
 def test_every_kind_gives_the_same_records_and_samples(
@@ -87,7 +97,9 @@ def test_every_kind_gives_the_same_records_and_samples(
             assert prepared(path, tmp_path / "cache").fingerprint == expected.fingerprint, name
 
 
-def test_parts_of_what_cannot_be_cut_are_small(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_what_cannot_be_cut_are_small(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part goes through a pipe: one of a large batch must not take all of it along."""
     import pickle
 
@@ -95,7 +107,9 @@ def test_parts_of_what_cannot_be_cut_are_small(files: dict[str, Path], monkeypat
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
     for name in ("a.jsonl.gz", "a.csv", "file.arrow", "stream.arrow"):
         found = list(parts.parts_of([files[name]]))
-        assert len(found) > 3 and [part.begins for part in found] == [True] + [False] * (len(found) - 1)
+        assert len(found) > 3 and [part.begins for part in found] == [True] + [False] * (
+            len(found) - 1
+        )
         assert sum(part.size_bytes for part in found) == files[name].stat().st_size
     large = files["a.csv"].parent / "large.arrow"
     write_arrow(large, ROWS * 500, stream=True)
@@ -122,7 +136,11 @@ def test_lines_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("name", "raw", "said"),
     [
         ("a.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(lines_of(ROWS))[:-20], "cannot be read: Compressed file ended"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(lines_of(ROWS))[:-20],
+            "cannot be read: Compressed file ended",
+        ),
         ("a.jsonl.xz", b"plain", "cannot be read: Input format not supported"),
         ("a.jsonl.bz2", b"plain", "cannot be read: Invalid data"),
         ("a.jsonl.zst", b"plain", "cannot be read: ZSTD"),

@@ -35,7 +35,9 @@ def cached(cache: Path, config: str, splits: dict[str, list[dict[str, Any]]]) ->
             writer.write_table(table)
         infos.add(datasets.SplitInfo(name, num_examples=len(rows), dataset_name="toy"))
     features = datasets.Features.from_arrow_schema(table.schema)
-    info = datasets.DatasetInfo(features=features, splits=infos, config_name=config, dataset_name="toy")
+    info = datasets.DatasetInfo(
+        features=features, splits=infos, config_name=config, dataset_name="toy"
+    )
     info.write_to_directory(str(folder))
 
 
@@ -56,10 +58,17 @@ def test_a_cached_data_set_is_read_by_name(cache: Path, tmp_path: Path) -> None:
     assert records("hub:owner/toy") == ROWS
     assert records(f"hub:owner/toy@{COMMIT}:test") == ROWS[:2]
     samples = prepare_samples(
-        ["hub:owner/toy"], family("gemma"), cutoff_len=64, cache_dir=tmp_path / "samples", num_proc=1
+        ["hub:owner/toy"],
+        family("gemma"),
+        cutoff_len=64,
+        cache_dir=tmp_path / "samples",
+        num_proc=1,
     )
     assert len(samples) == 5 and samples.location(0).endswith("toy-train.arrow:1")
-    assert check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir=str(tmp_path / "o"))) == []
+    assert (
+        check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir=str(tmp_path / "o")))
+        == []
+    )
 
 
 def test_subsets_are_told_apart(cache: Path) -> None:
@@ -80,7 +89,10 @@ def test_subsets_are_told_apart(cache: Path) -> None:
         ("modelscope:./toy", "is no name of a data set"),
         ("hub:owner/toy@main", "the commit of revision main is not known"),
         (f"hub:owner/toy@{COMMIT[:7]}", "the commit of revision 0123456 is not known"),
-        (f"hub:owner/toy@{COMMIT[::-1]}", "the data set cannot be loaded: revision .* is not cached"),
+        (
+            f"hub:owner/toy@{COMMIT[::-1]}",
+            "the data set cannot be loaded: revision .* is not cached",
+        ),
     ],
 )
 def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
@@ -96,7 +108,9 @@ def test_a_local_folder_is_not_taken_for_a_data_set(
     (tmp_path / "owner" / "toy").mkdir(parents=True)
     (tmp_path / "owner" / "toy" / "rows.jsonl").write_text('{"text": "local"}\n')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="is also the name of a local file or folder: owner/toy") as caught:
+    with pytest.raises(
+        DataError, match="is also the name of a local file or folder: owner/toy"
+    ) as caught:
         expand_paths([f"{prefix}:owner/toy"])
     assert "./owner/toy" in caught.value.fix and records("./owner/toy") == [{"text": "local"}]
 
@@ -112,20 +126,26 @@ def test_a_tag_is_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_modelscope_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "modelscope" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "modelscope" else find(name)
+    )
     with pytest.raises(DataError, match="is not installed") as caught:
         expand_paths(["modelscope:owner/toy"])
     assert caught.value.fix == "pip install modelscope"
 
 
-def test_modelscope_is_asked_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modelscope_is_asked_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "saved")
     asked: list[Any] = []
 
     def load(name: str, **options: Any) -> Any:
         asked.append((name, options))
-        return SimpleNamespace(to_hf_dataset=lambda: datasets.load_from_disk(str(tmp_path / "saved")))
+        return SimpleNamespace(
+            to_hf_dataset=lambda: datasets.load_from_disk(str(tmp_path / "saved"))
+        )
 
     package, module = ModuleType("modelscope"), ModuleType("modelscope.msdatasets")
     package.__spec__ = importlib.util.spec_from_loader("modelscope", loader=None)

@@ -18,8 +18,17 @@ from finetune.data.reading.json_array import array_records
 from finetune.errors import DataError
 
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just('𝒳\\"é\n')),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=8),
+        st.just('𝒳\\"é\n'),
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -60,7 +69,9 @@ def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int) ->
         return
     assert pieces == whole
     if not whole[1]:
-        assert [record for _, record in whole[0]] == [repr(value) for value in json.loads(raw.decode("utf-8-sig"))]
+        assert [record for _, record in whole[0]] == [
+            repr(value) for value in json.loads(raw.decode("utf-8-sig"))
+        ]
 
 
 def test_only_some_of_the_text_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

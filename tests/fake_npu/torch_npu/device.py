@@ -1,7 +1,8 @@
-"""The device itself: `torch.npu`, and one fallback that runs every operator on CPU tensors behind the npu ones.
+"""The device itself: `torch.npu`, and one fallback that runs every operator on CPU tensors behind
+the npu ones.
 
-An npu tensor is an empty shell; its numbers are a CPU tensor kept beside it, by the shell's storage, because autograd's
-saved copies of a tensor share nothing else with it.
+An npu tensor is an empty shell; its numbers are a CPU tensor kept beside it, by the shell's
+storage, because autograd's saved copies of a tensor share nothing else with it.
 """
 
 from __future__ import annotations
@@ -67,28 +68,39 @@ host_reads = [0]
 
 
 def run_on_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator: on the CPU tensors, the results as npu tensors; what it writes to is returned as it came."""
+    """Any operator: on the CPU tensors, the results as npu tensors; what it writes to is returned
+    as it came.
+    """
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     result = operator(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
     if to_host:
         host_reads[0] += any(is_npu(value) for value in pytree.tree_leaves((args, kwargs)))
         return result  # .cpu()
     returns, arguments = operator._schema.returns, operator._schema.arguments
-    if returns and all(value.alias_info is not None and value.alias_info.is_write for value in returns):
+    if returns and all(
+        value.alias_info is not None and value.alias_info.is_write for value in returns
+    ):
         written = [_argument_written(value, arguments, args, kwargs) for value in returns]
         return written[0] if len(written) == 1 else tuple(written)
     return pytree.tree_map(wrap, result)
 
 
-def _argument_written(value: Any, arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument_written(
+    value: Any, arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The argument that an in-place or out= operator returns."""
     for number, argument in enumerate(arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set == value.alias_info.before_set:
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.before_set == value.alias_info.before_set
+        ):
             return args[number] if number < len(args) else kwargs[argument.name]
     raise AssertionError("an operator returns what it did not get")
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     host_reads[0] += is_npu(source) and not is_npu(target)
     unwrap(target).copy_(unwrap(source))
     return target
@@ -108,7 +120,9 @@ def _empty(size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Te
     return _shell(torch.empty(size, dtype=dtype))
 
 
-def _empty_strided(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+def _empty_strided(
+    size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
     return _shell(torch.empty(size, dtype=dtype))
 
 
@@ -123,20 +137,33 @@ _OWN = {
     "view": lambda tensor, size: _shell(unwrap(tensor).reshape(size)),
 }
 if "FAKE_NPU_UNTIES" not in os.environ:
-    # As backends do that want `model.to(device)` to keep its parameters, and with them tied weights and optimizers.
+    # As backends do that want `model.to(device)` to keep its parameters, and with them tied weights
+    # and optimizers.
     _OWN["_has_compatible_shallow_copy_type"] = lambda tensor, other: True
 _SHARE_THE_STORAGE = {"detach", "alias"}  # C++ makes these, and the numbers follow
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
-_AUTOCAST_TO_16_BITS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
+_AUTOCAST_TO_16_BITS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "scaled_dot_product_attention",
+)
 
 
 def _autocast(operator: Any) -> Any:
     """The operator on tensors cast to autocast's dtype, with autocast off inside."""
 
     def cast(value: Any) -> Any:
-        return value.to(torch.get_autocast_dtype("npu")) if is_npu(value) and value.dtype == torch.float32 else value
+        return (
+            value.to(torch.get_autocast_dtype("npu"))
+            if is_npu(value) and value.dtype == torch.float32
+            else value
+        )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("npu", enabled=False):
@@ -158,7 +185,9 @@ def _register_operators() -> list[torch.library.Library]:
         name = full_name.removeprefix("aten::")
         if name == full_name or name in _OWN or name in _SHARE_THE_STORAGE:
             continue
-        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(full_name, key) for key in _COMPOSITE):
+        if not any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(full_name, key) for key in _COMPOSITE
+        ):
             continue
         # Composite kernels win over a fallback, so each of these gets it by name.
         base, _, overload = name.partition(".")
@@ -212,7 +241,9 @@ def _module() -> types.ModuleType:
     npu.manual_seed = npu.manual_seed_all = lambda seed: None
     npu.empty_cache = npu.synchronize = npu.reset_peak_memory_stats = lambda *_: None
     npu.mem_get_info = lambda device=None: (48 * 2**30, 64 * 2**30)
-    npu.memory_allocated = npu.max_memory_allocated = npu.memory_reserved = npu.max_memory_reserved = lambda *_: 0
+    npu.memory_allocated = npu.max_memory_allocated = npu.memory_reserved = (
+        npu.max_memory_reserved
+    ) = lambda *_: 0
     npu.get_rng_state = lambda *_: torch.get_rng_state()
     npu.set_rng_state = lambda state, *_: None
     npu.random = types.SimpleNamespace(
@@ -234,7 +265,8 @@ def register() -> types.ModuleType:
     _setup_privateuseone_for_python_backend("npu", backend_module=npu)
     sys.modules["torch.npu"] = npu
     _libraries.extend(_register_operators())
-    # Page-locked memory is the backend's own allocator's, which this one has not: a mark on the tensor stands for it.
+    # Page-locked memory is the backend's own allocator's, which this one has not: a mark on the
+    # tensor stands for it.
     torch.Tensor.pin_memory = _pinned
     torch.Tensor.is_pinned = lambda tensor, device=None: getattr(tensor, "simulated_pinned", False)
     return npu
@@ -242,7 +274,9 @@ def register() -> types.ModuleType:
 
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     if tensor.device.type != "cpu":
-        raise RuntimeError(f"cannot pin '{tensor.device}' memory, only dense CPU tensors can be pinned")
+        raise RuntimeError(
+            f"cannot pin '{tensor.device}' memory, only dense CPU tensors can be pinned"
+        )
     pinned = tensor.clone()
     pinned.simulated_pinned = True
     return pinned

@@ -1,4 +1,6 @@
-"""Pretraining that goes on from a model: against a plain loop, with sources mixed exactly, resumed; its result."""
+"""Pretraining that goes on from a model: against a plain loop, with sources mixed exactly, resumed;
+its result.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,26 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("continued")
     run_helpers.make_model(folder / "model")
     for number, count in enumerate((300, 60)):
-        texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_records(count, seed=number)]
+        texts = [
+            {"text": f"{row['instruction']}: {row['output']}."}
+            for row in make_records(count, seed=number)
+        ]
         source = folder / f"{number}.jsonl"
         source.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-        flags = ["--data", source, "--output-dir", folder / f"tokens{number}", "--tokenizer", folder / "model"]
-        assert prepare.main([str(word) for word in [*flags, "--num-workers", 1, "--valid-fraction", 0.2]]) == 0
+        flags = [
+            "--data",
+            source,
+            "--output-dir",
+            folder / f"tokens{number}",
+            "--tokenizer",
+            folder / "model",
+        ]
+        assert (
+            prepare.main(
+                [str(word) for word in [*flags, "--num-workers", 1, "--valid-fraction", 0.2]]
+            )
+            == 0
+        )
     return folder
 
 
@@ -83,11 +100,15 @@ def refused(folder: Path, **changes: Any) -> str:
 
 
 def windows(folder: Path) -> JoinedWindows:
-    return JoinedWindows([Windows(TokenShards(folder / f"tokens{n}", split="train"), LENGTH) for n in (0, 1)])
+    return JoinedWindows(
+        [Windows(TokenShards(folder / f"tokens{n}", split="train"), LENGTH) for n in (0, 1)]
+    )
 
 
 def test_a_plain_loop_does_the_same(folder):
-    """The windows of the sample log, torch's own AdamW with decay on matrices, a cosine: from the definition."""
+    """The windows of the sample log, torch's own AdamW with decay on matrices, a cosine: from the
+    definition.
+    """
     ours = train(folder, "full")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     norms = {id(p) for name, p in model.named_parameters() if "norm" in name}
@@ -117,7 +138,8 @@ def test_a_plain_loop_does_the_same(folder):
     assert run_helpers.losses(ours) == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0] - 0.1
     logged = [
-        [line[f"source_loss/tokens{n}"] for n in (0, 1)] for line in run_helpers.lines(ours / "trainer_log.jsonl")
+        [line[f"source_loss/tokens{n}"] for n in (0, 1)]
+        for line in run_helpers.lines(ours / "trainer_log.jsonl")
     ]
     np.testing.assert_allclose(logged, of_sources, rtol=1e-4)
     result = run_helpers.result_weights(ours)
@@ -127,7 +149,9 @@ def test_a_plain_loop_does_the_same(folder):
 
 
 def test_sources_are_mixed_exactly(folder):
-    """After every step each is within one window of its weight, and none repeats a window before it is exhausted."""
+    """After every step each is within one window of its weight, and none repeats a window before it
+    is exhausted.
+    """
     text, taken = windows(folder), np.zeros(2)
     seen: list[list[int]] = [[], []]
     for step, ids in enumerate(run_helpers.sample_ids(train(folder, "full")), 1):
@@ -144,23 +168,36 @@ def test_sources_are_mixed_exactly(folder):
 
 
 def test_natural_weights_are_the_numbers_of_windows(folder):
-    config = resolve_object(settings(folder, data_weights=["natural", 20]), 1, PretrainConfig).config
+    config = resolve_object(
+        settings(folder, data_weights=["natural", 20]), 1, PretrainConfig
+    ).config
     assert resolve_object(config.model_dump(mode="json"), 1, PretrainConfig).config == config
     data, sizes = prepare_data(config), [len(part) for part in windows(folder).parts]
     assert source_weights(config, data.train) == (float(sizes[0]), 20.0)
-    config = resolve_object(settings(folder, data_weights=["natural", "natural"]), 1, PretrainConfig).config
-    taken = [windows(folder).sources[prepare_data(config).batches.indices(step)] for step in range(STEPS)]
-    assert abs(np.concatenate(taken).mean() * sum(sizes) - sizes[1]) < sum(sizes) / (STEPS * WINDOWS)
+    config = resolve_object(
+        settings(folder, data_weights=["natural", "natural"]), 1, PretrainConfig
+    ).config
+    taken = [
+        windows(folder).sources[prepare_data(config).batches.indices(step)] for step in range(STEPS)
+    ]
+    assert abs(np.concatenate(taken).mean() * sum(sizes) - sizes[1]) < sum(sizes) / (
+        STEPS * WINDOWS
+    )
 
 
 @pytest.mark.parametrize("how", ["full", "lora"])
 def test_the_arithmetic_is_that_of_what_is_trained(folder, how):
-    """By hand: six operations for each number of a trained matrix, four of a frozen one; attention as PaLM has it."""
+    """By hand: six operations for each number of a trained matrix, four of a frozen one; attention
+    as PaLM has it.
+    """
     output = train(folder, how, finetuning=how)
-    assert all(line["mfu"] is None for line in run_helpers.lines(output / "trainer_log.jsonl")), "a CPU has no peak"
+    assert all(line["mfu"] is None for line in run_helpers.lines(output / "trainer_log.jsonl")), (
+        "a CPU has no peak"
+    )
     (start,) = run_helpers.events(output, "start")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    passed = sum(p.numel() for p in model.parameters() if p.ndim == 2)  # the tied embedding is the head
+    # the tied embedding is the head
+    passed = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     attention = 12 * model.config.num_hidden_layers * 32 * LENGTH
     trained = start["parameters"]["trainable"]
     expected = 6 * passed if how == "full" else 4 * passed + 6 * trained
@@ -189,7 +226,10 @@ def test_a_resumed_run_is_bit_identical(folder, how):
 def test_two_processes_are_the_same_training(folder, how):
     one, two = train(folder, how, finetuning=how), train(folder, f"{how} two", 2, finetuning=how)
     assert run_helpers.sample_ids(one) == run_helpers.sample_ids(two)
-    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-4
+    assert (
+        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two))
+        < 1e-4
+    )
 
 
 def test_the_adapter_is_merged_and_answers(folder, tmp_path):
@@ -201,36 +241,60 @@ def test_the_adapter_is_merged_and_answers(folder, tmp_path):
     assert code == 0, output
     for model in (adapter, tmp_path / "merged", train(folder, "full")):
         with load_for_generation(str(model), dtype="float32", device_type="cpu") as generator:
-            answer = generator.generate(["router switch"], Sampling(temperature=0.0, max_new_tokens=3))[0]
+            answer = generator.generate(
+                ["router switch"], Sampling(temperature=0.0, max_new_tokens=3)
+            )[0]
         assert answer.completion_tokens
 
 
 def test_the_result_is_evaluated_and_chatted_with(folder, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in make_records(3, seed=5)), encoding="utf-8")
+    rows.write_text(
+        "".join(json.dumps(row) + "\n" for row in make_records(3, seed=5)), encoding="utf-8"
+    )
     where = ["--device-type", "cpu", "--dtype", "float32", "--max-new-tokens", "2"]
     for how in ("full", "lora"):
         model = ["--model", str(train(folder, how, finetuning=how)), *where]
-        assert finetune(["eval", *model, "--data", str(rows), "--json", "--cache-dir", str(tmp_path / "cache")]) == 0
+        assert (
+            finetune(
+                [
+                    "eval",
+                    *model,
+                    "--data",
+                    str(rows),
+                    "--json",
+                    "--cache-dir",
+                    str(tmp_path / "cache"),
+                ]
+            )
+            == 0
+        )
         (measured,) = json.loads(capsys.readouterr().out)["models"]
         assert measured["overall"]["samples"] == 3 and 0 < measured["overall"]["loss"] < 10
         assert finetune(["chat", *model, "--prompt", "router"]) == 0
 
 
 def test_the_result_has_its_bases_settings(folder):
-    """The tokenizer's pad token would be an embedding that does not train in whatever is trained from it."""
-    base, ours = (json.loads((part / "config.json").read_text()) for part in (folder / "model", train(folder, "full")))
+    """The tokenizer's pad token would be an embedding that does not train in whatever is trained
+    from it.
+    """
+    base, ours = (
+        json.loads((part / "config.json").read_text())
+        for part in (folder / "model", train(folder, "full"))
+    )
     assert base.get("pad_token_id") == ours.get("pad_token_id")
     assert ours["architectures"] == base["architectures"]
 
 
 def test_bits_per_byte_and_the_beginning_are_the_models_own(folder):
     """The first evaluation is the base's; the last is lower."""
-    before, *_, after = [event["eval_bpb"] for event in run_helpers.events(train(folder, "full"), "eval")]
+    before, *_, after = [
+        event["eval_bpb"] for event in run_helpers.events(train(folder, "full"), "eval")
+    ]
     assert after < before
 
 
-# ---------------------------------------------------------------- what is refused, and what is chosen
+# -------------------------------------------------------------- what is refused, and what is chosen
 
 
 @pytest.mark.parametrize(
@@ -262,7 +326,9 @@ def test_tokens_of_another_tokenizer_are_refused(folder, tmp_path):
 def test_rates_are_not_those_from_scratch(folder):
     open_settings = {"learning_rate": None, "warmup_steps": None}
     for how, rate in (("full", 4.5e-5), ("lora", 2e-4)):
-        given = {k: v for k, v in settings(folder, finetuning=how).items() if k not in open_settings}
+        given = {
+            k: v for k, v in settings(folder, finetuning=how).items() if k not in open_settings
+        }
         resolved = resolve_object(given, 1, PretrainConfig)
         assert resolved.config.learning_rate == rate
         assert any(f"learning_rate {rate:g} for continuing" in note for note in resolved.notes)

@@ -1,4 +1,6 @@
-"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed, under each launcher; and the result."""
+"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed, under each launcher;
+and the result.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from finetune.training.optimizers import make_optimizer, scaled_rates, set_matri
 from finetune.training.pretraining.prepare import prepare_data
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
-SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
+# the last checkpoint of the killed run, and the step before which it is killed
+SAVED, KILLED = 20, 24
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -42,8 +45,19 @@ def tokens(tmp_path_factory) -> Path:
     """A folder that `prepare` made of 1,000 short documents."""
     folder = tmp_path_factory.mktemp("tokens")
     texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_records(1000)]
-    (folder / "src.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-    flags = ["--data", folder / "src.jsonl", "--output-dir", folder / "shards", "--vocab-size", 300, "--num-workers", 1]
+    (folder / "src.jsonl").write_text(
+        "".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8"
+    )
+    flags = [
+        "--data",
+        folder / "src.jsonl",
+        "--output-dir",
+        folder / "shards",
+        "--vocab-size",
+        300,
+        "--num-workers",
+        1,
+    ]
     assert prepare.main([str(word) for word in [*flags, "--valid-fraction", 0.2]]) == 0
     return folder / "shards"
 
@@ -74,7 +88,9 @@ def settings(tokens: Path) -> dict:
 
 
 def train(settings: dict, output: Path, processes: int = 1, **changes) -> Path:
-    run_helpers.train({**settings, **changes, "output_dir": str(output)}, processes, module="finetune.pretrain")
+    run_helpers.train(
+        {**settings, **changes, "output_dir": str(output)}, processes, module="finetune.pretrain"
+    )
     return output
 
 
@@ -90,18 +106,27 @@ def two(settings: dict, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("optimizer", ["normuon", "muon", "adamw"])
-def test_a_plain_loop_does_the_same(optimizer: str, one: Path, settings: dict, tokens: Path, tmp_path: Path):
+def test_a_plain_loop_does_the_same(
+    optimizer: str, one: Path, settings: dict, tokens: Path, tmp_path: Path
+):
     """Windows of the sample log, whole batches, no accumulation: from the definition."""
-    ours = one if optimizer == "normuon" else train(settings, tmp_path / "run", optimizer=optimizer, sample_every=0)
+    ours = (
+        one
+        if optimizer == "normuon"
+        else train(settings, tmp_path / "run", optimizer=optimizer, sample_every=0)
+    )
     settings = {**settings, "optimizer": optimizer, "output_dir": "x"}
     model = make_model(scratch_config("nanochat", 1, vocab_size=300, max_seq_len=LENGTH), seed=42)
     losses = plain_loop(model, settings, run_helpers.sample_ids(ours), tokens)
-    assert run_helpers.losses(ours) == pytest.approx(losses, rel=1e-4 if optimizer == "muon" else 1e-5)
+    assert run_helpers.losses(ours) == pytest.approx(
+        losses, rel=1e-4 if optimizer == "muon" else 1e-5
+    )
     assert losses[-1] < losses[0] - 0.1, "nothing was learned"
     result = run_helpers.result_weights(ours)
     for name, parameter in model.named_parameters():
         difference = (result[name] - parameter.detach()).norm() / parameter.detach().norm()
-        # torch's Muon works in bfloat16 and makes small singular values of a gradient large, their rounding too.
+        # torch's Muon works in bfloat16 and makes small singular values of a gradient large, their
+        # rounding too.
         assert difference < (0.1 if optimizer == "muon" else 1e-4), name
 
 
@@ -111,7 +136,9 @@ def plain_loop(model, settings: dict, batches: list[list[int]], tokens: Path) ->
     rates = scaled_rates(config, width=64, worth_tokens=1, run_tokens=1)
     optimizer = make_optimizer(model, config, rates, fused=True, compute_dtype=torch.float32)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    warmdown = learning_rate_schedule("warmdown", ScheduleSettings(STEPS, 2, warmdown_ratio=0.65, final_fraction=0.05))
+    warmdown = learning_rate_schedule(
+        "warmdown", ScheduleSettings(STEPS, 2, warmdown_ratio=0.65, final_fraction=0.05)
+    )
     losses = []
     for step, ids in enumerate(batches):
         batch = torch.from_numpy(np.stack([windows[i][0] for i in ids])).long()
@@ -137,7 +164,10 @@ def test_each_window_once_a_pass(one: Path, tokens: Path):
 
 def test_two_processes_are_the_same_training(one: Path, two: Path):
     assert run_helpers.sample_ids(two) == run_helpers.sample_ids(one)
-    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-4
+    assert (
+        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two))
+        < 1e-4
+    )
     for a, b in zip(run_helpers.events(one, "eval"), run_helpers.events(two, "eval"), strict=True):
         assert a["step"] == b["step"] and a["eval_bpb"] == pytest.approx(b["eval_bpb"], rel=1e-4)
     assert run_helpers.events(two, "start")[0]["world_size"] == 2
@@ -167,10 +197,19 @@ def test_bits_per_byte_by_definition(one: Path, tokens: Path):
 
 def test_lines_of_the_log(one: Path):
     record = run_helpers.lines(one / "trainer_log.jsonl")[-1]
-    assert {"step", "loss", "learning_rate", "step_seconds", "tokens_per_second", "mfu"} <= record.keys()
+    assert {
+        "step",
+        "loss",
+        "learning_rate",
+        "step_seconds",
+        "tokens_per_second",
+        "mfu",
+    } <= record.keys()
     assert record["mfu"] is None  # a CPU's peak is unknown: not 0.00%
     start = run_helpers.events(one, "start")[0]
-    assert start["gradient_accumulation_steps"] == 4 and start["total_batch_size"] == WINDOWS * LENGTH
+    assert (
+        start["gradient_accumulation_steps"] == 4 and start["total_batch_size"] == WINDOWS * LENGTH
+    )
     assert start["flops_per_token"] > 0
     samples = run_helpers.events(one, "sample")
     assert [event["step"] for event in samples] == [STEPS] and len(samples[0]["samples"]) == 3
@@ -197,22 +236,32 @@ def interrupted(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path / "interrupted")
 
 
-def test_resumed_on_the_same_number_it_is_bit_identical(interrupted: Path, one: Path, settings: dict):
+def test_resumed_on_the_same_number_it_is_bit_identical(
+    interrupted: Path, one: Path, settings: dict
+):
     train(settings, interrupted)
     assert [event["step"] for event in run_helpers.events(interrupted, "resume")] == [SAVED]
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
     assert run_helpers.losses(interrupted) == run_helpers.losses(one)
     ours, theirs = run_helpers.result_weights(interrupted), run_helpers.result_weights(one)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
-def test_resumed_on_another_number_it_is_the_same_training(interrupted: Path, one: Path, settings: dict):
+def test_resumed_on_another_number_it_is_the_same_training(
+    interrupted: Path, one: Path, settings: dict
+):
     train(settings, interrupted, processes=2, device_batch_size=4)
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
-    assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
+    assert run_helpers.losses(interrupted)[-1] == pytest.approx(
+        run_helpers.losses(one)[-1], rel=1e-4
+    )
 
 
-def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, one: Path, settings: dict, tmp_path):
+def test_resumed_on_simulated_npus_it_is_the_same_training(
+    interrupted: Path, one: Path, settings: dict, tmp_path
+):
     """It computes on the CPU: this shows the plumbing, nothing about Ascend."""
     config = tmp_path / "run.json"
     config.write_text(json.dumps({**settings, "device_type": "npu"}))
@@ -223,14 +272,18 @@ def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, on
     assert (again["device_type"], again["world_size"], again["step"]) == ("npu", 1, SAVED)
     assert again["compiled"] is False
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
-    assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
+    assert run_helpers.losses(interrupted)[-1] == pytest.approx(
+        run_helpers.losses(one)[-1], rel=1e-4
+    )
 
 
 LAUNCHERS = ("self-started", "torch.distributed.launch")  # the first becomes torchrun
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, settings: dict, tmp_path: Path):
+def test_every_way_of_starting_is_the_same_run(
+    launcher: str, one: Path, settings: dict, tmp_path: Path
+):
     config, output = tmp_path / "run.json", tmp_path / "out"
     config.write_text(json.dumps({**settings, "sample_every": 0, "eval_steps": 0, "save_steps": 0}))
     flags = ["--config", config, "--output-dir", output]
@@ -238,14 +291,23 @@ def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, setting
     if launcher == "self-started":
         result = run_cli([*flags, "--distributed", "--world_size", 2], module=module)
     else:
-        words = [BIN / "python", "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
+        words = [
+            BIN / "python",
+            "-m",
+            "torch.distributed.launch",
+            "--nproc_per_node=2",
+            f"--master_port={free_port()}",
+        ]
         # Under a launcher, --distributed has no effect.
         asked = ["--distributed", "--world_size", 4]
         result = run_command([str(word) for word in [*words, "-m", module, *flags, *asked]])
     assert result.returncode == 0, said(result)
     assert run_helpers.events(output, "start")[0]["world_size"] == 2
     assert run_helpers.sample_ids(output) == run_helpers.sample_ids(one)
-    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(output)) < 1e-4
+    assert (
+        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(output))
+        < 1e-4
+    )
 
 
 def test_the_result_is_an_ordinary_model(one: Path):
@@ -253,7 +315,9 @@ def test_the_result_is_an_ordinary_model(one: Path):
     assert type(model).__name__ == "NanoChatForCausalLM"
     assert model.get_input_embeddings().padding_idx is None
     ids = tokenizer("def test", return_tensors="pt").input_ids
-    made = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    made = model.generate(
+        ids, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
     assert made.shape[1] > ids.shape[1]
     assert "finetune" not in (one / "config.json").read_text()
     config = json.loads((one / f"checkpoint-{STEPS}" / "config.json").read_text())
@@ -285,7 +349,9 @@ def fine_tuned(model: Path, data: Path, tmp_path: Path) -> dict[str, torch.Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["lfm2", "lfm2_value"])
-def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_data: Path, tmp_path: Path):
+def test_short_convolutions_go_the_whole_way(
+    arch: str, settings: dict, tiny_data: Path, tmp_path: Path
+):
     """Killed, resumed on two processes, loaded by transformers, asked, fine-tuned."""
     settings = {**settings, "arch": arch, "depth": 2, "async_save": False}
     whole, killed = train(settings, tmp_path / "whole"), tmp_path / "killed"
@@ -298,12 +364,19 @@ def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_dat
     assert run_helpers.losses(killed)[-1] == pytest.approx(run_helpers.losses(whole)[-1], rel=1e-4)
 
     lfm2_value.register()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(whole),
+        AutoTokenizer.from_pretrained(whole),
+    )
     name_of_class = {"lfm2": "Lfm2ForCausalLM", "lfm2_value": "Lfm2ValueForCausalLM"}[arch]
     assert type(model).__name__ == name_of_class and not model.config.tie_word_embeddings
     ids = tokenizer("router: ", return_tensors="pt").input_ids
-    made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    result = run_cli(["chat", "--model", whole, "--device-type", "cpu", "--prompt", "router"], module="finetune")
+    made = model.generate(
+        ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    result = run_cli(
+        ["chat", "--model", whole, "--device-type", "cpu", "--prompt", "router"], module="finetune"
+    )
     assert made.shape[1] > ids.shape[1] and result.returncode == 0, said(result)
     adapter = fine_tuned(whole, tiny_data, tmp_path)
     for name in ("conv.in_proj.lora_B", "self_attn.q_proj.lora_B", "feed_forward.w2.lora_B"):
@@ -315,22 +388,51 @@ def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_dat
     again = AutoModelForCausalLM.from_pretrained(merged)
     assert type(again).__name__ == name_of_class
     own = arch == "lfm2_value"
-    assert (merged / "lfm2_value.py").exists() == own == ("trust_remote_code" in (merged / "README.md").read_text())
+    assert (
+        (merged / "lfm2_value.py").exists()
+        == own
+        == ("trust_remote_code" in (merged / "README.md").read_text())
+    )
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])
 def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
-    changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine", "save_steps": 0}
+    changes = {
+        "arch": arch,
+        "optimizer": "adamw",
+        "learning_rate": 3e-3,
+        "lr_scheduler": "cosine",
+        "save_steps": 0,
+    }
     changes["depth"] = 2 if "lfm2" in arch else 1  # of one layer alone LFM2 has no convolution
-    output = train(settings, tmp_path / arch, **changes, num_iterations=4, document_aligned=True, max_grad_norm=1.0)
+    output = train(
+        settings,
+        tmp_path / arch,
+        **changes,
+        num_iterations=4,
+        document_aligned=True,
+        max_grad_norm=1.0,
+    )
     lfm2_value.register()
-    assert type(AutoModelForCausalLM.from_pretrained(output)).__name__.lower().startswith(arch.replace("_", ""))
+    assert (
+        type(AutoModelForCausalLM.from_pretrained(output))
+        .__name__.lower()
+        .startswith(arch.replace("_", ""))
+    )
     losses = run_helpers.losses(output)
     assert losses[-1] < losses[0]
 
 
-def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, tokens: Path, tmp_path: Path, caplog):
-    settings = {**settings, "windows": "best-fit", "num_iterations": 6, "save_steps": 3, "sample_every": 0}
+def test_best_fit_windows_are_a_run_of_their_own_on_any_number(
+    settings: dict, tokens: Path, tmp_path: Path, caplog
+):
+    settings = {
+        **settings,
+        "windows": "best-fit",
+        "num_iterations": 6,
+        "save_steps": 3,
+        "sample_every": 0,
+    }
     settings["async_save"] = False  # the checkpoint is whole when the process ends itself
     whole = train(settings, tmp_path / "whole")
     ranks = run_helpers.start(
@@ -343,13 +445,21 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, t
     again = train(settings, tmp_path / "killed", processes=2)
     assert [event["step"] for event in run_helpers.events(again, "resume")] == [3]
     assert run_helpers.sample_ids(again) == run_helpers.sample_ids(whole)
-    assert run_helpers.largest_relative_difference(run_helpers.losses(whole), run_helpers.losses(again)) < 1e-4
+    assert (
+        run_helpers.largest_relative_difference(
+            run_helpers.losses(whole), run_helpers.losses(again)
+        )
+        < 1e-4
+    )
 
     def prepared(**changes):
-        return prepare_data(resolve_object({**settings, **changes, "output_dir": "x"}, 1, PretrainConfig).config)
+        return prepare_data(
+            resolve_object({**settings, **changes, "output_dir": "x"}, 1, PretrainConfig).config
+        )
 
     train_windows = prepared().train
-    assert {int(train_windows[index][0][0]) for index in range(len(train_windows))} == {1}  # <|endoftext|>
+    # <|endoftext|>
+    assert {int(train_windows[index][0][0]) for index in range(len(train_windows))} == {1}
     identity, plain = prepared().identity, prepared(windows="stream").identity
     assert identity["windows"] == "best-fit" and identity["document_aligned"] is False
     # Those of runs that were begun before there was a choice of three.
@@ -382,8 +492,13 @@ def test_token_files_without_header_or_tokenizer(settings: dict, tmp_path: Path)
     choose = np.random.default_rng(0)
     for name in ("train", "val"):
         choose.integers(0, 300, 4000).astype("<u2").tofile(tmp_path / f"{name}.bin")
-    paths = {"train_data_path": str(tmp_path / "train.bin"), "valid_data_path": str(tmp_path / "val.bin")}
-    output = train(settings, tmp_path / "out", **paths, vocab_size=300, num_iterations=2, save_steps=0)
+    paths = {
+        "train_data_path": str(tmp_path / "train.bin"),
+        "valid_data_path": str(tmp_path / "val.bin"),
+    }
+    output = train(
+        settings, tmp_path / "out", **paths, vocab_size=300, num_iterations=2, save_steps=0
+    )
     assert AutoModelForCausalLM.from_pretrained(output).config.vocab_size == 320
     assert not (output / "tokenizer.json").exists()
     assert "eval_bpb" not in run_helpers.events(output, "eval")[-1]

@@ -25,12 +25,36 @@ from finetune.training.pretraining.prepare import prepare_data
 
 # preset: processes, accumulation there and the guides' numbers, written here from the guides.
 PRESETS = {
-    "npu4_conservative": (4, 4, {"depth": 6, "device_batch_size": 2, "total_batch_size": 32768, "max_seq_len": 1024}),
-    "npu4_standard": (4, 4, {"depth": 8, "device_batch_size": 4, "total_batch_size": 65536, "max_seq_len": 1024}),
-    "npu4_full": (4, 2, {"depth": 12, "device_batch_size": 32, "total_batch_size": 524288, "max_seq_len": 2048}),
-    "gpu2_conservative": (2, 1, {"depth": 12, "device_batch_size": 8, "total_batch_size": 24576, "max_seq_len": 1536}),
-    "gpu2_balanced": (2, 1, {"depth": 16, "device_batch_size": 12, "total_batch_size": 49152, "max_seq_len": 2048}),
-    "gpu2_aggressive": (2, 1, {"depth": 20, "device_batch_size": 14, "total_batch_size": 86016, "max_seq_len": 3072}),
+    "npu4_conservative": (
+        4,
+        4,
+        {"depth": 6, "device_batch_size": 2, "total_batch_size": 32768, "max_seq_len": 1024},
+    ),
+    "npu4_standard": (
+        4,
+        4,
+        {"depth": 8, "device_batch_size": 4, "total_batch_size": 65536, "max_seq_len": 1024},
+    ),
+    "npu4_full": (
+        4,
+        2,
+        {"depth": 12, "device_batch_size": 32, "total_batch_size": 524288, "max_seq_len": 2048},
+    ),
+    "gpu2_conservative": (
+        2,
+        1,
+        {"depth": 12, "device_batch_size": 8, "total_batch_size": 24576, "max_seq_len": 1536},
+    ),
+    "gpu2_balanced": (
+        2,
+        1,
+        {"depth": 16, "device_batch_size": 12, "total_batch_size": 49152, "max_seq_len": 2048},
+    ),
+    "gpu2_aggressive": (
+        2,
+        1,
+        {"depth": 20, "device_batch_size": 14, "total_batch_size": 86016, "max_seq_len": 3072},
+    ),
 }
 MORE = {
     "npu4_conservative": {"num_iterations": 500, "lr_scale": 0.7},
@@ -48,7 +72,10 @@ def _logger_as_before():
 
 
 def test_every_preset_is_here():
-    files = {path.stem.removeprefix("pretrain_") for path in (ROOT / "ds_configs").glob("pretrain_*.json")}
+    files = {
+        path.stem.removeprefix("pretrain_")
+        for path in (ROOT / "ds_configs").glob("pretrain_*.json")
+    }
     assert files == set(PRESETS)
 
 
@@ -57,20 +84,33 @@ def test_presets_have_the_guides_numbers(name: str):
     processes, accumulation, numbers = PRESETS[name]
     arguments = ["--config", str(ROOT / "ds_configs" / f"pretrain_{name}.json")]
     config = resolve(arguments, world_size=processes, model_class=PretrainConfig).config
-    assert config.arch == ("nanochat" if name == "gpu2_aggressive" else "lfm2_value")  # docs/pretraining.md: memory
+    # docs/pretraining.md: memory
+    assert config.arch == ("nanochat" if name == "gpu2_aggressive" else "lfm2_value")
     for setting, value in (numbers | MORE.get(name, {})).items():
         assert getattr(config, setting) == value, setting
     assert config.gradient_accumulation_steps == accumulation
     assert config.deepspeed is None and config.output_dir == f"runs/pretrain_{name}"
     alone = resolve(arguments, world_size=1, model_class=PretrainConfig).config
-    assert alone.gradient_accumulation_steps == accumulation * processes, "the fallback on one device"
+    assert alone.gradient_accumulation_steps == accumulation * processes, (
+        "the fallback on one device"
+    )
 
 
 def test_its_own_processes_are_started_once_and_with_the_same_words(monkeypatch):
     started = []
-    monkeypatch.setattr(os, "execve", lambda path, words, environment: started.append((words, environment)))
+    monkeypatch.setattr(
+        os, "execve", lambda path, words, environment: started.append((words, environment))
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")  # guide 000 exports it: torchrun must not believe it
-    words = ["--train-data-path", "x.bin", "--output-dir", "out", "--distributed", "--world_size", "2"]
+    words = [
+        "--train-data-path",
+        "x.bin",
+        "--output-dir",
+        "out",
+        "--distributed",
+        "--world_size",
+        "2",
+    ]
     start_processes(words)
     ((command, environment),) = started
     assert "--nproc_per_node=2" in command and command[-len(words) :] == words
@@ -108,13 +148,23 @@ def test_peaks_by_name():
 def test_capabilities_of_cuda(generation, fp8: bool, flash: bool, hopper: bool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: generation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: generation >= (8, 0))
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: generation >= (8, 0)
+    )
     able = devices.capabilities("cuda")
-    assert (able.fp8, able.flash, able.hopper, able.compile, able.peak_flops) == (fp8, flash, hopper, True, None)
+    assert (able.fp8, able.flash, able.hopper, able.compile, able.peak_flops) == (
+        fp8,
+        flash,
+        hopper,
+        True,
+        None,
+    )
 
 
 def test_capabilities_elsewhere(monkeypatch):
-    fake = types.SimpleNamespace(is_bf16_supported=lambda: True, get_device_name=lambda: "Ascend910B4")
+    fake = types.SimpleNamespace(
+        is_bf16_supported=lambda: True, get_device_name=lambda: "Ascend910B4"
+    )
     monkeypatch.setattr(torch, "npu", fake, raising=False)
     npu = devices.capabilities("npu")
     assert (npu.bfloat16, npu.fp8, npu.compile, npu.peak_flops) == (True, False, False, 280e12)
@@ -154,8 +204,24 @@ def files(tmp_path: Path) -> Path:
 
 
 def refused(files: Path, capsys, *flags: str) -> str:
-    words = ["--train-data-path", files / "train.bin", "--output-dir", files / "out", "--vocab-size", "1000"]
-    words += ["--max-seq-len", "16", "--device-batch-size", "2", "--total-batch-size", "64", "--depth", "1"]
+    words = [
+        "--train-data-path",
+        files / "train.bin",
+        "--output-dir",
+        files / "out",
+        "--vocab-size",
+        "1000",
+    ]
+    words += [
+        "--max-seq-len",
+        "16",
+        "--device-batch-size",
+        "2",
+        "--total-batch-size",
+        "64",
+        "--depth",
+        "1",
+    ]
     words += ["--num-iterations", "1", "--device-type", "cpu"]
     code = main([*(str(word) for word in words), *flags])
     assert code == 2
@@ -185,7 +251,12 @@ def test_bad_input(flags: str, said: str, files: Path, capsys):
 
 def test_validation_data_smaller_than_a_window(files: Path, capsys):
     said = refused(
-        files, capsys, "--valid-data-path", str(files / "val.bin"), "--max-seq-len=32", "--total-batch-size=64"
+        files,
+        capsys,
+        "--valid-data-path",
+        str(files / "val.bin"),
+        "--max-seq-len=32",
+        "--total-batch-size=64",
     )
     assert "20 tokens are not one window" in said and "--valid-data-path" in said
 
@@ -209,5 +280,7 @@ def test_everything_wrong_at_once(files: Path, capsys):
 def test_print_config_is_json_of_numbers(files: Path, capsys):
     words = ["--config", str(ROOT / "ds_configs" / "pretrain_gpu2_balanced.json"), "--print-config"]
     assert main(words) == 0
-    assert json.loads((ROOT / "ds_configs" / "pretrain_gpu2_balanced.json").read_text())["depth"] == 16
+    assert (
+        json.loads((ROOT / "ds_configs" / "pretrain_gpu2_balanced.json").read_text())["depth"] == 16
+    )
     assert re.search(r"^depth +16 ", capsys.readouterr().out, re.M)

@@ -16,7 +16,9 @@ _BUSY_FIX = N_(
     "lists those that our runs recorded), wait 10 s, and start again; choose free chips with "
     "ASCEND_RT_VISIBLE_DEVICES; a chip assigned to two containers works in neither."
 )
-_MISMATCH = N_("The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not fully set up.")
+_MISMATCH = N_(
+    "The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not fully set up."
+)
 
 SYMPTOMS = (
     Symptom(
@@ -49,7 +51,9 @@ SYMPTOMS = (
             "chip."
         ),
         _BUSY_FIX,
-        more_fix=N_("If only this run uses the chip, let it open fewer process groups and streams."),
+        more_fix=N_(
+            "If only this run uses the chip, let it open fewer process groups and streams."
+        ),
         kind=Kind.VAGUE,
         confidence=0.7,
         source=SOURCE,
@@ -57,9 +61,22 @@ SYMPTOMS = (
     Symptom(
         "npu_driver_cann_mismatch",
         (
-            cann("E30006", "E3000[347]", "E3900[1-9]", "E400(?:01|02|20|24)", "E20002", "E13024", "EF000[13]", "EE2002")
+            cann(
+                "E30006",
+                "E3000[347]",
+                "E3900[1-9]",
+                "E400(?:01|02|20|24)",
+                "E20002",
+                "E13024",
+                "EF000[13]",
+                "EE2002",
+            )
             + r"|Failed to verify the OPP|CANN version mismatch",
-            returned("507008") + "|" + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)") + "|" + returned("148049"),
+            returned("507008")
+            + "|"
+            + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)")
+            + "|"
+            + returned("148049"),
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal|c_sec|profapi|hccl)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",
@@ -83,7 +100,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_driver_cann_mismatch",
-        (cann("EI0008"), r"CANN versions are inconsistent|\[VersionConflict\]|local_version \[.*remote_version \["),
+        (
+            cann("EI0008"),
+            r"CANN versions are inconsistent|\[VersionConflict\]|local_version \[.*remote_version \[",
+        ),
         N_("The nodes have different versions of CANN: HCCL connects only equal ones."),
         N_(
             "Compare `cat $ASCEND_HOME_PATH/*/ascend_toolkit_install.info` and `npu-smi info` on all nodes, and "
@@ -114,7 +134,11 @@ SYMPTOMS = (
         "npu_driver_cann_mismatch",
         (
             returned("507899"),
-            cann("EL0003", "EL0014", "EL9999") + "|" + returned("207000") + "|" + returned("50000[034]"),
+            cann("EL0003", "EL0014", "EL9999")
+            + "|"
+            + returned("207000")
+            + "|"
+            + returned("50000[034]"),
             r"dcmi (?:model|module) initiali[sz]ed? failed\. ret is (?P<code>-?\d+)",
             r"drvRetCode=\d+.*DeviceOpen|driver error:internal error",
         ),
@@ -133,7 +157,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "torch_npu_missing_or_mismatch",
-        (r"lib(?:ascend_hal|drvdsmi|dcmi|drvhdc|drvmem|drvdevmm)\w*\.so\S*: cannot open shared object file",),
+        (
+            r"lib(?:ascend_hal|drvdsmi|dcmi|drvhdc|drvmem|drvdevmm)\w*\.so\S*: cannot open shared object file",
+        ),
         N_(
             "The NPU driver's libraries are not there: the driver is not installed, or not mounted into this container."
         ),
@@ -168,7 +194,9 @@ SYMPTOMS = (
             r"|Distributed package doesn't have (?P<device_>HCCL)",
             r"Could not run '\S+' with arguments from the '(?P<device>NPU|PrivateUse1)' backend",
         ),
-        N_("torch_npu is not installed, does not match this torch, or cannot find CANN's libraries."),
+        N_(
+            "torch_npu is not installed, does not match this torch, or cannot find CANN's libraries."
+        ),
         N_(
             "Source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and LD_LIBRARY_PATH), and install the "
             "torch_npu of the same version as torch (torch 2.10.0 with torch_npu 2.10.0). `python -m finetune doctor` "
@@ -180,7 +208,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "torch_npu_missing_or_mismatch",
-        (r"No module named '?(?P<module>(?:tbe|te|topi|hccl|acl|mspti|opc_tool|auto_tune)\b[\w.]*)",),
+        (
+            r"No module named '?(?P<module>(?:tbe|te|topi|hccl|acl|mspti|opc_tool|auto_tune)\b[\w.]*)",
+        ),
         N_(
             "CANN's Python package[[ {module}]] was not found: CANN's environment is not set where the run was started."
         ),
@@ -192,11 +222,18 @@ SYMPTOMS = (
         ),
         confidence=0.94,
         source=SOURCE,
-        explains=("missing_package", "package_mismatch", "npu_driver_cann_mismatch", "npu_op_exception"),
+        explains=(
+            "missing_package",
+            "package_mismatch",
+            "npu_driver_cann_mismatch",
+            "npu_op_exception",
+        ),
     ),
     Symptom(
         "npu_busy_or_owned",
-        (r"[Ff]ail\w* .{0,60}resource\[(?:notify|stream|event|queue)\]|\b[Nn]o (?:notify|stream|event) resource",),
+        (
+            r"[Ff]ail\w* .{0,60}resource\[(?:notify|stream|event|queue)\]|\b[Nn]o (?:notify|stream|event) resource",
+        ),
         N_(
             "The NPU has no notifies, streams or events left: this run made more communicators (process groups) than "
             "the chip has room for."
@@ -212,7 +249,9 @@ SYMPTOMS = (
     Symptom(
         "torch_npu_missing_or_mismatch",
         (r"libatb\w*\.so\S*: cannot open shared object file",),
-        N_("The operators for transformers (ATB, of the package nnal) are not there, or their environment is not set."),
+        N_(
+            "The operators for transformers (ATB, of the package nnal) are not there, or their environment is not set."
+        ),
         N_(
             "`source /usr/local/Ascend/nnal/atb/set_env.sh` after CANN's own set_env.sh in the shell that starts the "
             "run; if the folder is missing, install Ascend-cann-nnal of CANN's version."

@@ -1,4 +1,6 @@
-"""Operators and the runtime of CANN: codes EE, EH, EL, EZ, E1 to E9, EB, and the returned numbers 107xxx to 561xxx."""
+"""Operators and the runtime of CANN: codes EE, EH, EL, EZ, E1 to E9, EB, and the returned numbers
+107xxx to 561xxx.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ SYMPTOMS = (
                 "EH0006",
                 r"EE100[56]",
             ),
-            returned(r"16100[12]") + "|" + returned("561002") + "|" + returned("561001") + "|" + returned("100026"),
+            returned(r"16100[12]")
+            + "|"
+            + returned("561002")
+            + "|"
+            + returned("561001")
+            + "|"
+            + returned("100026"),
             r"(?:not implemented for|not support(?:ed)?(?: for)?|unsupported|expected) (?:dtype "
             r"|type )?(?P<dtype>DT_\w+)",
             r"(?P<dtype>DT_[A-Z]+\d+)\b.{0,60}(?:not (?:implemented|support)|should be in)",
@@ -139,7 +147,9 @@ SYMPTOMS = (
             r"context is (?:a )?(?:null|empty)|ctx is NULL|ACL_ERROR_RT_CONTEXT_NULL",
             cann("EE1010"),
         ),
-        N_("A thread or forked process used the NPU without having chosen it: it has no context there."),
+        N_(
+            "A thread or forked process used the NPU without having chosen it: it has no context there."
+        ),
         N_(
             "Call torch.npu.set_device(local_rank) first in every thread and process that touches the NPU, also in "
             "callbacks and loaders; start data loader workers before the device is used, or with "
@@ -160,7 +170,9 @@ SYMPTOMS = (
             + "|"
             + returned(r"500\d\d\d"),
         ),
-        N_("A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."),
+        N_(
+            "A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."
+        ),
         N_(
             "Look the number up in CANN's table of return codes (1xxxxx: wrong argument or order of calls, 2xxxxx: "
             "resources, "
@@ -195,7 +207,12 @@ SYMPTOMS = (
         "npu_op_exception",
         (
             returned(r"(?:100|107|145|148|161|200|207|300|361|500|545|561)\d\d\d"),
-            cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
+            cann(
+                *(
+                    rf"E{module}\d{{3}}(?=: |\)|  )"
+                    for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80)
+                )
+            ),
             r"\bERR0[0-4](?:00[457]|100|300)\b",
         ),
         N_("A call into CANN failed[[ on rank {rank}]]; the code tells the part, not the reason."),
@@ -219,7 +236,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_op_exception",
-        (r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",),
+        (
+            r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",
+        ),
         _INNER,
         _INNER_FIX,
         more_fix=_PLOG_FIX,

@@ -253,7 +253,9 @@ SYMPTOMS = (
             r"NVRM: Xid \([^)]*\): (?P<xid>61|62|119|120)\b",
             r"waiting for RPC response from GPU\d* ?GSP|GSP (?:RPC )?(?:timeout|error)|failed to (?:load|boot) GSP",
         ),
-        N_("A GPU's own firmware (GSP) stopped answering the driver[[ (Xid {xid})]]: calls to it hang or fail."),
+        N_(
+            "A GPU's own firmware (GSP) stopped answering the driver[[ (Xid {xid})]]: calls to it hang or fail."
+        ),
         N_(
             "Reset the GPU (`nvidia-smi --gpu-reset -i N` with nothing running on it) or reboot the machine, then "
             "start the same command again: the run resumes from its last checkpoint. If it comes back: update the "

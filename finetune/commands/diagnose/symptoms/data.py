@@ -11,7 +11,9 @@ _RECORDS_FIX = N_(
     "guessed. --on-bad-row drop drops bad records and counts them."
 )
 # "rows" in the messages of earlier versions.
-_BAD_RECORDS = r"^\[ERROR\] .*(?P<bad_records>\d+) of (?P<records>\d+) (?:rows|records) cannot be trained on "
+_BAD_RECORDS = (
+    r"^\[ERROR\] .*(?P<bad_records>\d+) of (?P<records>\d+) (?:rows|records) cannot be trained on "
+)
 
 # Parameters whose first dimension is the vocabulary, as model families name them.
 _EMBEDDING = (
@@ -26,9 +28,15 @@ _TOO_LONG_FIX = N_(
     "Tokenize with truncation=True[[ and max_length={limit} (--cutoff-len {limit})]], split long texts before, or take "
     "a model made for longer ones."
 )
-# Sizes that do not fit, where the log tells that they are those of a sample and of the model's positions.
+# Sizes that do not fit, where the log tells that they are those of a sample and of the model's
+# positions.
 SAMPLE_TOO_LONG = Symptom(
-    "sequence_too_long", (), _TOO_LONG_TEXT, _TOO_LONG_FIX, confidence=0.88, source="torch, transformers"
+    "sequence_too_long",
+    (),
+    _TOO_LONG_TEXT,
+    _TOO_LONG_FIX,
+    confidence=0.88,
+    source="torch, transformers",
 )
 
 SYMPTOMS = (
@@ -59,7 +67,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "dataset_missing_field",
-        (r"must have the same columns, but|because column names don't match|Couldn't cast array of type",),
+        (
+            r"must have the same columns, but|because column names don't match|Couldn't cast array of type",
+        ),
         N_("The data files do not have the same columns, or not the same types in them."),
         N_(
             "The evidence names the column: give every record of every file the same fields and types (an empty text "
@@ -83,7 +93,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "chat_template_mismatch",
-        (r"Could not find (?:response|instruction) key (?P<key>.{1,80}?) in the following instance",),
+        (
+            r"Could not find (?:response|instruction) key (?P<key>.{1,80}?) in the following instance",
+        ),
         N_(
             "The text that is to begin every response[[ ({key})]] is not in the samples as they are formatted, so that "
             "they were left out of the loss: where none is left, the loss is 0 and the gradients are NaN."
@@ -146,7 +158,9 @@ SYMPTOMS = (
     Symptom(
         "dataset_empty",
         (r"Dropped lengthy example with length (?P<tokens>\d+) > (?P<limit>\d+)",),
-        N_("Every record was left out as too long[[: the limit is {limit} tokens, and one has {tokens}]]."),
+        N_(
+            "Every record was left out as too long[[: the limit is {limit} tokens, and one has {tokens}]]."
+        ),
         N_(
             "Raise the limit (LLaMA-Factory: cutoff_len, here --cutoff-len), or split long records: the median of "
             "their lengths in tokens shows what is needed."
@@ -172,7 +186,9 @@ SYMPTOMS = (
             r"|Unexpected character found when decoding)",
             r"Failed to (?:load|read) JSON (?:from )?file",
         ),
-        N_("A data file is not valid JSON[[: {reason}]][[: {bad_records} of {records} records ({kinds})]]."),
+        N_(
+            "A data file is not valid JSON[[: {reason}]][[: {bad_records} of {records} records ({kinds})]]."
+        ),
         N_(
             "A .jsonl file has one JSON object per line, a .json file one array of records, both in UTF-8. `python -c "
             "\"import json,sys; [json.loads(line) for line in open(sys.argv[1], encoding='utf-8')]\" FILE` names the "
@@ -244,7 +260,9 @@ SYMPTOMS = (
             r"UnidentifiedImageError: cannot identify image file ['\"]?(?P<file>[^'\"<>]+)",
             r"UnidentifiedImageError|image file is truncated",
         ),
-        N_("An image of the data[[ ({file})]] cannot be read: it is broken, cut short, or no image."),
+        N_(
+            "An image of the data[[ ({file})]] cannot be read: it is broken, cut short, or no image."
+        ),
         N_(
             "Open it (`file PATH` says what it is), and copy it again or take its record out. To find others: read "
             "all images once before training (PIL's Image.open(PATH).load()), and leave out what fails, counted."
@@ -254,7 +272,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "tokenizer_vocab_mismatch",
-        (r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>-?\d+) is out of bounds",),
+        (
+            r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>-?\d+) is out of bounds",
+        ),
         N_(
             "A label[[ ({highest})]] is outside of what the model's output can be: 0 to the number of classes (or the "
             "vocabulary) less one."

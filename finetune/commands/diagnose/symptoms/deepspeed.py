@@ -22,7 +22,9 @@ SYMPTOMS = (
             r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with(?!.*APIs are"
             r" compatible)",
         ),
-        N_("DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."),
+        N_(
+            "DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."
+        ),
         N_(
             "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build python3-dev`), "
             "make sure that CXX names a working compiler, and remove the half-built folder under $TORCH_EXTENSIONS_DIR "
@@ -40,7 +42,9 @@ SYMPTOMS = (
             r"generations per prompt \((?P<generations>\d+)\)",
             r"(?:batch.{0,60})?must be (?:evenly )?(?:divisible by|a multiple of) .{0,10}num_generations",
         ),
-        N_("The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."),
+        N_(
+            "The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."
+        ),
         N_(
             "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) "
             "as a multiple of num_generations, or num_generations so that it divides it: the message lists which do."
@@ -132,7 +136,9 @@ SYMPTOMS = (
             r"(?:^\s+|Error.*\W)(?:Missing|Unexpected) key\(s\) in state_dict: \"(?P<parameter>[\w.]+)",
             r"loaded state dict contains a parameter group that doesn't match",
         ),
-        N_("The weights or optimizer state that are loaded belong to a model with other parameters[[ ({parameter})]]."),
+        N_(
+            "The weights or optimizer state that are loaded belong to a model with other parameters[[ ({parameter})]]."
+        ),
         N_(
             "Compare the names: `module.` or `base_model.` before them comes from DDP or PEFT (save the inner model), "
             "others from another architecture, LoRA target or freezing. Build the model as it was when it was saved, "

@@ -42,7 +42,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "wandb_login",
-        (r"^(?:swanlab|comet_ml|neptune|clearml|mlflow|aim)\.\S*(?:Error|Exception): (?P<reason>.*)",),
+        (
+            r"^(?:swanlab|comet_ml|neptune|clearml|mlflow|aim)\.\S*(?:Error|Exception): (?P<reason>.*)",
+        ),
         N_("The experiment tracker cannot be used here[[: {reason}]]."),
         N_(
             "Log in to it or give its key in the environment, see whether its server can be reached, or train without "
@@ -90,7 +92,9 @@ SYMPTOMS = (
             r"blk_update_request: I/O error|I/O error, dev (?P<path>\w+)|[Uu]nable to (?:lock"
             r"|mmap) file.{0,40}(?:No locks|I/O)|\[Errno 37\]",
         ),
-        N_("A file system failed[[ at {path}]]: a network file system lost its connection, or a disk is faulty."),
+        N_(
+            "A file system failed[[ at {path}]]: a network file system lost its connection, or a disk is faulty."
+        ),
         N_(
             "`df -h` and `ls` on that path, and `dmesg -T | tail`, on the machine that reports it: have it mounted "
             "again or the "
@@ -105,7 +109,11 @@ SYMPTOMS = (
     ),
     Symptom(
         "too_many_open_files",
-        (r"Too many open files", r"\[Errno 24\]|\bEMFILE\b|os error 24\b", r"received 0 items of ancdata"),
+        (
+            r"Too many open files",
+            r"\[Errno 24\]|\bEMFILE\b|os error 24\b",
+            r"received 0 items of ancdata",
+        ),
         N_("A process[[ of rank {rank}]] reached the limit of open files."),
         N_(
             "`ulimit -n 65536` in the shell that starts the run (in a container its nofile limit), fewer "
@@ -193,7 +201,9 @@ SYMPTOMS = (
             r"task \S+:\d+ blocked for more than \d+ seconds|hung_task_timeout_secs",
             r"FailedMount|MountVolume\.\w+ failed|[Uu]nable to attach or mount volumes",
         ),
-        N_("A process waits for a file system that does not answer, or a volume could not be mounted."),
+        N_(
+            "A process waits for a file system that does not answer, or a volume could not be mounted."
+        ),
         N_(
             "`dmesg -T | grep -i -E 'blocked for|nfs|lustre|nvme'`, `ls` on data, checkpoint and cache folders (which "
             "one hangs?), and in Kubernetes `kubectl describe pod` and `kubectl get pvc`: have that file system "
@@ -251,7 +261,9 @@ SYMPTOMS = (
             r"Read-only file system(?:\W{1,4}(?P<path>/[^\s'\"]+))?",
             r"\[Errno 30\]|\bEROFS\b|os error 30\b",
         ),
-        N_("The file system[[ of {path}]] is mounted read-only: nobody can write there, whatever the permissions."),
+        N_(
+            "The file system[[ of {path}]] is mounted read-only: nobody can write there, whatever the permissions."
+        ),
         N_(
             "`findmnt -T`[[ {path}]] shows how it is mounted. Write elsewhere (--output-dir, TMPDIR; HF_HOME and "
             "HF_DATASETS_CACHE for caches), or mount it writable (in containers without `:ro`, readOnly: false). A "
@@ -262,7 +274,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "permission_denied",
-        (r"Permission denied \(publickey|Permission denied, please try again|Host key verification failed",),
+        (
+            r"Permission denied \(publickey|Permission denied, please try again|Host key verification failed",
+        ),
         _NO_LOGIN,
         _LOGIN_FIX,
         confidence=0.92,

@@ -1,4 +1,6 @@
-"""HCCL: how NPUs find and hear one another. Codes EI and EJ, the lines of plogs, and its return codes."""
+"""HCCL: how NPUs find and hear one another. Codes EI and EJ, the lines of plogs, and its return
+codes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _CONFIG_FIX = N_(
 
 
 def hccl_returned(code: str) -> str:
-    """A pattern of HCCL's return codes: `HCCL function error: ..., error code is 9`, `errNo[0x0000000005010009]`."""
+    """A pattern of HCCL's return codes: `HCCL function error: ..., error code is 9`,
+    `errNo[0x0000000005010009]`.
+    """
     return rf"(?:HCCL function error: |OPS function error: [Hh]ccl).*error code is \(?(?:{code})\)?(?!\d)"
 
 
@@ -130,7 +134,9 @@ SYMPTOMS = (
     Symptom(
         "hccl_config",
         (hccl_returned("[126]|10"),),
-        N_("HCCL refused what it was called with: a setting, an address or the arguments of a collective."),
+        N_(
+            "HCCL refused what it was called with: a setting, an address or the arguments of a collective."
+        ),
         _CONFIG_FIX,
         kind=Kind.VAGUE,
         confidence=0.6,
@@ -138,7 +144,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_config",
-        (cann("EI0005"), r"CMD information .{2,30} check fail|\[ParameterConflict\]|inconsistent between ranks"),
+        (
+            cann("EI0005"),
+            r"CMD information .{2,30} check fail|\[ParameterConflict\]|inconsistent between ranks",
+        ),
         N_(
             "The ranks called different collectives, or with different sizes or types: they did not take the same path "
             "through the program, or see different data, settings or versions."
@@ -157,7 +166,9 @@ SYMPTOMS = (
             r"tlsStatus are inconsistent|config \\?\"tls\\?\" is invalid",
             r"The possible cause is that the TLS switch is inconsistent|rankList for (?:en|dis)abled tls",
         ),
-        N_("TLS is switched on at some NPUs and off at others: they refuse each other's connections."),
+        N_(
+            "TLS is switched on at some NPUs and off at others: they refuse each other's connections."
+        ),
         N_(
             "Read it on every node with `for i in {{0..7}}; do hccn_tool -i $i -tls -g; done | grep switch` and make "
             "it the "

@@ -17,7 +17,8 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (
-            cann("EJ0002") + r"|[Nn]etwork port is down|HCCS LINK ERROR|Reason: .{0,40}(?:port|link) is down",
+            cann("EJ0002")
+            + r"|[Nn]etwork port is down|HCCS LINK ERROR|Reason: .{0,40}(?:port|link) is down",
             r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)"
             r"|net health status: (?!Success|Init)",
             r"(?:npu|NPU|dev|device|port).{0,60}link status\W{0,3}(?:change\W+UP\W+)?DOWN\b",
@@ -32,7 +33,9 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (r"packets transmitted, 0 (?:packets )?received|^recv seq=\d+, ?time ?out",),
-        N_("NPU network traffic does not get through between the machines: a ping from one to another gets no answer."),
+        N_(
+            "NPU network traffic does not get through between the machines: a ping from one to another gets no answer."
+        ),
         N_(
             "`hccn_tool -i N -ping -g address OTHER_DEVICE_IP` must answer between all NPUs. Check addresses, netmask "
             "and gateway (`-ip -g`, `-gateway -g`), the link (`-link -g`), and VLAN and routes on the switch; HCCL "
@@ -49,7 +52,12 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (
-            cann("EI0010") + "|" + returned("507904") + "|" + hccl_returned("23") + "|Communication_Error_P2P",
+            cann("EI0010")
+            + "|"
+            + returned("507904")
+            + "|"
+            + hccl_returned("23")
+            + "|Communication_Error_P2P",
             r"P2P communication failed|enable p2p .{0,20}(?:time ?out|fail)",
         ),
         N_("Two NPUs of one machine could not open a direct connection (P2P)[[ (rank {rank})]]."),

@@ -15,7 +15,9 @@ SYMPTOMS = (
             r"(?P<reason>\S+: bad interpreter: .*)|(?P<reason_>cannot execute(?: binary file)?: .*"
             r"|.*[Ee]xec format error.*)",
         ),
-        N_("The shell script that starts the run has an error, or is for another system[[: {reason}]]."),
+        N_(
+            "The shell script that starts the run has an error, or is for another system[[: {reason}]]."
+        ),
         N_(
             "Look at that line of the script: a variable that is not set, a quote or `fi` that is missing, or a line "
             "before it that does not end in a backslash alone (then an option is taken for a command). ^M: `sed -i "
@@ -68,7 +70,9 @@ SYMPTOMS = (
             r"ssh: connect to host (?P<node>\S+) port \d+: (?!Connection refused)(?P<reason>.*)",
             r"ssh: (?P<reason>Could not resolve hostname .*)",
         ),
-        N_("A node cannot be reached by ssh[[ ({node})]][[: {reason}]]. Its processes were not started."),
+        N_(
+            "A node cannot be reached by ssh[[ ({node})]][[: {reason}]]. Its processes were not started."
+        ),
         N_(
             "`ssh NODE true` from the node that starts the run: correct the name or address in the host file, and see "
             "whether the node is up and its port of ssh open. torchrun and `python -m finetune launch`, started on "
@@ -111,7 +115,9 @@ SYMPTOMS = (
             r"(?P<reason>.*)",
         ),
         N_("The program refused its command line[[: {reason}]]."),
-        N_("`--help` of the program lists the names and values of this version. Nothing was trained yet."),
+        N_(
+            "`--help` of the program lists the names and values of this version. Nothing was trained yet."
+        ),
         kind=Kind.VAGUE,
         confidence=0.7,
         source="argparse",

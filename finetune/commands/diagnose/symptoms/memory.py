@@ -73,7 +73,8 @@ SYMPTOMS = (
     Symptom(
         "device_oom",
         (
-            cann("EL0004", "EI0011", "EI0007") + r"|Insufficient_Device_Memory|Memory_Allocation_Failure",
+            cann("EL0004", "EI0011", "EI0007")
+            + r"|Insufficient_Device_Memory|Memory_Allocation_Failure",
             returned(r"2070(?:01|18)")
             + "|"
             + returned("200000")
@@ -188,7 +189,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b|^zsh: killed\b",),
+        (
+            r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b|^zsh: killed\b",
+        ),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."
@@ -240,7 +243,9 @@ SYMPTOMS = (
             r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d+)[\d, ]*\) "
             r"(?:exited unexpectedly|is killed by signal(?!: (?:Segm|Illeg|Abort)))",
         ),
-        N_("A data loader worker exited unexpectedly (process {pid}): killed, or out of shared memory."),
+        N_(
+            "A data loader worker exited unexpectedly (process {pid}): killed, or out of shared memory."
+        ),
         _SHM_FIX,
         kind=Kind.VAGUE,
         confidence=0.7,

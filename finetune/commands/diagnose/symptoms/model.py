@@ -148,7 +148,9 @@ SYMPTOMS = (
             r"to have the same (?:data ?type|scalar type|type)\b|expected (?:dtype|type) \S+ but got \S+",
             r"result type \w+ can't be cast to|dtypes? (?:do not|don't|does not) match|must match dtype",
         ),
-        N_("Two tensors have different data types[[: {found} where {wanted} is expected]][[ on rank {rank}]]."),
+        N_(
+            "Two tensors have different data types[[: {found} where {wanted} is expected]][[ on rank {rank}]]."
+        ),
         N_(
             "Use one type throughout: --dtype bfloat16 with a model loaded in bfloat16. Custom modules or adapters "
             "kept in float32 inside a bfloat16 model need autocast or .to(dtype); under ZeRO-3 with LoRA load the "
@@ -160,7 +162,9 @@ SYMPTOMS = (
     Symptom(
         "dtype_mismatch",
         (r"\"?\w+\"? not implemented for '(?P<found>(?!BFloat16)[A-Z]\w+)'",),
-        N_("An operator is not made for tensors of this type[[ ({found})]] on this device[[ (rank {rank})]]."),
+        N_(
+            "An operator is not made for tensors of this type[[ ({found})]] on this device[[ (rank {rank})]]."
+        ),
         N_(
             "Half precision on a CPU: --dtype float32 (or bfloat16). Labels and ids must be int64 (.long()). Otherwise "
             "convert the tensor before the operator that the evidence names."
@@ -180,7 +184,9 @@ SYMPTOMS = (
             r"bf16\S* requires? (?:\.target|Ampere|GPU|PyTorch|CUDA)|BFloat16 (?:is )?not (?:supported|implemented)",
             r"[Uu]nsupported (?:ScalarType|scalar type|dtype|data ?type|type)\W{1,3}(?:torch\.)?[Bb][Ff](?:loat)?16",
         ),
-        N_("This device or operator does not support bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."),
+        N_(
+            "This device or operator does not support bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."
+        ),
         N_(
             '--dtype float16, or --dtype float32 where there is no gradient scaler; take "bf16": {{"enabled": true}} '
             "out of the DeepSpeed file. Check with `python -m finetune doctor`."

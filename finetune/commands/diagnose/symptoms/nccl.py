@@ -49,7 +49,9 @@ SYMPTOMS = (
             r"|getifaddrs .{0,20}fail",
             r"makeDeviceFor(?:Interface|Hostname)\(\): unsupported gloo device",
         ),
-        N_("NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]]."),
+        N_(
+            "NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]]."
+        ),
         _INTERFACE_FIX,
         source="NCCL, gloo",
         explains=("nccl_version_or_system",),
@@ -139,7 +141,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_network_interface",
-        (r"ibv_\w+ failed.{0,40}Cannot allocate memory|ibv_reg_mr\w*.{0,60}(?:ENOMEM|Cannot allocate memory)",),
+        (
+            r"ibv_\w+ failed.{0,40}Cannot allocate memory|ibv_reg_mr\w*.{0,60}(?:ENOMEM|Cannot allocate memory)",
+        ),
         N_(
             "The network adapter could not lock memory: the limit for locked memory (memlock) of these processes is "
             "too low."
@@ -173,7 +177,12 @@ SYMPTOMS = (
         kind=Kind.TIMEOUT,
         confidence=0.8,
         source="NCCL, gloo, torch c10d, Linux",
-        explains=("nccl_version_or_system", "rendezvous_timeout", "collective_timeout", "peer_died"),
+        explains=(
+            "nccl_version_or_system",
+            "rendezvous_timeout",
+            "collective_timeout",
+            "peer_died",
+        ),
     ),
     Symptom(
         "nccl_network_interface",
@@ -240,8 +249,12 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_version_or_system",
-        (r"transport/nvls\.cc:\d+ NCCL WARN|Fabric State\s*:\s*(?!Completed|N/A|Not Supported)(?=\S)",),
-        N_("NCCL could not set up NVLink SHARP (NVLS): the NVSwitch fabric of this machine is not ready."),
+        (
+            r"transport/nvls\.cc:\d+ NCCL WARN|Fabric State\s*:\s*(?!Completed|N/A|Not Supported)(?=\S)",
+        ),
+        N_(
+            "NCCL could not set up NVLink SHARP (NVLS): the NVSwitch fabric of this machine is not ready."
+        ),
         N_(
             "`nvidia-smi -q | grep -A2 Fabric` must say Completed: restart nvidia-fabricmanager (of the driver's "
             "version) and wait. Until then NCCL_NVLS_ENABLE=0."
@@ -279,7 +292,9 @@ SYMPTOMS = (
             r"NCCL WARN .*Cuda failure .*(?:not supported|invalid device)",
             r"invalid usage \(run with NCCL_|invalid argument \(run with NCCL_",
         ),
-        N_("NCCL was used wrongly[[ on rank {rank}]]: two ranks on one GPU, different versions, or different calls."),
+        N_(
+            "NCCL was used wrongly[[ on rank {rank}]]: two ranks on one GPU, different versions, or different calls."
+        ),
         _NCCL_FIX,
         confidence=0.78,
         source="NCCL, torch ProcessGroupNCCL",
@@ -293,7 +308,9 @@ SYMPTOMS = (
             r"ncclUnhandledCudaError|unhandled cuda error",
             r"NCCL error in: |NCCL Error \d|DistBackendError: NCCL",
         ),
-        N_("NCCL failed[[ on rank {rank}]]: a system call, its version, or how it is used (two ranks on one GPU)."),
+        N_(
+            "NCCL failed[[ on rank {rank}]]: a system call, its version, or how it is used (two ranks on one GPU)."
+        ),
         _NCCL_FIX,
         kind=Kind.VAGUE,
         confidence=0.7,

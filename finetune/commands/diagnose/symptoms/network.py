@@ -1,4 +1,6 @@
-"""Processes that have to find and hear one another: ports, rendezvous, collectives, peers that die."""
+"""Processes that have to find and hear one another: ports, rendezvous, collectives, peers that
+die.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,17 @@ _NAME_FIX = N_(
     "add the name to DNS or /etc/hosts."
 )
 
-# Requests to the hub that were tried again: where a process ended and nothing tells why, they are the best guess.
+# Requests to the hub that were tried again: where a process ended and nothing tells why, they are
+# the best guess.
 RETRIED = Symptom(
     "hub_offline",
     (
         r"thrown while requesting (?:HEAD|GET) (?P<hub>https?://[^\s/]+)",
         r"Retrying \(Retry\(total=0\b.*host='(?P<hub>[^']+)'",
     ),
-    N_("Requests to the model hub[[ ({hub})]] failed and were tried again, and nothing else tells why the run ended."),
+    N_(
+        "Requests to the model hub[[ ({hub})]] failed and were tried again, and nothing else tells why the run ended."
+    ),
     N_(
         "See whether the hub answers from this machine (`curl -I https://huggingface.co`), or download the model and "
         "the data where there is a network and give their folders (--model DIR, HF_HUB_OFFLINE=1)."
@@ -92,7 +97,9 @@ SYMPTOMS = (
             r"[Pp]ort (?P<port>\d+) is already (?:in use|used|taken|occupied)(?!.*\b(?:trying|using|instead))",
             r"(?:on port `(?P<port>\d+)`, but )?another process is utilizing (?:it|at least one)",
         ),
-        N_("The rendezvous port[[ {port}]] is taken on this machine, often by an earlier run that has not ended."),
+        N_(
+            "The rendezvous port[[ {port}]] is taken on this machine, often by an earlier run that has not ended."
+        ),
         N_(
             "Use another port: MASTER_PORT[[={next_port}]] or `torchrun --master_port[[ {next_port}]]`, or leave it to "
             "`python -m finetune launch`, which finds a free one. To see who holds it: `ss -ltnp[[ 'sport = "
@@ -193,7 +200,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "rendezvous_timeout",
-        (r"(?:timed out|failed to connect).{0,90}\((?P<master_addr>localhost|127\.0\.0\.1), (?P<master_port>\d+)\)",),
+        (
+            r"(?:timed out|failed to connect).{0,90}\((?P<master_addr>localhost|127\.0\.0\.1), (?P<master_port>\d+)\)",
+        ),
         N_(
             "Nobody listens at[[ {master_addr}]][[, port {master_port}]]: with several nodes the address must be that "
             "of node 0, and this name means each node itself."
@@ -245,7 +254,9 @@ SYMPTOMS = (
             r"|HCCL) communicator was aborted on rank",
             r"Received a dump signal|preparing to dump debug info",
         ),
-        N_("Collective operations failed or timed out[[ on rank {rank}]]: which of both, other lines tell."),
+        N_(
+            "Collective operations failed or timed out[[ on rank {rank}]]: which of both, other lines tell."
+        ),
         TIMEOUT_FIX,
         kind=Kind.CASCADE,
         confidence=0.5,

@@ -34,7 +34,9 @@ SYMPTOMS = (
             r"\bThe device is unavailable",
             cann("EL0001") + r"|\bDevice_Absent|drvGetDevNum failed|cannot access '?/dev/davinci",
         ),
-        N_("No NPU can be used here[[ (rank {rank})]]: none is visible to the process, or its driver does not answer."),
+        N_(
+            "No NPU can be used here[[ (rank {rank})]]: none is visible to the process, or its driver does not answer."
+        ),
         N_(
             "`npu-smi info` in the same shell or container must list the chips as OK; ASCEND_RT_VISIBLE_DEVICES takes "
             "numbers that exist there, in ascending order, and their /dev/davinciN must be in the container."
@@ -75,7 +77,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "illegal_memory_or_ecc",
-        (cann("EI0012") + "|" + returned("507013"), r"sdma error|SDMA (?:memory copy )?.{0,20}(?:exception|error)"),
+        (
+            cann("EI0012") + "|" + returned("507013"),
+            r"sdma error|SDMA (?:memory copy )?.{0,20}(?:exception|error)",
+        ),
         N_(
             "Copying between NPUs failed (SDMA)[[ on rank {rank}]]: the memory at one end was freed or never there, "
             "the "
@@ -93,7 +98,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "permission_denied",
-        (cann("EL0007", "EC0011", "EG2001") + "|" + returned("207006"), r"No_Permission|Permission_Error\w*"),
+        (
+            cann("EL0007", "EC0011", "EG2001") + "|" + returned("207006"),
+            r"No_Permission|Permission_Error\w*",
+        ),
         N_("This user may not use the NPU."),
         N_(
             "`ls -l /dev/davinci*` and `id`: the user must be in the devices' group (usually HwHiAiUser: `usermod -aG "
@@ -126,7 +134,9 @@ SYMPTOMS = (
             r"stress test\b.{0,40}(?<!/)(?<!or )\bFAIL(?<!\b0 FAIL)(?!\w*\W{1,3}0\b)"
             r"|matmul compare mismatch(?!\W{1,3}0\b)",
         ),
-        N_("A device computes wrong results without reporting an error (silent data corruption)[[ (rank {rank})]]."),
+        N_(
+            "A device computes wrong results without reporting an error (silent data corruption)[[ (rank {rank})]]."
+        ),
         N_(
             "Take that device out of service and have it tested (npu-smi's or dcgm's stress test for minutes). Start "
             "the same command again without it, from a checkpoint that was written before the first wrong step."

@@ -9,7 +9,9 @@ SYMPTOMS = (
     Symptom(
         "missing_package",
         (r"No module named 'mpi4py'",),
-        N_("DeepSpeed was started without a launcher, took it that MPI had started it, and found no mpi4py to ask."),
+        N_(
+            "DeepSpeed was started without a launcher, took it that MPI had started it, and found no mpi4py to ask."
+        ),
         N_(
             "Start the program with a launcher, for one device too: torchrun, accelerate launch or deepspeed set RANK, "
             "WORLD_SIZE, LOCAL_RANK and MASTER_ADDR. Where mpirun is meant to start it: `pip install mpi4py`."
@@ -34,20 +36,25 @@ SYMPTOMS = (
             r"|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
         ),
-        N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),
+        N_(
+            "Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."
+        ),
         N_(
             "Make sure that the right environment is active on every node (`which python`), then `pip install[[ "
             "{package}]]`."
         ),
         confidence=0.8,
         source="Python",
-        explains=("npu_driver_cann_mismatch", "npu_op_exception"),  # CANN compiles operators with Python packages
+        # CANN compiles operators with Python packages
+        explains=("npu_driver_cann_mismatch", "npu_op_exception"),
     ),
     Symptom(
         "missing_package",
         (r"(?:Error|Exception): .*requires? the latest version of [`'\"]?(?P<package>\w[\w-]*)",),
         N_("A package[[ ({package})]] is not installed here, or is older than what uses it needs."),
-        N_("`pip install -U[[ {package}]]` in the environment of the run, on every node; `pip check` afterwards."),
+        N_(
+            "`pip install -U[[ {package}]]` in the environment of the run, on every node; `pip check` afterwards."
+        ),
         confidence=0.82,
         source="transformers",
     ),
@@ -61,7 +68,9 @@ SYMPTOMS = (
             r"|baichuan|cohere|olmo"
             r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
         ),
-        N_("The installed transformers does not know this model's architecture[[ ({model})]]: it is too old for it."),
+        N_(
+            "The installed transformers does not know this model's architecture[[ ({model})]]: it is too old for it."
+        ),
         N_(
             "`pip install -U transformers` to the version that config.json names (`transformers_version`) or a newer "
             "one; a model with code of its own (*.py in its folder) needs trust_remote_code=True instead."
@@ -107,7 +116,9 @@ SYMPTOMS = (
         "package_mismatch",
         (r"was removed in the NumPy (?P<version>\d[\d.]*) release",),
         N_("A package here is older than NumPy[[ {version}]], which no longer has what it uses."),
-        N_("pip install 'numpy<2', or a newer version of the package whose file the traceback names last."),
+        N_(
+            "pip install 'numpy<2', or a newer version of the package whose file the traceback names last."
+        ),
         confidence=0.9,
         source="NumPy 2.0 migration guide",
         explains=("npu_driver_cann_mismatch", "npu_op_exception"),
@@ -238,7 +249,9 @@ SYMPTOMS = (
             r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected "
             r"keyword argument '(?P<name>\w+)'",
         ),
-        N_("A function that the trainer calls[[, {function},]] does not take the argument[[ {name}]] that it gets."),
+        N_(
+            "A function that the trainer calls[[, {function},]] does not take the argument[[ {name}]] that it gets."
+        ),
         N_(
             "Give it that argument, or **kwargs for all that it does not use: reward functions get the prompts, the "
             "completions and every column of the data by name, and newer versions of the trainer give more."
@@ -248,7 +261,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "package_mismatch",
-        (r"TypeError: (?P<function>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'",),
+        (
+            r"TypeError: (?P<function>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'",
+        ),
         N_(
             "A function[[, {function},]] does not take the argument[[ {name}]] in the version that is installed here: "
             "the program was written for another one."

@@ -1,7 +1,8 @@
-"""Exceptions that no rule knows by their words: what the frames of the traceback tell of the work that failed.
+"""Exceptions that no rule knows by their words: what the frames of the traceback tell of the work
+that failed.
 
-The place says which part refused, and the message, which is quoted, why. So these are surer than `unknown`, and less
-sure than any rule that knows the message.
+The place says which part refused, and the message, which is quoted, why. So these are surer than
+`unknown`, and less sure than any rule that knows the message.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def _place(cause: str, explanation: str, fix: str) -> Symptom:
 
 _PACKAGES = _place(
     "missing_package",
-    N_("A package cannot be used here: it is missing, too old, or does not fit the others: {error}[[ ({frame})]]."),
+    N_(
+        "A package cannot be used here: it is missing, too old, or does not fit the others: {error}[[ ({frame})]]."
+    ),
     N_(
         "Install or update what the message names in the environment of the run, on every node (`which python`, `pip "
         "check`); the releases of transformers, trl, peft, accelerate and torch of about the same time belong together."
@@ -29,7 +32,9 @@ _PACKAGES = _place(
 )
 _FILE = _place(
     "file_not_found",
-    N_("A file or folder that the run needs is not there, or not what it should be: {error}[[ ({frame})]]."),
+    N_(
+        "A file or folder that the run needs is not there, or not what it should be: {error}[[ ({frame})]]."
+    ),
     N_(
         "`ls -l` the path in the shell (and container) of the run, on every node: relative paths start where the run "
         "is started."
@@ -55,7 +60,9 @@ _HUB = _place(
 )
 _DATA = _place(
     "data_refused",
-    N_("The data, or how they are prepared, were refused[[ on rank {rank}]]: {error}[[ ({frame})]]."),
+    N_(
+        "The data, or how they are prepared, were refused[[ on rank {rank}]]: {error}[[ ({frame})]]."
+    ),
     N_(
         "Print the record, the columns and the settings of the data set that this function gets, and compare them with "
         "what the message asks for; `python -m finetune inspect` shows records as they are trained. With map and "
@@ -73,7 +80,9 @@ _SAVING = _place(
 )
 _LOADING = _place(
     "loading_failed",
-    N_("Loading the model, its tokenizer or a checkpoint failed[[ on rank {rank}]]: {error}[[ ({frame})]]."),
+    N_(
+        "Loading the model, its tokenizer or a checkpoint failed[[ on rank {rank}]]: {error}[[ ({frame})]]."
+    ),
     N_(
         "Compare what the message names with the folder that is loaded: config.json (model_type, "
         "transformers_version, quantization), the tokenizer's files, all weights, and for a checkpoint the settings it "
@@ -98,7 +107,9 @@ _ARGUMENTS = _place(
 )
 _VERSIONS = _place(
     "package_mismatch",
-    N_("A library got something that it does not support[[ on rank {rank}]]: {error}[[ ({frame})]]."),
+    N_(
+        "A library got something that it does not support[[ on rank {rank}]]: {error}[[ ({frame})]]."
+    ),
     N_(
         "Most often packages whose versions do not belong together, or a value that is None or of another type than "
         "documented: look at the last frame of yours in the traceback, then compare the installed versions with those "
@@ -113,20 +124,38 @@ _PROGRAM = _place(
         "the program's own whose message says what it wants. Try it with one process and a few records."
     ),
 )
-PLACES = (_PACKAGES, _FILE, _BUILD, _HUB, _DATA, _SAVING, _LOADING, _SETTINGS, _ARGUMENTS, _VERSIONS, _PROGRAM)
+PLACES = (
+    _PACKAGES,
+    _FILE,
+    _BUILD,
+    _HUB,
+    _DATA,
+    _SAVING,
+    _LOADING,
+    _SETTINGS,
+    _ARGUMENTS,
+    _VERSIONS,
+    _PROGRAM,
+)
 
 # From the innermost frame outwards, in each the first that matches: `PATH, in FUNCTION`.
 _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
     (re.compile(pattern), symptom)
     for pattern, symptom in (
-        (r"import_utils\.py|importlib|, in requires?_\w*(?:backend|version|package)|versions\.py", _PACKAGES),
+        (
+            r"import_utils\.py|importlib|, in requires?_\w*(?:backend|version|package)|versions\.py",
+            _PACKAGES,
+        ),
         (r"/(?:torch/_inductor|torch/_dynamo|triton|op_builder)/|cpp_extension\.py", _BUILD),
         (
             r"/(?:requests|urllib3|httpx|httpcore|aiohttp|modelscope/hub)/"
             r"|huggingface_hub/(?:file_download|_snapshot|hf_|_commit|lfs|utils/_(?:http|headers|auth))",
             _HUB,
         ),
-        (r", in (?:_?save|export|consolidat|merge_and_unload|to_json|push_to|_?upload)\w*", _SAVING),
+        (
+            r", in (?:_?save|export|consolidat|merge_and_unload|to_json|push_to|_?upload)\w*",
+            _SAVING,
+        ),
         (
             r"(?:tokeniz|processing|extract)\w*\.py\b.*, in (?:__init__|_?from_|_?load|get_\w*dict|get_spm|convert)\w*",
             _LOADING,
@@ -158,7 +187,9 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
     )
 )
 # What a call was refused with; others tell less, and count where the code raised them by itself.
-_REFUSED = re.compile(r"(?:Value|Type|NotImplemented|Assertion|Config\w*|Argument|Validation)Error$")
+_REFUSED = re.compile(
+    r"(?:Value|Type|NotImplemented|Assertion|Config\w*|Argument|Validation)Error$"
+)
 _RAISED = re.compile(r"(?:Runtime|Index|Key|Attribute)Error$|^Exception$")
 _BROKEN = re.compile(r"(?:Attribute|Name|UnboundLocal|Type|Syntax|Indentation)Error$")
 _BY_NAME = (
@@ -192,8 +223,11 @@ _LIBRARY = re.compile(
 _STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
 
 
-def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple[Symptom, dict[str, str]] | None:
-    """What the place of an exception tells of it, with values for the texts; None where it tells nothing.
+def symptom_of_place(
+    frames: Sequence[str], text: str, *, raised: bool
+) -> tuple[Symptom, dict[str, str]] | None:
+    """What the place of an exception tells of it, with values for the texts; None where it tells
+    nothing.
 
     Args:
         frames: of the traceback, outermost first: `File "PATH", line N, in FUNCTION`.
@@ -222,7 +256,8 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     if _LIBRARY.search(frames[-1]):
         if _SLIPPED.search(text) and not raised:
             return _VERSIONS, values
-        if (refused or (_RAISED.search(name) and raised)) and text.strip()[-1] != ":":  # its message is in other lines
+        # its message is in other lines
+        if (refused or (_RAISED.search(name) and raised)) and text.strip()[-1] != ":":
             return _ARGUMENTS, values
     elif not _STANDARD.search(frames[-1]) and not (name == "RuntimeError" and not raised):
         return _PROGRAM, values

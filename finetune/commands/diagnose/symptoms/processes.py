@@ -23,13 +23,21 @@ _AGAIN_FIX = N_(
     "Start the same command again: it resumes from the last checkpoint. For jobs with a time limit, have the "
     "scheduler send SIGTERM a few minutes earlier (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
 )
-_STOPPED = N_("The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled.")
+_STOPPED = N_(
+    "The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled."
+)
 
-# Ctrl-C is no failure, and what follows from it is none either: this is told beside the findings, not as one.
+# Ctrl-C is no failure, and what follows from it is none either: this is told beside the findings,
+# not as one.
 INTERRUPTED = Symptom(
     "interrupted",
-    (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived (?:SIGINT|2 death)", *ended_by(2, "SIGINT")),
-    N_("A person stopped the run (Ctrl-C, SIGINT). What its processes and the launcher reported then follows from it."),
+    (
+        r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived (?:SIGINT|2 death)",
+        *ended_by(2, "SIGINT"),
+    ),
+    N_(
+        "A person stopped the run (Ctrl-C, SIGINT). What its processes and the launcher reported then follows from it."
+    ),
     N_(
         "To go on, start the same command again: it resumes from its last checkpoint (other trainers must be asked to: "
         "transformers' resume_from_checkpoint). If nobody pressed Ctrl-C, a program sent SIGINT: the scheduler or a "
@@ -90,7 +98,9 @@ SYMPTOMS = (
             r"sendBytes failed on SocketImpl|maybe TCPStore server has shut down too early",
             r"recvValue failed on SocketImpl|Failed to recv, got 0 bytes",
         ),
-        N_("The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."),
+        N_(
+            "The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."
+        ),
         _PEER_FIX,
         kind=Kind.CASCADE,
         confidence=0.5,
@@ -198,7 +208,9 @@ SYMPTOMS = (
     Symptom(
         "preempted",
         ended_by(15, "SIGTERM"),
-        N_("A process[[ ({pid})]] was ended by SIGTERM: the launcher's, the scheduler's or a person's."),
+        N_(
+            "A process[[ ({pid})]] was ended by SIGTERM: the launcher's, the scheduler's or a person's."
+        ),
         _AGAIN_FIX,
         kind=Kind.CASCADE,
         confidence=0.5,
@@ -256,8 +268,12 @@ SYMPTOMS = (
     ),
     Symptom(
         "unknown",
-        (r"client_loop: send disconnect|error reading from error stream|^Connection to \S+ closed by remote host",),
-        N_("The connection through which this log was shown broke off: what became of the run is not in it."),
+        (
+            r"client_loop: send disconnect|error reading from error stream|^Connection to \S+ closed by remote host",
+        ),
+        N_(
+            "The connection through which this log was shown broke off: what became of the run is not in it."
+        ),
         N_(
             "Look at the run itself: its own log, `ps` or `squeue` on the node, `kubectl get pod` and `kubectl logs`. "
             "A run started in a session of ssh ends with it (SIGHUP): start it with nohup, tmux, or as a job."

@@ -1,4 +1,6 @@
-"""What the run was asked for and what its program does: settings, files, shapes, how it is launched and compiled."""
+"""What the run was asked for and what its program does: settings, files, shapes, how it is launched
+and compiled.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ SYMPTOMS = (
             r"[`'\"]?trust_remote_code[`'\"]?\s*=\s*True[`'\"]? to allow",
             r"Error: [Ll]oading (?P<model>\S+) requires (?:you )?to execute the (?:configuration|model|tokenizer|code)",
         ),
-        N_("The model[[ {model}]] brings Python code of its own, which is run only where that was allowed."),
+        N_(
+            "The model[[ {model}]] brings Python code of its own, which is run only where that was allowed."
+        ),
         N_(
             "Read that code (*.py in the model's folder), then allow it: trust_remote_code=True in every "
             "from_pretrained (model, tokenizer and configuration), or the program's option for it. A newer "
@@ -185,7 +189,9 @@ SYMPTOMS = (
             r"KeyError: '(?P<variable>LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
             r"(?:Error|Exception): .*Default process group has not been initialized",
         ),
-        N_("The program expects the processes that a launcher makes, and there is no process group[[ ({variable})]]."),
+        N_(
+            "The program expects the processes that a launcher makes, and there is no process group[[ ({variable})]]."
+        ),
         N_(
             "Start it with torchrun, accelerate launch or `python -m finetune launch`, which set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT; call init_process_group before anything that communicates."
@@ -200,7 +206,9 @@ SYMPTOMS = (
             r"Cannot re-initialize (?P<device>\w+) in forked subprocess",
             r"attempt has been made to start a new process before",
         ),
-        N_("A child process was started in a way that it cannot take[[: it was forked after {device} had been used]]."),
+        N_(
+            "A child process was started in a way that it cannot take[[: it was forked after {device} had been used]]."
+        ),
         N_(
             "Do not touch the device before data loader workers start (no .cuda() or .npu() in the dataset), or use "
             "multiprocessing_context='spawn' with a dataset and collate function at the top level of a module; "
@@ -236,7 +244,9 @@ SYMPTOMS = (
             r"Trying to backward through the graph a second time"
             r"|grad can be implicitly created only for scalar outputs",
         ),
-        N_("The program uses the graph of gradients in a way that autograd refuses[[ on rank {rank}]]."),
+        N_(
+            "The program uses the graph of gradients in a way that autograd refuses[[ on rank {rank}]]."
+        ),
         N_(
             "Replace the in-place operation (x += y, relu_()) by one that makes a new tensor, detach what is carried "
             "from step to step, and call backward once per forward; torch.autograd.set_detect_anomaly(True) names the "

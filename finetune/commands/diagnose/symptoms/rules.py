@@ -1,4 +1,6 @@
-"""All rules of `diagnose`, and those for failures that no rule knows or that the run explains itself."""
+"""All rules of `diagnose`, and those for failures that no rule knows or that the run explains
+itself.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ BROKEN_OFF = Symptom(
     kind=Kind.CASCADE,
     confidence=0.2,
 )
-# An error of this package that no other rule knows: it says itself what is wrong, where, and what to do.
+# An error of this package that no other rule knows: it says itself what is wrong, where, and what
+# to do.
 EXPLAINED_BY_RUN = Symptom(
     "explained_by_run",
     (),
@@ -91,7 +94,8 @@ _ALL = (*SYMPTOMS, trainers.BAD_RECORD, *places.PLACES, EXPLAINED_BY_RUN, UNEXPL
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
 RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
 
-# Words of all rules by their first characters, each with the numbers of its rules: few lines hold any.
+# Words of all rules by their first characters, each with the numbers of its rules: few lines hold
+# any.
 _START = SHORTEST_WORD
 _WORDS: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
 _MATCHED = (*SYMPTOMS, processes.INTERRUPTED)
@@ -103,5 +107,11 @@ for _number, _symptom in enumerate(_MATCHED):
 def possible(lowered: str) -> list[Symptom]:
     """The rules of which a word is in a line (in lower case), in the order of `SYMPTOMS`."""
     starts = _WORDS.keys() & {lowered[at : at + _START] for at in range(len(lowered) - _START + 1)}
-    numbers = {n for start in starts for word, found in _WORDS[start].items() if word in lowered for n in found}
+    numbers = {
+        n
+        for start in starts
+        for word, found in _WORDS[start].items()
+        if word in lowered
+        for n in found
+    }
     return [_MATCHED[number] for number in sorted(numbers)]

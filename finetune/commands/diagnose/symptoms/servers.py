@@ -8,9 +8,7 @@ from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 # Addresses inside of a machine or a cluster, and names that no hub has.
-_NEAR = (
-    r"(?:localhost|127\.|0\.0\.0\.0|10\.|192\.168\.|172\.(?:1[6-9]|2\d|3[01])\.|[\w-]+(?:['\":/]|\.(?:svc|local)\b))"
-)
+_NEAR = r"(?:localhost|127\.|0\.0\.0\.0|10\.|192\.168\.|172\.(?:1[6-9]|2\d|3[01])\.|[\w-]+(?:['\":/]|\.(?:svc|local)\b))"
 
 HTTP_PORT = Symptom(
     "port_in_use",
@@ -76,7 +74,9 @@ SYMPTOMS = (
             r"ConnectionRefusedError\b|Error: .*\[Errno 111\]|Failed to connect to .{0,80}(?:Connection refused"
             r"|port \d+)",
         ),
-        N_("A connection was refused[[ (rank {rank})]]: nobody listens at the address that the process asked."),
+        N_(
+            "A connection was refused[[ (rank {rank})]]: nobody listens at the address that the process asked."
+        ),
         N_(
             "The frames above tell what it asked for (a server, the store of the processes, a tracker): see whether "
             "that runs, and at this address and port."

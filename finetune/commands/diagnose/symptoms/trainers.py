@@ -1,11 +1,14 @@
-"""What trainers and their libraries refuse: names of data sets, devices of a model, types, settings."""
+"""What trainers and their libraries refuse: names of data sets, devices of a model, types,
+settings.
+"""
 
 from __future__ import annotations
 
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
-# A record that code which reads records cannot deal with: recognised by the frames of a traceback, not by a line.
+# A record that code which reads records cannot deal with: recognised by the frames of a traceback,
+# not by a line.
 BAD_RECORD = Symptom(
     "dataset_missing_field",
     (),
@@ -57,7 +60,9 @@ SYMPTOMS = (
             rf"{_REASON}You can't train a model that has been loaded (?:in 8-bit|with `device_map).*)",
             rf"{_REASON}You can't move a model that has some modules offloaded.*)",
         ),
-        N_("The model was placed on devices in a way that cannot be trained like this[[: {reason}]]."),
+        N_(
+            "The model was placed on devices in a way that cannot be trained like this[[: {reason}]]."
+        ),
         N_(
             "With a launcher every process holds the model on its own device: leave out device_map and "
             "low_cpu_mem_usage under DeepSpeed ZeRO-3 and FSDP; with 8-bit or 4-bit weights load with "
@@ -73,7 +78,9 @@ SYMPTOMS = (
             r"The current `device_map` had weights offloaded to the disk"
             r"|Some modules are dispatched on the CPU or the disk",
         ),
-        N_("The device's memory does not hold the model: part of its weights was put on the CPU or the disk."),
+        N_(
+            "The device's memory does not hold the model: part of its weights was put on the CPU or the disk."
+        ),
         N_(
             "See with `nvidia-smi` or `npu-smi info` who else uses the device; take a smaller or a quantized model, or "
             "more devices (ZeRO-3, FSDP) instead of device_map='auto'."
@@ -172,7 +179,9 @@ SYMPTOMS = (
             rf"{_REASON}No inf checks were recorded for this optimizer.*)",
             rf"{_REASON}(?:Calling )?`\.?to(?:\(\))?` is not supported for `?[48]-bit.*)",
         ),
-        N_("The settings of the trainer or of its libraries exclude each other, or one is missing[[: {reason}]]."),
+        N_(
+            "The settings of the trainer or of its libraries exclude each other, or one is missing[[: {reason}]]."
+        ),
         N_(
             "The message names the argument: correct it where the trainer, the accelerator or the data set is made "
             "(or in the DeepSpeed and FSDP files that the launcher reads), and start again."
@@ -189,7 +198,9 @@ SYMPTOMS = (
             r"Could not find response key|(?:Image|Video|Audio) features and (?:image|video|audio) tokens do not match",
             r"Mismatch in `\w+` token count between text and `input_ids`",
         ),
-        N_("What the data give is not what the model or the tokenizer takes[[ (column {field})]]: {line}"),
+        N_(
+            "What the data give is not what the model or the tokenizer takes[[ (column {field})]]: {line}"
+        ),
         N_(
             "Look at one batch as the model gets it: input_ids, attention_mask and labels must be there and equally "
             "long; "
@@ -238,7 +249,9 @@ SYMPTOMS = (
             r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",
             r"Error: [Ll]oading (?P<name>\S+) requires you to execute the dataset script",
         ),
-        N_("The data set[[ {name}]] is loaded by a script of its own, which this version of datasets does not run."),
+        N_(
+            "The data set[[ {name}]] is loaded by a script of its own, which this version of datasets does not run."
+        ),
         N_(
             "Take the data as files (Parquet or JSON Lines; the hub keeps converted ones in the branch "
             "refs/convert/parquet), or convert it once with a version of datasets before 4 and trust_remote_code=True, "

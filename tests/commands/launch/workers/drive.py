@@ -22,7 +22,9 @@ spec = LaunchSpec(
     module="worker",
     flags=(str(folder), what),
     config=SimpleNamespace(
-        resume=sys.argv[4] if len(sys.argv) > 4 else "auto", output_dir=str(folder), timeout_seconds=60
+        resume=sys.argv[4] if len(sys.argv) > 4 else "auto",
+        output_dir=str(folder),
+        timeout_seconds=60,
     ),
     device_type="cpu",
     nodes=Nodes(1, 0, "127.0.0.1", None),

@@ -1,4 +1,6 @@
-"""A worker that trains nothing: writes down that it was there, then does what it was told to, in its first attempt."""
+"""A worker that trains nothing: writes down that it was there, then does what it was told to, in
+its first attempt.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ note(f"started {os.getpid()} {' '.join(sys.argv[3:])}".strip())
 if what == "wait":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    os.write(1, b"[INFO] waiting\n")  # at once: print writes the end of the line by itself, and ranks share the pipe
+    # at once: print writes the end of the line by itself, and ranks share the pipe
+    os.write(1, b"[INFO] waiting\n")
     while not signals:
         time.sleep(0.05)
     time.sleep(float(os.environ.get("SAVE_SECONDS", "0.5")))  # the checkpoint

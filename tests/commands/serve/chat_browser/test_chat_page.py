@@ -1,4 +1,6 @@
-"""The page in a real browser: what a user does, in both languages and sizes, and what an attacker's text cannot."""
+"""The page in a real browser: what a user does, in both languages and sizes, and what an attacker's
+text cannot.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,11 @@ def test_types_streams_and_goes_on(page: Page):
     page.type("slow 400")
     page.press("Enter")
     early = page.wait(
-        "(document.querySelector('.turn:last-child.assistant .body').innerText.match(/word/g) || []).length"
+        "(document.querySelector('.turn:last-child.assistant .body').innerText.match(/word/g) ||"
+        " []).length"
     )
-    page.wait(f"document.querySelectorAll('.turn')[5].innerText.match(/word/g).length > {early}")  # it grows
+    # it grows
+    page.wait(f"document.querySelectorAll('.turn')[5].innerText.match(/word/g).length > {early}")
     assert page.run("!byId('stop').hidden && byId('send').hidden")
     page.click("#stop")
     page.wait("state.running === null")
@@ -115,17 +119,31 @@ def test_settings_reach_the_request(page: Page):
 def test_both_languages_themes_and_sizes(page: Page):
     assert page.run("document.documentElement.lang") == "en"
     page.click("#language")
-    assert page.run("byId('send').title") == "发送" and page.run("document.documentElement.lang") == "zh-CN"
+    assert (
+        page.run("byId('send').title") == "发送"
+        and page.run("document.documentElement.lang") == "zh-CN"
+    )
     names = page.run("Object.keys(TEXTS.en).filter((name) => !(name in TEXTS.zh)).join()")
     assert names == "" and page.run("Object.keys(TEXTS.zh).length === Object.keys(TEXTS.en).length")
     light = page.run("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     assert page.run("getComputedStyle(document.body).backgroundColor") != light
-    for width, height, phone in ((320, 568, True), (390, 844, True), (844, 390, True), (1440, 900, False)):
+    for width, height, phone in (
+        (320, 568, True),
+        (390, 844, True),
+        (844, 390, True),
+        (1440, 900, False),
+    ):
         page.size(width, height, phone=phone)
-        ask(page, "say | a | b |\n|---|---|\n| " + "long" * 60 + " | c |\n\n```\n" + "x" * 300 + "\n```")
+        ask(
+            page,
+            "say | a | b |\n|---|---|\n| " + "long" * 60 + " | c |\n\n```\n" + "x" * 300 + "\n```",
+        )
         assert page.run("document.documentElement.scrollWidth <= innerWidth"), (width, height)
-        assert page.run("byId('send').getBoundingClientRect().bottom <= innerHeight"), (width, height)
+        assert page.run("byId('send').getBoundingClientRect().bottom <= innerHeight"), (
+            width,
+            height,
+        )
 
 
 def test_usable_with_the_keyboard(page: Page):
@@ -135,7 +153,10 @@ def test_usable_with_the_keyboard(page: Page):
         page.press("Tab")
         reached.add(page.run("document.activeElement.id"))
     assert {"question", "new", "language", "theme", "settings-open"} <= reached
-    unnamed = "[...document.querySelectorAll('button')].filter((b) => !b.innerText.trim() && !b.ariaLabel).length"
+    unnamed = (
+        "[...document.querySelectorAll('button')].filter((b) => !b.innerText.trim() &&"
+        " !b.ariaLabel).length"
+    )
     assert page.run(unnamed) == 0
 
 
@@ -144,20 +165,36 @@ def test_errors_are_said_and_the_question_stays(page: Page):
     assert "failed" in page.run("document.querySelector('.turn:last-child .note').textContent")
     ask(page, "refuse this")
     assert "too long" in page.run("document.querySelector('.turn:last-child .note').textContent")
-    assert page.run("document.querySelector('.turn:last-child .foot').innerText.includes('Try again')")
+    assert page.run(
+        "document.querySelector('.turn:last-child .foot').innerText.includes('Try again')"
+    )
 
 
 def test_markdown_becomes_what_it_says(page: Page):
     ask(
         page,
-        "say ## Title\n\n1. one\n2. two\n   - in\n\n> quote\n\n`c*d` and **b** and *i* and ~~s~~ and a_b_c\n\n"
-        "[l](https://x.invalid/a?b=1&c=2) https://y.invalid/z.\n\n```js\nlet a = 1 < 2;\n```\n\n"
-        "|a|b|\n|-|-|\n|1|2|\n\n***",
+        "say ## Title\n\n1. one\n2. two\n   - in\n\n> quote\n\n`c*d` and **b** and *i* and ~~s~~"
+        " and a_b_c\n\n[l](https://x.invalid/a?b=1&c=2) https://y.invalid/z.\n\n```js\nlet a = 1 <"
+        " 2;\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n***",
     )
-    kinds = ["h4", "ol>li", "ol ul>li", "blockquote", "p code", "strong", "em", "del", "pre code", "td", "hr", "a"]
+    kinds = [
+        "h4",
+        "ol>li",
+        "ol ul>li",
+        "blockquote",
+        "p code",
+        "strong",
+        "em",
+        "del",
+        "pre code",
+        "td",
+        "hr",
+        "a",
+    ]
     found = page.run(
-        f"JSON.stringify(Object.fromEntries({kinds}.map((s) => [s, "
-        "[...document.querySelectorAll('.turn:last-child .body ' + s)].map((n) => n.href || n.innerText.trim())])))"
+        f"JSON.stringify(Object.fromEntries({kinds}.map((s) => [s,"
+        " [...document.querySelectorAll('.turn:last-child .body ' + s)].map((n) => n.href ||"
+        " n.innerText.trim())])))"
     )
     assert json.loads(found) == {
         "h4": ["Title"],
@@ -176,26 +213,40 @@ def test_markdown_becomes_what_it_says(page: Page):
 
 
 def test_attacks_stay_text(page: Page, served: Served):
-    """Through the prompt and the model's answer, whole and as it streams; nothing runs, and nothing is fetched."""
+    """Through the prompt and the model's answer, whole and as it streams; nothing runs, and nothing
+    is fetched.
+    """
     texts = json.dumps(CORPUS)
-    page.run(f"for (const text of {texts}) state.turns.push({{role: 'user', content: text}}); drawAll()")
     page.run(
-        f"state.turns = {texts}.map((content) => ({{role: 'assistant', content, reason: '', error: ''}})); drawAll()"
+        f"for (const text of {texts}) state.turns.push({{role: 'user', content: text}}); drawAll()"
     )
-    page.run(f"for (const text of {texts}) for (let n = 1; n <= text.length; n += 1) Markdown.render(text.slice(0, n))")
+    page.run(
+        f"state.turns = {texts}.map((content) => ({{role: 'assistant', content, reason: '', error:"
+        " ''})); drawAll()"
+    )
+    page.run(
+        f"for (const text of {texts}) for (let n = 1; n <= text.length; n += 1)"
+        " Markdown.render(text.slice(0, n))"
+    )
     for text in CORPUS[::4]:
         ask(page, "say " + text)
     ask(page, "say " + "\n\n".join(CORPUS))
-    page.run("for (const node of document.querySelectorAll('.body a')) node.removeAttribute('target')")
-    page.run("for (const node of document.querySelectorAll('.body *')) node.dispatchEvent(new MouseEvent('mouseover'))")
-    forbidden = (
-        "script,img,svg,iframe,object,embed,style,link,meta,base,form,input,video,details,math,[onclick],[onerror]"
+    page.run(
+        "for (const node of document.querySelectorAll('.body a')) node.removeAttribute('target')"
     )
+    page.run(
+        "for (const node of document.querySelectorAll('.body *')) node.dispatchEvent(new"
+        " MouseEvent('mouseover'))"
+    )
+    forbidden = "script,img,svg,iframe,object,embed,style,link,meta,base,form,input,video,details,math,[onclick],[onerror]"
     assert page.run(f"document.querySelectorAll('.body :is({forbidden})').length") == 0
-    schemes = page.run("[...new Set([...document.querySelectorAll('.body a')].map((a) => a.protocol))].join()")
+    schemes = page.run(
+        "[...new Set([...document.querySelectorAll('.body a')].map((a) => a.protocol))].join()"
+    )
     assert set(schemes.split(",")) <= {"https:", "http:", "mailto:"}
     attributes = page.run(
-        "[...new Set([...document.querySelectorAll('.body *')].flatMap((n) => n.getAttributeNames()))].sort().join()"
+        "[...new Set([...document.querySelectorAll('.body *')].flatMap((n) =>"
+        " n.getAttributeNames()))].sort().join()"
     )
     assert set(attributes.split(",")) <= {
         "class", "data-copy", "data-text", "href", "rel", "start", "tabindex", "target", "title", "type"
@@ -207,16 +258,24 @@ def test_attacks_stay_text(page: Page, served: Served):
 
 
 def test_the_policy_stops_what_would_get_through(page: Page):
-    """The second wall, tried from inside the page: inline code, innerHTML, eval, images and connections elsewhere."""
+    """The second wall, tried from inside the page: inline code, innerHTML, eval, images and
+    connections elsewhere.
+    """
     page.run(
         "(() => { const s = document.createElement('script');"
         "try { s.text = 'window.hacked = 1'; document.body.append(s); } catch (error) {} })()"
     )
     page.run(
-        "try { document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.hacked=2>') } catch (e) {}"
+        "try { document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.hacked=2>')"
+        " } catch (e) {}"
     )
-    page.run("(() => { const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i); })()")
-    assert page.run("fetch('http://127.0.0.1:9/').then(() => 'reached', () => 'refused')") == "refused"
+    page.run(
+        "(() => { const i = new Image(); i.src = 'http://127.0.0.1:9/x.png';"
+        " document.body.append(i); })()"
+    )
+    assert (
+        page.run("fetch('http://127.0.0.1:9/').then(() => 'reached', () => 'refused')") == "refused"
+    )
     page.run("new Promise((done) => setTimeout(done, 200))")
     assert page.run("window.hacked === undefined")
     kinds = " ".join(page.violations)
@@ -233,9 +292,18 @@ def test_the_time_is_in_proportion_to_the_length(page: Page):
     """300,000 characters of each: what is quadratic runs into the time limit."""
     for beginning, unit, end in GROWING:
         words = ", ".join(map(json.dumps, (beginning, unit, end)))
-        page.run(f"((a, b, c) => {{ Markdown.render(a + b.repeat(3e5 / b.length) + c, Infinity); }})({words})")
-    page.run("Markdown.render(Array.from({length: 700}, (_, n) => '`'.repeat(n) + ' a').join(' '), Infinity).length")
-    rest = page.run("(() => { const p = Markdown.render('*a* '.repeat(3e5)); return [p.length, p[1].className]; })()")
+        page.run(
+            "((a, b, c) => { Markdown.render(a + b.repeat(3e5 / b.length) + c, Infinity);"
+            f" }})({words})"
+        )
+    page.run(
+        "Markdown.render(Array.from({length: 700}, (_, n) => '`'.repeat(n) + ' a').join(' '),"
+        " Infinity).length"
+    )
+    rest = page.run(
+        "(() => { const p = Markdown.render('*a* '.repeat(3e5)); return [p.length, p[1].className];"
+        " })()"
+    )
     assert rest == [2, "rest"]
 
 
@@ -246,13 +314,17 @@ def test_a_page_stays_free_while_a_long_answer_is_written(page: Page):
         "drawTurn = (turn) => { drawn += 1; draw(turn); }; state.drawSeconds = 1e5; })()"
     )
     assert ask(page, "say " + "`a` " * 500).startswith("a a a")
-    assert page.run("drawn") <= 6  # the question, the empty answer, and the whole one; not each piece
+    # the question, the empty answer, and the whole one; not each piece
+    assert page.run("drawn") <= 6
 
 
 def test_the_token_is_asked_for(tab: Page):
     with stub_server(token="a-token-of-length-24-abc") as server:
         tab.call("Page.navigate", url=server.url)
-        tab.wait("document.readyState === 'complete' && typeof byId === 'function' && byId('settings').open")
+        tab.wait(
+            "document.readyState === 'complete' && typeof byId === 'function' &&"
+            " byId('settings').open"
+        )
         tab.run("byId('token').focus()")
         tab.type("a-token-of-length-24-abc")
         tab.press("Enter")

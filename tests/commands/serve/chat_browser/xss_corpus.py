@@ -1,6 +1,8 @@
-"""Texts that run code where a page takes them for HTML. Written for this test; each tries to set `window.hacked`.
+"""Texts that run code where a page takes them for HTML. Written for this test; each tries to set
+`window.hacked`.
 
-Sources of the ideas: OWASP's XSS filter evasion cheat sheet and the HTML and CommonMark specifications.
+Sources of the ideas: OWASP's XSS filter evasion cheat sheet and the HTML and CommonMark
+specifications.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ MARKDOWN = (
     f"**<script>{_RUN}</script>** *<img src=x onerror={_RUN}>* ~~<svg onload={_RUN}>~~",
     f"[<img src=x onerror={_RUN}>](https://x.invalid)",
     f"[a](https://x.invalid)[b]: javascript:{_RUN}",
-    "__proto__ [constructor](https://x.invalid) {{constructor.constructor('" + _RUN + "')()}} ${" + _RUN + "}",
+    "__proto__ [constructor](https://x.invalid) {{constructor.constructor('"
+    + _RUN
+    + "')()}} ${"
+    + _RUN
+    + "}",
 )
 CORPUS = HTML + MARKDOWN
 # Quadratic or worse in a careless renderer.
@@ -84,7 +90,8 @@ HEAVY = (
     "<" * 4000,
     "1. " * 1500,
 )
-# A beginning, what is repeated, and an end: a renderer whose time is not in proportion to the length never comes back.
+# A beginning, what is repeated, and an end: a renderer whose time is not in proportion to the
+# length never comes back.
 GROWING = (
     ("# a", " ", "\u2028b"),
     ("# a", " ", "b"),
