@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tensors here are tiny: threads of one operation would wait for one another, and for the other
 # processes of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile's cache of generated C++ has no key for this variable (torch 2.13): code with AVX-512
+# types would be compiled anew for AVX2, and fail.
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR",
+        str(Path(tempfile.gettempdir(), f"inductor_{os.environ['ATEN_CPU_CAPABILITY']}")),
+    )
 # Runs sync what they write, and many tests at once would wait for one disk: in memory, where there
 # is room.
 MEMORY = Path("/dev/shm")
