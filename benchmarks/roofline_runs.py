@@ -29,7 +29,7 @@ from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import run_kind
+from finetune.config.kinds import KINDS
 from finetune.config.resolution import resolve_object
 from finetune.planning.shapes import KNOWN_MODELS, known_config
 from finetune.runtime.launch_environment import LaunchWorld
@@ -139,7 +139,7 @@ def run_config(case: Case) -> BaseConfig:
             processes * case.rows * int(values["device_batch_size"]) * case.tokens
         )
         return resolve_object(
-            {**common, **values}, processes, run_kind("pretrain").config_class
+            {**common, **values}, processes, KINDS["pretrain"].config_class
         ).config
     values = {
         "model": case.model,

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.config.kinds import RunKind
-from finetune.config.paths import check_paths
 from finetune.config.preference_config import PreferenceConfig
+from finetune.config.run_config import RunConfig
 from finetune.runtime.language import N_, _
+from finetune.sft import FineTuning
 from finetune.training.results import RunResult
 from finetune.training.run import run_command, run_config
 
@@ -35,21 +35,14 @@ def run(config: PreferenceConfig | Mapping[str, Any] | str | Path) -> RunResult:
     return run_config(KIND, config)
 
 
-def _describe(settings: Mapping[str, Any]) -> str:
-    if not settings.get("model"):
-        return ""
-    text = _("{model}, {how}, by {loss}")
-    return text.format(
-        model=settings["model"], how=settings.get("finetuning"), loss=settings.get("loss")
-    )
+class PreferenceTraining(FineTuning):
+    """Training on preferences."""
 
-
-KIND = RunKind(
-    name="dpo",
-    module="finetune.dpo",
-    title=N_("training on preferences"),
-    config_class=PreferenceConfig,
-    telling_settings=frozenset(
+    name = "dpo"
+    module = "finetune.dpo"
+    title = N_("training on preferences")
+    config_class = PreferenceConfig
+    telling_settings = frozenset(
         {
             "loss",
             "beta",
@@ -59,17 +52,38 @@ KIND = RunKind(
             "desirable_weight",
             "undesirable_weight",
         }
-    ),
-    check=check_paths,
-    describe=_describe,
-    prepare="finetune.training.preferences.prepare:prepare_data",
-    build_trainer="finetune.training.preferences.build:build_trainer",
-    shape="finetune.planning.inputs:shape_of_base_model",
-    workload="finetune.planning.inputs:preference_workload",
-    probe="finetune.commands.doctor.data_probe:probe_sft",
-    probed=("model", "tokenizer", "data"),
-    rehearsal="finetune.commands.doctor.rehearsals:preferences",
-)
+    )
+
+    def describe(self, settings: Mapping[str, Any]) -> str:
+        if not settings.get("model"):
+            return ""
+        text = _("{model}, {how}, by {loss}")
+        return text.format(
+            model=settings["model"], how=settings.get("finetuning"), loss=settings.get("loss")
+        )
+
+    def prepare(self, config: RunConfig) -> Any:
+        from finetune.training.preferences.prepare import prepare_data
+
+        return prepare_data(config)
+
+    def build_trainer(self, *parts: Any, **where: Any) -> Any:
+        from finetune.training.preferences.build import build_trainer
+
+        return build_trainer(*parts, **where)
+
+    def workload(self, config: RunConfig, shape: Any, cluster: Any) -> Any:
+        from finetune.planning.inputs import preference_workload
+
+        return preference_workload(config, shape, cluster)
+
+    def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
+        from finetune.commands.doctor.rehearsals import preferences
+
+        return preferences(folder, processes, config)
+
+
+KIND = PreferenceTraining()
 
 
 if __name__ == "__main__":

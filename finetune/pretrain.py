@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from finetune.config.paths import check_pretraining_paths
 from finetune.config.precedence import Precedence
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import N_, _
 from finetune.training.results import RunResult
 from finetune.training.run import run_command, run_config
@@ -44,43 +44,114 @@ def run(config: PretrainConfig | Mapping[str, Any] | str | Path) -> RunResult:
     return run_config(KIND, config)
 
 
-def start_processes(arguments: Sequence[str]) -> None:
-    """With --distributed, replace this process by torchrun with the same arguments; else do
-    nothing.
+class Pretraining(RunKind):
+    """Pretraining, from scratch or continued."""
 
-    Raises:
-        ConfigError: what is wrong with the configuration for that many processes; reported once,
-            here.
-    """
-    parsed = KIND.parse(arguments)
-    wanted: dict[str, Any] = {}
-    for path in parsed.config_files:
-        source = source_of_file(path, Precedence.FILE, PretrainConfig)
-        wanted |= {name: sourced.value for name, sourced in source.values.items()}
-    wanted |= {name: sourced.value for name, sourced in parsed.values.items()}
-    if wanted.get("distributed") is not True or parsed.help:
-        return
-    count = wanted.get("world_size") or _devices_here(str(wanted.get("device_type", "auto")))
-    if type(count) is not int or count < 1:
-        return  # not a number: refused when the settings are resolved
-    if resolve(arguments, world_size=count, model_class=PretrainConfig).print_config:
-        return
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={count}",
-        "-m",
-        "finetune.pretrain",
-    ]
-    logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
-    # Port and store are torchrun's to choose; what an old script exported must not tell it
-    # otherwise.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("WORLD_SIZE", "MASTER_PORT")
-    }
-    os.execve(sys.executable, [sys.executable, "-m", *torchrun, *arguments], environment)
+    name = "pretrain"
+    module = "finetune.pretrain"
+    title = N_("pretraining")
+    config_class = PretrainConfig
+    # Other names of pretraining may be DeepSpeed's too.
+    telling_settings = frozenset(
+        {
+            "train_data_path",
+            "train_data",
+            "depth",
+            "total_batch_size",
+            "device_batch_size",
+            "num_iterations",
+        }
+    )
+    probed = ("tokenizer", "data")
+
+    def start_processes(self, arguments: Sequence[str]) -> None:
+        """With --distributed, replace this process by torchrun with the same arguments; else do
+        nothing.
+
+        Raises:
+            ConfigError: the configuration is wrong for that many processes; reported once, here.
+        """
+        parsed = self.parse(arguments)
+        requested: dict[str, Any] = {}
+        for path in parsed.config_files:
+            source = source_of_file(path, Precedence.FILE, PretrainConfig)
+            requested |= {name: sourced.value for name, sourced in source.values.items()}
+        requested |= {name: sourced.value for name, sourced in parsed.values.items()}
+        if requested.get("distributed") is not True or parsed.help:
+            return
+        count = requested.get("world_size") or _devices_here(
+            str(requested.get("device_type", "auto"))
+        )
+        if type(count) is not int or count < 1:
+            return  # not a number: refused when the settings are resolved
+        if resolve(arguments, world_size=count, model_class=PretrainConfig).print_config:
+            return
+        torchrun = [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={count}",
+            "-m",
+            "finetune.pretrain",
+        ]
+        logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
+        # Port and store are torchrun's to choose; what an old script exported must not tell it
+        # otherwise.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("WORLD_SIZE", "MASTER_PORT")
+        }
+        os.execve(sys.executable, [sys.executable, "-m", *torchrun, *arguments], environment)
+
+    def check(self, config: PretrainConfig) -> list[FinetuneError]:
+        return check_pretraining_paths(config)
+
+    def describe(self, settings: Mapping[str, Any]) -> str:
+        if settings.get("model"):
+            how = settings.get("finetuning")
+            return _("{model}, {how}, pretraining continued").format(
+                model=settings["model"], how=how
+            )
+        text = _("{arch} of depth {depth}, from scratch")
+        return text.format(arch=settings.get("arch"), depth=settings.get("depth"))
+
+    def prepare(self, config: PretrainConfig) -> Any:
+        from finetune.training.pretraining.prepare import prepare_data
+
+        return prepare_data(config)
+
+    def build_trainer(self, *parts: Any, **where: Any) -> Any:
+        from finetune.training.pretraining.build import build_trainer
+
+        return build_trainer(*parts, **where)
+
+    def shape(self, config: PretrainConfig) -> Any:
+        from finetune.planning.inputs import shape_of_pretraining
+
+        return shape_of_pretraining(config)
+
+    def workload(self, config: PretrainConfig, shape: Any, cluster: Any) -> Any:
+        from finetune.planning.inputs import pretraining_workload
+
+        return pretraining_workload(config, shape, cluster)
+
+    def planned_data(self, config: PretrainConfig) -> Any:
+        from finetune.planning.token_data import token_data
+
+        return token_data(config)
+
+    def probe(self, config: PretrainConfig) -> Iterator[Any]:
+        from finetune.commands.doctor.data_probe import probe_pretrain
+
+        return probe_pretrain(config)
+
+    def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
+        from finetune.commands.doctor.rehearsals import pretraining
+
+        return pretraining(folder, processes, config)
+
+
+KIND = Pretraining()
 
 
 def _devices_here(requested: str) -> int:
@@ -97,44 +168,6 @@ def _devices_here(requested: str) -> int:
             "add --world-size 2",
         )
     return count
-
-
-def _describe(settings: Mapping[str, Any]) -> str:
-    if settings.get("model"):
-        how = settings.get("finetuning")
-        return _("{model}, {how}, pretraining continued").format(model=settings["model"], how=how)
-    text = _("{arch} of depth {depth}, from scratch")
-    return text.format(arch=settings.get("arch"), depth=settings.get("depth"))
-
-
-KIND = RunKind(
-    name="pretrain",
-    module="finetune.pretrain",
-    title=N_("pretraining"),
-    config_class=PretrainConfig,
-    # Other names of pretraining may be DeepSpeed's too.
-    telling_settings=frozenset(
-        {
-            "train_data_path",
-            "train_data",
-            "depth",
-            "total_batch_size",
-            "device_batch_size",
-            "num_iterations",
-        }
-    ),
-    check=check_pretraining_paths,
-    describe=_describe,
-    prepare="finetune.training.pretraining.prepare:prepare_data",
-    build_trainer="finetune.training.pretraining.build:build_trainer",
-    shape="finetune.planning.inputs:shape_of_pretraining",
-    workload="finetune.planning.inputs:pretraining_workload",
-    planned_data="finetune.planning.token_data:token_data",
-    probe="finetune.commands.doctor.data_probe:probe_pretrain",
-    probed=("tokenizer", "data"),
-    rehearsal="finetune.commands.doctor.rehearsals:pretraining",
-    start_processes=start_processes,
-)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ training/prepare_sft.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import RunKind
 from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
+from finetune.errors import FinetuneError
 from finetune.runtime.language import N_, _
 from finetune.training.results import RunResult
 from finetune.training.run import run_command, run_config
@@ -37,29 +38,62 @@ def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
     return run_config(KIND, config)
 
 
-def _describe(settings: Mapping[str, Any]) -> str:
-    if not settings.get("model"):
-        return ""
-    return _("{model}, {how}").format(model=settings["model"], how=settings.get("finetuning"))
+class FineTuning(RunKind):
+    """Supervised fine-tuning."""
+
+    name = "sft"
+    module = "finetune.sft"
+    title = N_("fine-tuning")
+    config_class = RunConfig
+    probed = ("model", "tokenizer", "data")
+
+    def check(self, config: RunConfig) -> list[FinetuneError]:
+        return check_paths(config)
+
+    def describe(self, settings: Mapping[str, Any]) -> str:
+        if not settings.get("model"):
+            return ""
+        return _("{model}, {how}").format(model=settings["model"], how=settings.get("finetuning"))
+
+    def prepare(self, config: RunConfig) -> Any:
+        from finetune.training.prepare_sft import prepare_data
+
+        return prepare_data(config)
+
+    def build_trainer(self, *parts: Any, **where: Any) -> Any:
+        from finetune.training.build_sft import build_trainer
+
+        return build_trainer(*parts, **where)
+
+    def ask(self, config: RunConfig, data: Any) -> Any:
+        if not config.eval_generate:
+            return None
+        from finetune.commands.evaluate.while_training import ask
+
+        return ask(config, data)
+
+    def shape(self, config: RunConfig) -> Any:
+        from finetune.planning.inputs import shape_of_base_model
+
+        return shape_of_base_model(config)
+
+    def workload(self, config: RunConfig, shape: Any, cluster: Any) -> Any:
+        from finetune.planning.inputs import fine_tuning_workload
+
+        return fine_tuning_workload(config, shape, cluster)
+
+    def probe(self, config: RunConfig) -> Iterator[Any]:
+        from finetune.commands.doctor.data_probe import probe_sft
+
+        return probe_sft(config)
+
+    def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
+        from finetune.commands.doctor.rehearsals import fine_tuning
+
+        return fine_tuning(folder, processes, config)
 
 
-KIND = RunKind(
-    name="sft",
-    module="finetune.sft",
-    title=N_("fine-tuning"),
-    config_class=RunConfig,
-    telling_settings=frozenset(),
-    check=check_paths,
-    describe=_describe,
-    prepare="finetune.training.prepare_sft:prepare_data",
-    build_trainer="finetune.training.build_sft:build_trainer",
-    shape="finetune.planning.inputs:shape_of_base_model",
-    workload="finetune.planning.inputs:fine_tuning_workload",
-    probe="finetune.commands.doctor.data_probe:probe_sft",
-    probed=("model", "tokenizer", "data"),
-    rehearsal="finetune.commands.doctor.rehearsals:fine_tuning",
-    ask="finetune.commands.evaluate.while_training:ask",
-)
+KIND = FineTuning()
 
 
 if __name__ == "__main__":

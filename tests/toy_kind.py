@@ -225,21 +225,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(KIND, arguments)
 
 
-KIND = RunKind(
-    name="toy",
-    module="toy_kind",
-    title="a toy",
-    config_class=ToyConfig,
-    telling_settings=frozenset({"text", "windows_per_step"}),
-    check=check,
-    describe=describe,
-    prepare="toy_kind:prepare",
-    build_trainer="toy_kind:build_trainer",
-    shape="toy_kind:shape",
-    workload="toy_kind:workload",
-    probe="toy_kind:probe",
-    probed=("data",),
-)
+class Toy(RunKind):
+    name = "toy"
+    module = "toy_kind"
+    title = "a toy"
+    config_class = ToyConfig
+    telling_settings = frozenset({"text", "windows_per_step"})
+    probed = ("data",)
+    check = staticmethod(check)
+    describe = staticmethod(describe)
+    prepare = staticmethod(prepare)
+    build_trainer = staticmethod(build_trainer)
+    shape = staticmethod(shape)
+    workload = staticmethod(workload)
+    probe = staticmethod(probe)
+
+
+KIND = Toy()
 register("toy", "toy_kind")
 
 

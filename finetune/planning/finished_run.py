@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config.config_files import read_file
-from finetune.config.kinds import kind_names, kind_of_settings, run_kind
+from finetune.config.kinds import run_kind
 from finetune.config.resolution import resolve_object
 from finetune.errors import DataError
 from finetune.planning.auto import with_values
@@ -61,9 +60,10 @@ def planned_of_run(
         )
     processes = int(start["world_size"])
     path = run / "run.yaml"
-    kind = kind_of_settings(read_file(path)) or run_kind(kind_names()[0])
     chosen = execution.get("chosen", {})  # what the start put where the configuration says auto
-    config = with_values(resolve_object(path, processes, kind.config_class).config, chosen)
+    config = with_values(
+        resolve_object(path, processes, run_kind(path).config_class).config, chosen
+    )
     cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
     work = workload_of(config, shape_for(config, model_config), cluster)
     if (

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import kind_of_config
+from finetune.config.kinds import run_kind
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
@@ -53,8 +53,7 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
     """
     if model_config is not None:
         return read_shape(model_config)
-    kind = kind_of_config(config)
-    shape: ModelShape = kind.load(kind.shape)(config)
+    shape: ModelShape = run_kind(config).shape(config)
     return shape
 
 
@@ -115,8 +114,7 @@ def _cached_config(name: str) -> Path | None:
 
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What one process of the run has in memory."""
-    kind = kind_of_config(config)
-    work: Workload = kind.load(kind.workload)(config, shape, cluster)
+    work: Workload = run_kind(config).workload(config, shape, cluster)
     return work
 
 

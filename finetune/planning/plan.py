@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import kind_of_config
+from finetune.config.kinds import run_kind
 from finetune.planning.advice import Choice, advise
 from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
@@ -149,7 +149,6 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
     memory, moved = memory_of(work), host_traffic(work)
     if moved.bytes and cluster.host_bytes_per_second is None:
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
-    kind = kind_of_config(config)
     judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
     choices = tuple(_choice(work, sharding, cluster) for sharding in _shardings(work))
     return Plan(
@@ -166,7 +165,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         expected_memory=_expected_memory(config),
         choices=choices,
         chosen=dict(chosen.values),
-        data=None if kind.planned_data is None else kind.load(kind.planned_data)(config),
+        data=run_kind(config).planned_data(config),
         advice=(*filter(None, [chosen.reason]), *advise(work, cluster, judged, choices, largest)),
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.config.kinds import kind_of_settings
+from finetune.config.kinds import run_kind
 from finetune.runs.step_table import Points, StepTable
 
 State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
@@ -69,10 +69,9 @@ class RunView:
     @property
     def kind(self) -> str:
         """The name of the kind of run; "" where it is not known."""
-        if name := self.identity.get("kind"):
+        if name := self.identity.get("kind") or self.config.get("kind"):
             return str(name)
-        kind = kind_of_settings(self.config)
-        return "" if kind is None else kind.name
+        return run_kind(self.config).name if self.config else ""
 
     @property
     def step(self) -> int:

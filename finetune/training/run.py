@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import RunKind, kind_of_source
+from finetune.config.kinds import RunKind, run_kind
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.launch_environment import (
@@ -68,7 +68,7 @@ def run_command(kind: RunKind, arguments: Sequence[str] | None) -> int:
 
 
 def _run_arguments(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) -> RunResult | None:
-    if kind.start_processes is not None and not world.launched:
+    if not world.launched:
         kind.start_processes(arguments)
     resolved = resolve(arguments, world_size=world.world_size, model_class=kind.config_class)
     if resolved.print_config:
@@ -98,7 +98,7 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     >>> result.state, result.steps, sorted(result.metrics)[:2]
     ('done', 2, ['grad_norm', 'learning_rate'])
     """
-    return run_config(kind_of_source(config), config)
+    return run_config(run_kind(config), config)
 
 
 def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
@@ -135,21 +135,16 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         from finetune.runtime import device as devices
         from finetune.training.session import process_group
 
-        prepare = kind.load(kind.prepare)
     config = with_model_found(resolved.config)
     device_type = devices.choose_device_type(config.device_type)
     devices.check_local_ranks(device_type, world)
     dtype = devices.choose_dtype(config.dtype, device_type)
     backend = devices.choose_backend(getattr(config, "backend", "auto"), device_type)
-    data = prepare(config)
+    data = kind.prepare(config)
     derived = getattr(data, "derived", {})
     config = config.model_copy(update=derived)
     # Who generates stands above training, and is handed to it.
-    ask = (
-        kind.load(kind.ask)(config, data)
-        if kind.ask and getattr(config, "eval_generate", None)
-        else None
-    )
+    ask = kind.ask(config, data)
     total_steps = data.batches.total_steps
     check_evaluated(config, total_steps)
     session = _make_session(
@@ -168,14 +163,12 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         with _collector_paused():
             import_bitsandbytes()  # transformers' Trainer imports peft
             from finetune.training.execute import train_and_save
-
-            build_trainer = kind.load(kind.build_trainer)
         with process_group(device_type, world, config.timeout_seconds, backend):
             session.agree_on_run(config.timeout_seconds)
             config = _choose_execution(
                 config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
             )
-            trainer = build_trainer(
+            trainer = kind.build_trainer(
                 config, world, data, session.start, session, device_type=device_type, dtype=dtype
             )
             trainer.ask = ask
@@ -256,9 +249,13 @@ def _choose_execution(
     )
     noted = session.out_of_memory_note() is not None
     try:
-        shape, workload = kind.load(kind.shape)(config), kind.load(kind.workload)
         chosen = choose_execution(
-            config, shape, cluster, step_tokens=tokens, out_of_memory=noted, workload=workload
+            config,
+            kind.shape(config),
+            cluster,
+            step_tokens=tokens,
+            out_of_memory=noted,
+            workload=kind.workload,
         )
     except ConfigError as error:  # a model whose sizes the planner cannot read
         logger.info("no plan can be made of this model: %s", error.what)

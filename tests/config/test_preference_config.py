@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.flag_help import flag_table
-from finetune.config.kinds import conversation_config_class, kind_of_arguments
+from finetune.config.kinds import kind_of_arguments
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
 from finetune.config.run_config import RunConfig
@@ -84,8 +84,8 @@ def test_which_kind_a_file_is_of(tmp_path: Path):
     path.write_text(to_yaml(config))
     assert resolve_object(path, 1, PreferenceConfig).config == config
     assert kind_of_arguments(["--config", str(path)]).config_class is PreferenceConfig
-    assert conversation_config_class(["--config", str(path)]) is PreferenceConfig
-    assert conversation_config_class(["--train-data-path", "t.bin"]) is RunConfig
+    assert kind_of_arguments(["--config", str(path)], RunConfig).config_class is PreferenceConfig
+    assert kind_of_arguments(["--train-data-path", "t.bin"], RunConfig).config_class is RunConfig
 
 
 def test_the_best_is_of_what_evaluations_have():

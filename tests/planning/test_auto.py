@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_workloads import known_shape
 
-from finetune.config.kinds import run_kind
+from finetune.config.kinds import KINDS
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError
 from finetune.planning.auto import (
@@ -276,7 +276,7 @@ def test_ranks_with_different_memory_choose_the_same(
     )
     world = SimpleNamespace(world_size=2, local_world_size=2, local_rank=0)
     for _rank in range(2):
-        run._choose_execution(config, run_kind("sft"), world, data, session, "cpu")
+        run._choose_execution(config, KINDS["sft"], world, data, session, "cpu")
     assert seen == [(5 * GIB, 20 * GIB, 2, 160.0)] * 2 and events[0][0] == "execution"
 
 
@@ -293,7 +293,7 @@ def test_a_run_on_a_small_machine_says_so_and_trains_the_same(
 
     assert callable(device.free_memory_bytes)
     monkeypatch.setattr(host.HostMeter, "look", look)
-    result = run.run_config(run_kind("sft"), chosen)
+    result = run.run_config(KINDS["sft"], chosen)
     assert result.state == "done"
     [event] = runs.events(tmp_path / "chosen", "execution")
     assert event["chosen"] == {"gradient_checkpointing": True, "micro_batch_size": 1}

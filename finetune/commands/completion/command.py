@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from finetune.config.fields import setting
 from finetune.config.flags import flags_of
-from finetune.config.kinds import kind_names, run_kinds
+from finetune.config.kinds import KINDS
 from finetune.config.names import flag
 from finetune.config.options import Options, read_options
 from finetune.errors import ExitCode
@@ -57,7 +57,7 @@ def flags_of_commands() -> dict[str, Flags]:
     table: Mapping[str, tuple[str, str]] = import_module("finetune.__main__").COMMANDS
     of_runs = {
         flag(name): found.choices
-        for kind in run_kinds()
+        for kind in KINDS.values()
         for name, found in flags_of(kind.config_class).items()
     }
     found = {}
@@ -68,7 +68,7 @@ def flags_of_commands() -> dict[str, Flags]:
         own = {name: _choices(value) for name, value in _FLAG_LINE.findall(said.getvalue())}
         takes_runs = re.search(r"flags\s+of\s+(training|the\s+run)", said.getvalue(), re.IGNORECASE)
         own = {**own, "--help": ()}
-        found[command] = {**of_runs, **own} if takes_runs and command not in kind_names() else own
+        found[command] = {**of_runs, **own} if takes_runs and command not in KINDS else own
     return found
 
 

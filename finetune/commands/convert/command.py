@@ -15,7 +15,7 @@ from pydantic import Field
 from finetune.commands.convert.draft import Draft, Named, convert
 from finetune.commands.convert.read import read_run
 from finetune.config.fields import PathOption, Text, ordered_fields, setting
-from finetune.config.kinds import RunKind, kind_names, run_kind
+from finetune.config.kinds import RunKind, run_kind
 from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError, ExitCode
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.values.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
-    kind = run_kind(draft.values.get("kind", kind_names()[0]))
+    kind = run_kind(draft.values)
     resolve_object(draft.values, devices, kind.config_class)
     sections = list(_sections(draft))
     text = _run_file(f"{tool.title}: {source}", kind, draft.values, sections)

@@ -355,11 +355,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; what is wrong is raised as FinetuneError."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = read_known_options(CurriculumOptions, arguments or ["--help"])
-    from finetune.config.kinds import conversation_config_class
+    from finetune.config.kinds import kind_of_arguments
     from finetune.config.resolution import resolve
+    from finetune.config.run_config import RunConfig
     from finetune.runtime.launch_environment import launch_world
 
-    settings = conversation_config_class(rest)
+    settings = kind_of_arguments(rest, RunConfig).config_class
     config: Any = resolve(rest, world_size=launch_world().world_size, model_class=settings).config
     difficulties, record_ids, starts, dropped = read_difficulties(config)
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)

@@ -23,7 +23,7 @@ from finetune.commands.doctor.suites import CheckContext
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import setting
 from finetune.config.flags import Parsed
-from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
+from finetune.config.kinds import KINDS, RunKind, kind_of_arguments
 from finetune.config.options import SpokenOptions, read_known_options
 from finetune.errors import ConfigError, ExitCode, raise_problems
 from finetune.runtime.language import _
@@ -63,7 +63,7 @@ class DoctorOptions(SpokenOptions):
     kind: str | None = setting(
         None,
         group="options",
-        unit="|".join(kind_names()),
+        unit="|".join(KINDS),
         shown_default="by the run's flags and files",
         description="The kind of run.",
     )
@@ -106,11 +106,11 @@ class DoctorOptions(SpokenOptions):
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
-        if self.kind is not None and self.kind not in kind_names():
+        if self.kind is not None and self.kind not in KINDS:
             found.append(
                 (
                     f"{self.kind!r} is no kind of run",
-                    f"give {' or '.join(kind_names())}, or leave it out",
+                    f"give {' or '.join(KINDS)}, or leave it out",
                 )
             )
         if self.quick + self.full + self.launched > 1:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         FinetuneError: the command line is wrong (exit code 2); the caller prints it.
     """
     options, arguments = read_known_options(DoctorOptions, argv)
-    kind = run_kind(options.kind) if options.kind else kind_of_arguments(arguments)
+    kind = KINDS[options.kind] if options.kind else kind_of_arguments(arguments)
     parsed = kind.parse(arguments)
     raise_problems(parsed.problems)
     if options.launched:

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.commands.doctor.check import Check, fail, failed, ok, warn
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import RunKind, kind_of_config
+from finetune.config.kinds import RunKind, run_kind
 from finetune.config.paths import is_hub_id
 from finetune.config.resolution import resolve
 from finetune.errors import FinetuneError
@@ -49,7 +49,7 @@ def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
         waits: the run will be started, and waits a while for another one to leave the output
             folder.
     """
-    problems = kind_of_config(config).check(config)
+    problems = run_kind(config).check(config)
     checks = [check for problem in problems for check in failed("paths", problem)]
     checks = checks or [ok("paths", _("files and folders of the configuration are there"))]
     return [*checks, *check_output(config, waits=waits)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.commands.doctor.check import Check, fail, failed, ok, warn
 from finetune.commands.doctor.probe import answer_with
-from finetune.config.kinds import register, run_kind
+from finetune.config.kinds import KINDS, register
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
@@ -181,11 +181,11 @@ def probe(
     # warnings of the data are part of the report
     logging.getLogger("finetune").setLevel(logging.ERROR)
     register(kind, module)
-    found = run_kind(kind)
+    found = KINDS[kind]
     config = resolve(arguments, world_size=world_size, model_class=found.config_class).config
     checks: list[Check] = []
     try:
-        checks.extend(found.load(found.probe)(config))
+        checks.extend(found.probe(config))
     except FinetuneError as error:
         done = {check.name for check in checks}
         checks += failed(next((name for name in found.probed if name not in done), "data"), error)

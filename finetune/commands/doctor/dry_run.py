@@ -41,15 +41,16 @@ def check_dry_run(
     """Train two steps with a checkpoint after each; then resume from the first, and compare the
     second step.
     """
-    if kind.rehearsal is None:
-        return skip("dry_run", _("{kind} has no small run to rehearse").format(kind=kind.name))
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as temporary:
         folder = Path(temporary)
+        rehearsed = kind.rehearsal(folder, processes, config)
+        if rehearsed is None:
+            return skip("dry_run", _("{kind} has no small run to rehearse").format(kind=kind.name))
         command = [sys.executable, "-m", MODULE, str(folder)]
         answer = run_to_end(command, environment=environment, timeout_seconds=RUN_TIMEOUT_SECONDS)
         if answer.code != 0:
             return _failed(_("making a tiny model failed: {reason}"), answer)
-        settings = _how(folder, device_type) | kind.load(kind.rehearsal)(folder, processes, config)
+        settings = _how(folder, device_type) | rehearsed
         (folder / "run.json").write_text(json.dumps(settings), encoding="utf-8")
         first, second = folder / "first", folder / "second"
         answer = _train(kind, first, processes, environment)

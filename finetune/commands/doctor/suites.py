@@ -22,7 +22,7 @@ from finetune.commands.doctor.probe import ask
 from finetune.commands.doctor.torch_device import check_torch
 from finetune.commands.doctor.variables import check_variables
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import RunKind, run_kinds
+from finetune.config.kinds import KINDS, RunKind
 from finetune.runtime.host import HostMeter, usable_cores
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport, read_devices
@@ -47,7 +47,7 @@ class CheckContext:
 
     environment: Mapping[str, str]
     config: BaseConfig | None = None
-    kind: RunKind = field(default_factory=lambda: next(run_kinds()))
+    kind: RunKind = field(default_factory=lambda: next(iter(KINDS.values())))
     arguments: Sequence[str] = ()
     processes: int = 1
     whole_machine: bool = False

@@ -113,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(InspectOptions, argv)
 
     from finetune.commands.inspect.audit import audit_data, print_audit
-    from finetune.config.kinds import conversation_config_class
+    from finetune.config.kinds import kind_of_arguments
     from finetune.config.resolution import resolve
+    from finetune.config.run_config import RunConfig
     from finetune.data.dataset import samples_of
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     world_size = launch_world().world_size
     overrides = {"output_dir": "."}  # nothing is written there
-    settings = conversation_config_class(rest)
+    settings = kind_of_arguments(rest, RunConfig).config_class
     config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
     if options.audit and config.preference_form:
         raise ConfigError(

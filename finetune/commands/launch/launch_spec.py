@@ -25,7 +25,7 @@ from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
 from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import source_of_file
-from finetune.config.kinds import RunKind, run_kind
+from finetune.config.kinds import KINDS, RunKind
 from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
 from finetune.errors import ConfigError
@@ -121,7 +121,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         address=options.master_addr,
         port=options.master_port,
     )
-    kind = run_kind(options.kind)
+    kind = KINDS[options.kind]
     if {"-h", "--help"} & set(flags):
         return resolve(flags, world_size=1, model_class=kind.config_class)
     nproc = options.nproc or os.environ.get("NPROC_PER_NODE") or "auto"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import Text, setting
 from finetune.config.flags import flags_of
-from finetune.config.kinds import kind_names
+from finetune.config.kinds import KINDS
 from finetune.config.names import flag
 from finetune.config.options import Options, read_options
 from finetune.runtime.language import pick_language, speak
@@ -24,7 +24,7 @@ def _from_environment(unit: str, default: str, description: str) -> Any:
 
 class LaunchOptions(Options):
     usage: ClassVar[str] = (
-        f"python -m finetune launch [options] {'|'.join(kind_names())} [flags of the run]"
+        f"python -m finetune launch [options] {'|'.join(KINDS)} [flags of the run]"
     )
     summary: ClassVar[str] = (
         "Start a run on this machine's devices, or on one of several nodes, and look after it."
@@ -38,7 +38,7 @@ class LaunchOptions(Options):
     aliases: ClassVar[dict[str, str]] = {"nproc_per_node": "nproc"}
 
     kind: Text = setting(
-        group="options", unit="|".join(kind_names()), description="What to run; its flags follow."
+        group="options", unit="|".join(KINDS), description="What to run; its flags follow."
     )
     nproc: Text | None = _from_environment(
         "N|auto",
@@ -75,12 +75,12 @@ class LaunchOptions(Options):
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        if self.kind in kind_names():
+        if self.kind in KINDS:
             return []
         return [
             (
                 f"{self.kind!r} is no kind of run",
-                f"write {' or '.join(kind_names())}, then its flags",
+                f"write {' or '.join(KINDS)}, then its flags",
             )
         ]
 
@@ -95,7 +95,7 @@ def read_launch_options(arguments: Sequence[str] | None) -> tuple[LaunchOptions,
     given = sys.argv[1:] if arguments is None else list(arguments)
     valued = {flag(name) for name, found in flags_of(LaunchOptions).items() if not found.is_switch}
     before = ["", *(word.replace("_", "-") for word in given)]
-    kinds = [n for n, word in enumerate(given) if word in kind_names() and before[n] not in valued]
+    kinds = [n for n, word in enumerate(given) if word in KINDS and before[n] not in valued]
     end = kinds[0] + 1 if kinds else len(given)
     options = read_options(LaunchOptions, given[:end])
     speak(pick_language(options.lang))

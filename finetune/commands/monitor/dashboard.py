@@ -21,7 +21,7 @@ from finetune.commands.monitor.dashboard_parts import (
     grid,
     one_line,
 )
-from finetune.config.kinds import kind_title
+from finetune.config.kinds import KINDS
 from finetune.plain_text import plain_text
 from finetune.runs.event_texts import (
     advice,
@@ -133,7 +133,8 @@ class Dashboard:
             (" finetune ", "bold reverse"), "  ", (plain_text(str(view.source)), "bold")
         )
         if view.kind:
-            name.append(f"  {plain_text(kind_title(view.kind))}", "dim")
+            title = _(KINDS[view.kind].title) if view.kind in KINDS else view.kind
+            name.append(f"  {plain_text(title)}", "dim")
         state = Text.assemble(
             ("* " if ascii_only else "● ", STATE_COLOURS[view.state]), state_text(view)
         )

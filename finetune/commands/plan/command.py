@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from finetune.config.fields import PathOption, Text, rule_broken, setting
-from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
+from finetune.config.kinds import KINDS, RunKind, kind_of_arguments
 from finetune.config.names import flag
 from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.resolution import resolve
@@ -93,9 +93,9 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
     aliases: ClassVar[Mapping[str, str]] = {"nnodes": "nodes", "nproc_per_node": "devices_per_node"}
 
     run_kind: Text | None = _of_run(
-        "|".join(kind_names()), "Which command the configuration is for.", "by its names"
+        "|".join(KINDS), "Which command the configuration is for.", "by its names"
     )
-    kind: Text | None = _of_run("|".join(kind_names()), "The same, as a flag; it wins.")
+    kind: Text | None = _of_run("|".join(KINDS), "The same, as a flag; it wins.")
     # `model_config` itself belongs to pydantic's models.
     model_file: PathOption | None = _of_run(
         "FILE", "A config.json.", "the model's own", alias="model_config"
@@ -138,12 +138,11 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        names = kind_names()
         wrong = [
-            name for name in (self.run_kind, self.kind) if name is not None and name not in names
+            name for name in (self.run_kind, self.kind) if name is not None and name not in KINDS
         ]
         return [
-            (f"there is no kind of runs named {name!r}", f"use {' or '.join(names)}")
+            (f"there is no kind of runs named {name!r}", f"use {' or '.join(KINDS)}")
             for name in wrong
         ]
 
@@ -162,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.commands.plan.text import plan_text
 
     name = options.kind or options.run_kind
-    kind = run_kind(name) if name else kind_of_arguments(arguments)
+    kind = KINDS[name] if name else kind_of_arguments(arguments)
     cluster = cluster_of(options)
     arguments = [*_placeholders(arguments, kind, options.model_file), *arguments]
     config = resolve(arguments, world_size=cluster.devices, model_class=kind.config_class).config

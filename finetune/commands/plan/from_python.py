@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from finetune.commands.plan.command import PlanOptions, cluster_of, plan_of
 from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import BLOCK
-from finetune.config.kinds import RunKind, kind_of_source
+from finetune.config.kinds import RunKind, run_kind
 from finetune.config.precedence import Precedence, SourcedValue
 from finetune.config.resolution import resolve_object
 from finetune.config.schema_errors import problems_of
@@ -62,7 +62,7 @@ def plan(
     >>> plan.fits, plan.cluster.devices, plan.memory.work.sharding.name
     (True, 16, 'none')
     """
-    kind = kind_of_source(config)
+    kind = run_kind(config)
     given = {
         "model_config": model_config,
         "nodes": nodes,

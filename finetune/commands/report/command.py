@@ -21,7 +21,7 @@ from finetune.commands.report import tables
 from finetune.commands.report.charts import tick_text
 from finetune.commands.report.figures import curves, mix
 from finetune.config.fields import PathOption, Text, setting
-from finetune.config.kinds import kind_names, kind_title, run_kind
+from finetune.config.kinds import KINDS
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.plain_text import mask_secrets, plain_text
@@ -120,9 +120,10 @@ def _warning(message: Message) -> tuple[str, str, str]:
 
 def _about(view: RunView) -> str:
     """What was trained, and when."""
-    parts = [kind_title(view.kind)] if view.kind else []
-    if view.kind in kind_names() and (described := run_kind(view.kind).describe(view.config)):
-        parts.append(described)
+    parts = [view.kind] if view.kind else []
+    if view.kind in KINDS:
+        kind = KINDS[view.kind]
+        parts = [_(kind.title), *filter(None, [kind.describe(view.config)])]
     if view.events:
         first, last = (tables.clock(view.events[place]["time"]) for place in (0, -1))
         parts.append(f"{first} – {last}")

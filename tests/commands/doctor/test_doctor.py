@@ -36,7 +36,7 @@ from finetune.commands.doctor.command import (
 from finetune.commands.doctor.config import check_output, demands_of
 from finetune.commands.doctor.probe import answer_with
 from finetune.config.flags import flags_of
-from finetune.config.kinds import kind_of_arguments, run_kind
+from finetune.config.kinds import KINDS, kind_of_arguments
 from finetune.config.options import read_known_options
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -517,15 +517,15 @@ def test_which_kind_the_arguments_are_for(tmp_path: Path):
         )
     )
     assert kind_of(["--config", str(plain)]) == "sft"
-    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= run_kind(
+    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= KINDS[
         "pretrain"
-    ).telling_settings
-    assert not run_kind("pretrain").telling_settings & {*RunConfig.model_fields, *RunConfig.aliases}
+    ].telling_settings
+    assert not KINDS["pretrain"].telling_settings & {*RunConfig.model_fields, *RunConfig.aliases}
 
 
 def test_batch_arithmetic_of_a_preset():
     config, checks = run_config.check_config(
-        ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], run_kind("pretrain"), 4
+        ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], KINDS["pretrain"], 4
     )
     assert (
         config is not None
@@ -543,7 +543,7 @@ def test_batch_arithmetic_of_a_preset():
         "--global-batch-size",
         "16",
     ]
-    config, checks = run_config.check_config(words, run_kind("sft"), 1)
+    config, checks = run_config.check_config(words, KINDS["sft"], 1)
     assert config is None and [check.verdict for check in checks] == ["fail"]
     assert "nearest that agree" in checks[0].fix
 

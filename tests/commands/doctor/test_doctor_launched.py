@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from finetune.commands.doctor.launched import check_launched, judge, read_report
 from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
 from finetune.config.base_config import BaseConfig
-from finetune.config.kinds import RunKind, run_kind, run_kinds
+from finetune.config.kinds import KINDS, RunKind
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -103,7 +102,7 @@ WINDOWS = [
 
 
 def configured(name: str, words: Sequence[str]) -> tuple[RunKind, BaseConfig | None]:
-    kind = run_kind(name)
+    kind = KINDS[name]
     return kind, (
         resolve(words, world_size=1, model_class=kind.config_class).config if words else None
     )
@@ -142,7 +141,7 @@ def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.Monke
                 command[command.index("-m") + 1],
                 Path(command[command.index("--output-dir") + 1]),
             )
-            kind = next(kind for kind in run_kinds() if kind.module == module)
+            kind = next(kind for kind in KINDS.values() if kind.module == module)
             runs.append(
                 (
                     module,
@@ -191,8 +190,10 @@ def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.Monke
 
 
 def test_a_kind_without_a_rehearsal_is_skipped():
-    kind = replace(run_kind("sft"), name="toy", rehearsal=None)
-    check = check_dry_run(kind, 1, "cpu", None, environment())
+    class Toy(RunKind):
+        name = "toy"
+
+    check = check_dry_run(Toy(), 1, "cpu", None, environment())
     assert check.verdict == "skip" and "toy" in check.what
 
 
@@ -200,7 +201,7 @@ def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     check = check_dry_run(
-        run_kind("dpo"), 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+        KINDS["dpo"], 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     )
     assert check.verdict == "fail" and "this torch is broken" in check.what
     assert "making a tiny model" in check.what and check.values["messages"]

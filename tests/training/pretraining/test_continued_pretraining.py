@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.__main__ import main as finetune
 from finetune.commands.prepare import command as prepare
-from finetune.config.kinds import run_kind
+from finetune.config.kinds import KINDS
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.data.corpus.token_shards import TokenShards
@@ -339,9 +339,9 @@ def test_rates_are_not_those_from_scratch(folder):
 
 
 def test_the_plan_and_the_description_are_of_the_model(folder):
-    kind = run_kind("pretrain")
+    kind = KINDS["pretrain"]
     config = resolve_object(settings(folder, finetuning="lora"), 1, PretrainConfig).config
-    shape = kind.load(kind.shape)(config)
+    shape = kind.shape(config)
     assert shape.hidden == 32
     from finetune.planning.inputs import workload_of
     from finetune.planning.workload import Cluster

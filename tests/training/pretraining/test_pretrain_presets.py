@@ -18,7 +18,7 @@ from launching import ROOT
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, FinetuneError
-from finetune.pretrain import main, start_processes
+from finetune.pretrain import KIND, main
 from finetune.runtime import device as devices
 from finetune.runtime.peak_flops import peak_flops
 from finetune.training.pretraining.prepare import prepare_data
@@ -111,16 +111,16 @@ def test_its_own_processes_are_started_once_and_with_the_same_words(monkeypatch)
         "--world_size",
         "2",
     ]
-    start_processes(words)
+    KIND.start_processes(words)
     ((command, environment),) = started
     assert "--nproc_per_node=2" in command and command[-len(words) :] == words
     assert "WORLD_SIZE" not in environment
-    start_processes(["--train-data-path", "x.bin", "--output-dir", "out"])
+    KIND.start_processes(["--train-data-path", "x.bin", "--output-dir", "out"])
     assert len(started) == 1
     with pytest.raises(FinetuneError, match="not a multiple"):
-        start_processes([*words, "--total-batch-size", "1000"])
+        KIND.start_processes([*words, "--total-batch-size", "1000"])
     with pytest.raises(ConfigError, match="how many processes"):
-        start_processes([*words[:-2], "--device-type", "cpu"])
+        KIND.start_processes([*words[:-2], "--device-type", "cpu"])
 
 
 # ---------------------------------------------------------------- what the device can do
