@@ -412,7 +412,7 @@ FAULTS = (
     ),
     Fault(
         "content of checkpoints not verified",
-        "storage/checkpoint_manifest.py",
+        "storage/checkpoint_files.py",
         "    if hashes:\n        names",
         "    if False:\n        names",
         "storage/test_checkpoint_files.py",
@@ -437,7 +437,7 @@ FAULTS = (
     ),
     Fault(
         "resume from a broken checkpoint",
-        "storage/checkpoint_manifest.py",
+        "storage/checkpoint_files.py",
         "        if validity.valid:\n            return folder, skipped",
         "        if True:\n            return folder, skipped",
         "storage/test_checkpoint_files.py",

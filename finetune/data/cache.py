@@ -25,8 +25,7 @@ from finetune.errors import DataError
 from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
-from finetune.storage.lock_claim import claimed
-from finetune.storage.run_lock import try_flock
+from finetune.storage.run_lock import claimed, try_flock
 from finetune.storage.shared_storage import has_name, looks, make_folder
 
 logger = logging.getLogger("finetune")
@@ -280,7 +279,7 @@ def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) ->
     """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file
     stays.
 
-    Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands
+    Where the file system has no locks that all machines see, a claim (storage/run_lock.py) stands
     for it.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from finetune.errors import StateError
+from finetune.errors import FinetuneError, StateError
 from finetune.storage import durable_files
 from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock, now_utc
 from finetune.storage.run_log import StepLog
@@ -258,3 +258,53 @@ class SampleLog(StepLog):
                 order.
         """
         self.write({"step": int(step), "ids": [int(number) for number in ids]})
+
+
+# ---------------------------------------------------------------- results
+
+
+def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside, reopen what it wrote, then move its files in, durably. On
+    one rank.
+
+    Raises:
+        FinetuneError: a file is not whole (`reopen`).
+    """
+    staging = output_dir / ".staging-0-output"
+    durable_files.remove_tree(staging, missing_ok=True)
+    staging.mkdir()
+    write(staging)
+    for path in sorted(staging.iterdir()):
+        if not durable_files.is_still_open(path.name):
+            durable_files.share_file(path)
+            durable_files.sync_file(path)
+            reopen(path)
+            durable_files.move(path, output_dir / path.name)
+    durable_files.sync_folder(output_dir)
+    durable_files.remove_tree(staging)
+
+
+def reopen(path: Path) -> None:
+    """Look whether a library has really written a JSON or safetensors file.
+
+    They lose the error of a file's close, which is where storage over a network says that it is
+    full or over quota.
+
+    Raises:
+        FinetuneError: it is not whole.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            # its header, and whether the file is as long as that says
+            with safe_open(path, framework="np"):
+                pass
+    except (ValueError, SafetensorError) as error:
+        raise FinetuneError(
+            f"{path.name} was written, and is not whole: {error}",
+            str(path.parent.parent),
+            "see whether the disk or your quota there is full, then start the same command again",
+        ) from error

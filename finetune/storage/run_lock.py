@@ -1,5 +1,11 @@
-"""One process at a time in a run folder: an flock that dies with its holder, or, where there is
-none, a claim.
+"""One process at a time in a run folder: an flock, which the kernel releases when its holder dies.
+If the file system has no locks that all machines see, a claim replaces the flock.
+
+A claim is a file that is created exclusively, which only one process can do on any file system
+(open(2): O_EXCL, also on NFS since version 3). The kernel does not remove it when its owner dies.
+If the owner ran on this machine, the next process here can find that out and takes the claim over.
+If it ran on another machine nobody can tell, however long the owner is silent (storage that hangs
+hangs for minutes): then a person has to remove the claim.
 """
 
 from __future__ import annotations
@@ -8,26 +14,33 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
+import socket
 import time
 import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError, StateError
-from finetune.storage.lock_claim import Claim, is_dead, read_signature, signature
+from finetune.runtime.process_start import boot_id, process_start
+from finetune.storage import durable_files
 from finetune.storage.shared_storage import has_local_locks, wait_for
 
 LOCK_NAME = ".lock"
 CLAIM_NAME = ".lock.claim"
+LIMIT_BYTES = 1 << 16
 POLL_SECONDS = 0.2
+WARN_EVERY_SECONDS = 60.0
 STALE_ATTEMPTS = 5
-# A file system that cannot lock at all says one of these: NFS without lockd, Lustre without -o
-# flock, FUSE, SMB.
+# Errors of a file system that cannot lock at all: NFS without lockd, Lustre without -o flock, FUSE,
+# SMB.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _HELD = {errno.EWOULDBLOCK, errno.EACCES}
 
@@ -37,6 +50,192 @@ logger = logging.getLogger("finetune")
 def now_utc() -> str:
     """The time as ISO 8601 in UTC, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
+    """Try to lock an open file at once.
+
+    Args:
+        how: fcntl.LOCK_EX, for which NFS requires a file that is open for writing, or LOCK_SH.
+        path: of the file.
+
+    Returns: True if it is locked, False if another process has the lock, None if there are no locks
+        here that all machines see.
+
+    Raises:
+        OSError: anything else.
+    """
+    if has_local_locks(path):
+        return None
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        if error.errno not in _HELD:
+            raise
+        return False
+    return True
+
+
+def _signature() -> dict[str, Any]:
+    """What identifies this process, here and elsewhere, for messages and for `clean`."""
+    facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
+    return facts | asdict(process_start(os.getpid()))
+
+
+def _read_signature(path: Path) -> dict[str, Any] | None:
+    """The content of a lock file or a claim: empty if it cannot be read (yet), None if there is no
+    such file.
+    """
+    try:
+        return json.loads(durable_files.read_bytes(path, LIMIT_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_signature(descriptor: int, facts: dict[str, Any]) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps(facts) + "\n").encode(), 0)
+
+
+# ---------------------------------------------------------------- claims
+
+
+def _name_here(path: Path) -> list[Any] | None:
+    """What makes the name of `_bind_name` unique: the path, in a network namespace of one boot of a
+    kernel. None outside Linux.
+    """
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return None
+    return [os.path.realpath(path), socket.gethostname(), boot_id(), network]
+
+
+def _bind_name(path: Path) -> socket.socket | None:
+    """Bind a name that represents a path among the processes of this machine: a Unix socket in the
+    abstract namespace (unix(7)), which leaves no file and which the kernel frees when its holder
+    dies. None if another process has bound the name, or the system has no such names.
+    """
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0finetune-{digest}")
+    except OSError:
+        name.close()
+        return None
+    return name
+
+
+def _owner_is_gone(path: Path, name: socket.socket | None) -> bool:
+    """Return whether the owner of a claim is dead: it had bound the name that is bound here now."""
+    had = (_read_signature(path) or {}).get("name")
+    return name is not None and had is not None and had == _name_here(path)
+
+
+class Claim:
+    """A file that one process takes and gives back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._name: socket.socket | None = None
+        self._facts: dict[str, Any] = {}
+
+    def take(self) -> bool:
+        """Return whether the claim is this process's now. Raises OSError."""
+        name = _bind_name(self.path)
+        # Only who holds the name removes the claim of a dead process. Else two processes that find
+        # the same claim would remove each other's new one.
+        if _owner_is_gone(self.path, name):
+            self.path.unlink(missing_ok=True)
+        facts = _signature() | {"name": _name_here(self.path) if name is not None else None}
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                self._name, self._facts = name, facts
+                json.dump(facts, file)
+        except OSError as error:
+            if self._facts:
+                os.unlink(self.path)  # not to be taken for somebody's
+                self._facts = {}
+            if name is not None:
+                name.close()
+            if isinstance(error, FileExistsError):
+                return False
+            raise
+        return True
+
+    def give_back(self) -> None:
+        """Remove the claim if it is this process's. A forked child only closes its copy of the
+        name. Raises OSError.
+        """
+        if self._facts.get("pid") == os.getpid() and _read_signature(self.path) == self._facts:
+            self.path.unlink(missing_ok=True)
+        if self._name is not None:
+            self._name.close()
+        self._name, self._facts = None, {}
+
+
+@contextlib.contextmanager
+def claimed(path: Path, what: str) -> Iterator[None]:
+    """Hold a claim; wait for it as long as it takes.
+
+    Args:
+        what: the claim is about, for the lines that name the process that is waited for.
+    """
+    claim = Claim(path)
+    warn_at = time.monotonic()
+    while not claim.take():
+        if time.monotonic() >= warn_at:
+            facts = _read_signature(path) or {}
+            who = (
+                f"process {facts.get('pid')} on {facts.get('host')}" if facts else "another process"
+            )
+            logger.warning(
+                "%s: waiting for %s; if it is gone, which cannot be seen from here: rm %s",
+                what,
+                who,
+                path,
+            )
+            warn_at = time.monotonic() + WARN_EVERY_SECONDS
+        time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        claim.give_back()
+
+
+# ---------------------------------------------------------------- the lock of a run folder
+
+
+def is_held(run_folder: Path) -> bool | None:
+    """Return whether a process holds a run folder, without taking it; None if nobody can tell."""
+    claim = run_folder / CLAIM_NAME
+    if os.path.lexists(claim):
+        name = _bind_name(claim)
+        is_gone = _owner_is_gone(claim, name)
+        if name is not None:
+            name.close()
+        if not is_gone:
+            return True
+    path = run_folder / LOCK_NAME
+    try:
+        with path.open("rb") as file:
+            # without locks a holder has a claim
+            return try_flock(file.fileno(), fcntl.LOCK_SH, path) is False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+
+
+def holder(run_folder: Path) -> dict[str, Any]:
+    """The signature of the process that holds a run folder: pid, host, since; empty if it has not
+    signed yet.
+    """
+    return _read_signature(run_folder / CLAIM_NAME) or _read_signature(run_folder / LOCK_NAME) or {}
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
@@ -55,73 +254,16 @@ def _register_fork_hook() -> None:
     os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _sign(descriptor: int, facts: dict[str, Any]) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(facts) + "\n").encode(), 0)
-
-
-def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
-    """Try to lock an open file at once: True: locked, False: somebody else has it, None: no locks
-    that all see here.
-
-    Args:
-        how: fcntl.LOCK_EX, for which NFS wants a file that is open for writing, or LOCK_SH.
-        path: of the file.
-
-    Raises:
-        OSError: anything else.
-    """
-    if has_local_locks(path):
-        return None
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            return None
-        if error.errno not in _HELD:
-            raise
-        return False
-    return True
-
-
-def is_held(run_folder: Path) -> bool | None:
-    """Whether a process holds a run folder, without taking it; None where that cannot be told."""
-    claim = read_signature(run_folder / CLAIM_NAME)
-    if claim is not None and not is_dead(claim):
-        return True
-    path = run_folder / LOCK_NAME
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    try:
-        # without locks a holder has a claim
-        return try_flock(descriptor, fcntl.LOCK_SH, path) is False
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def holder(run_folder: Path) -> dict[str, Any]:
-    """What the process that holds a run folder says of itself: pid, host, since; empty where it has
-    not said it yet.
-    """
-    return read_signature(run_folder / CLAIM_NAME) or read_signature(run_folder / LOCK_NAME) or {}
-
-
 class RunLock:
-    """Holds a run folder for one process: `with RunLock(folder): ...`. It dies with the process,
-    not with its children.
+    """Holds a run folder for one process: `with RunLock(folder): ...`. The lock ends with the
+    process, not with its children.
 
-    Enters by creating the folder where it does not exist. Where the block ends by a refusal (an
-    error with exit code 2) before anything else was written, what the lock created is removed
-    again: a refused run writes nothing.
+    Entering creates the folder if it does not exist. If the block ends by a refusal (an error with
+    exit code 2) before anything else was written, what the lock created is removed again: a refused
+    run writes nothing.
 
-    Where the file system has no locks that all machines see, a claim (lock_claim.py) stands for the
-    lock; one that is there keeps others out also where this machine has locks.
+    If the file system has no locks that all machines see, a `Claim` replaces the lock. A claim that
+    is there keeps others out even if this machine has locks.
 
     Args:
         wait_seconds: how long to wait for another holder, who may be a killed run's worker about to
@@ -178,7 +320,7 @@ class RunLock:
             self._claim.give_back()
             # a child leaves its parent's
             if self._descriptor is not None and self._signed.get("pid") == os.getpid():
-                _sign(self._descriptor, self._signed | {"ended": now_utc()})
+                _write_signature(self._descriptor, self._signed | {"ended": now_utc()})
         except OSError as error:
             logger.warning("%s: the run's name cannot be taken off: %s", self.run_folder, error)
         if self._descriptor is not None:
@@ -187,7 +329,8 @@ class RunLock:
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + self.wait_seconds
-        warned, stale = False, 0
+        warned = False
+        stale = 0
         while True:
             try:
                 locked = self._attempt()
@@ -196,7 +339,8 @@ class RunLock:
                 # a request got lost.
                 if error.errno not in (errno.ESTALE, errno.EIO) or stale == STALE_ATTEMPTS:
                     raise
-                locked, stale = None, stale + 1
+                locked = None
+                stale += 1
             if locked:
                 return
             if locked is None:
@@ -211,7 +355,7 @@ class RunLock:
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _attempt(self) -> bool | None:
-        """Whether the folder is this process's now; None where the lock's file was removed
+        """Return whether the folder is this process's now; None if the lock file was removed
         meanwhile.
         """
         descriptor = self._open()
@@ -235,11 +379,10 @@ class RunLock:
                     "be lost while the run works, remove it before the next one",
                     self.run_folder, CLAIM_NAME,
                 )  # fmt: skip
-            signed = signature() if locked else {}
             if locked:
-                _sign(descriptor, signed)
+                self._signed = _signature() | {"ended": None}
+                _write_signature(descriptor, self._signed)
             self._descriptor = descriptor
-            self._signed = signed
             return True
         finally:
             if self._descriptor is None:
@@ -247,23 +390,17 @@ class RunLock:
                 self._claim.give_back()
 
     def _is_signed(self) -> bool:
-        """Whether a machine that has locks here, as this one has not, may hold one: its runs sign,
-        and sign off.
+        """Return whether a machine that has locks here, as this one has not, may hold one: its runs
+        sign the lock file, and note when they end.
         """
-        facts = read_signature(self.path)
-        # Versions without claims never signed off.
-        return (
-            facts is not None
-            and "pid_namespace" in facts
-            and "ended" not in facts
-            and not is_dead(facts)
-        )
+        return (_read_signature(self.path) or {}).get("ended", "earlier version") is None
 
     def _refusal(self) -> StateError:
         folder, named = self._named()
         fix = "wait until it ends, stop that process, or choose another --output-dir"
-        by_hand = self._claim.path if os.path.lexists(self._claim.path) else self.path
-        if by_hand == self._claim.path or self._has_no_locks:
+        has_claim = os.path.lexists(self._claim.path)
+        if has_claim or self._has_no_locks:
+            by_hand = self._claim.path if has_claim else self.path
             fix += f"; if it is gone, which cannot be seen from here: rm {by_hand}"
         return StateError(f"another run works in this folder: {named}", folder, fix)
 
@@ -296,19 +433,17 @@ class RunLock:
         return descriptor
 
     def _is_still_there(self, descriptor: int) -> bool:
-        # Opened, not looked at: a client of NFS asks the server anew for what it opens only.
+        # Open the file instead of calling stat: an NFS client queries the server again only on
+        # open.
         try:
-            again = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with self.path.open("rb") as again:
+                return os.path.samestat(os.fstat(descriptor), os.fstat(again.fileno()))
         except FileNotFoundError:
             return False
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.fstat(again))
-        finally:
-            os.close(again)
 
     def _undo(self) -> None:
-        """Remove what entering created, as far as nothing else was put there; the lock file only
-        while it is ours.
+        """Remove what entering created, if nothing else was put there; the lock file only while it
+        is ours.
         """
         try:
             self._claim.give_back()

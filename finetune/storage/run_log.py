@@ -10,26 +10,31 @@ storage/run_folder.py) `logs/`              console copies, one file per rank an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
+import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from finetune.errors import DataError
 from finetune.plain_text import mask_passwords, plain_lines
-from finetune.storage.append_file import AppendFile
-from finetune.storage.curve_file import CurveFile
 from finetune.storage.shared_storage import make_folder
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
 _NAME_TIME = "%Y%m%d-%H%M%S"
+# How often the name is looked at: what is written meanwhile stands in the file that was moved away.
+LOOK_SECONDS = 1.0
+_BLOCK_BYTES = 1 << 16
 
 # Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on
 # it.
@@ -50,6 +55,99 @@ EVENTS = (
 )
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+# ---------------------------------------------------------------- files that are appended to
+
+
+class AppendFile:
+    """Appends pieces to a file, each with a single unbuffered write: a crash tears at most the
+    last.
+
+    Where the disk is full, what a piece had taken of it is given back, so that the next one, once
+    there is room again, does not follow half of it. Where another file, or none, has the name
+    (logrotate has renamed it, somebody has removed it), a new one is begun within `LOOK_SECONDS`;
+    one that is copied and cut is simply written on.
+
+    Raises:
+        OSError: the file cannot be opened; it is a link.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._descriptor = self._open()
+        self._look_at = time.monotonic() + LOOK_SECONDS
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o666)
+
+    def append_bytes(self, piece: bytes) -> None:
+        """Write all of it, or nothing. Raises OSError where the system does not take it."""
+        if time.monotonic() >= self._look_at:
+            self._follow_name()
+        written = 0
+        try:
+            # The system takes less than all only when the disk is full, and then says so on the
+            # second write.
+            while written < len(piece):
+                written += os.write(self._descriptor, memoryview(piece)[written:])
+        except OSError:
+            if written:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(
+                        self._descriptor, max(0, os.fstat(self._descriptor).st_size - written)
+                    )
+            raise
+
+    def _follow_name(self) -> None:
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        try:
+            moved = not os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
+        except OSError as error:
+            # anything else: what is open can still be written
+            moved = isinstance(error, FileNotFoundError)
+        if not moved:
+            return
+        try:
+            opened = self._open()
+        except OSError:  # the folder has gone, or the name is a link now
+            return
+        before, self._descriptor = self._descriptor, opened
+        with contextlib.suppress(OSError):
+            os.fsync(before)
+        os.close(before)
+
+    def cut_torn_line(self) -> None:
+        """Cut what stands after the last newline: a writer was killed, and the next line would
+        follow half a line.
+        """
+        end = os.fstat(self._descriptor).st_size
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            newline = os.pread(self._descriptor, end - begin, begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        if end < os.fstat(self._descriptor).st_size:
+            os.ftruncate(self._descriptor, end)
+
+    def sync(self) -> None:
+        """Have the device hold all of it."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class JsonLines(AppendFile):
@@ -118,6 +216,70 @@ class StepLog(JsonLines):
         self.sync()
 
 
+# ---------------------------------------------------------------- curves for TensorBoard
+
+_numbers = count()  # of the files of this process: two of one second have the same time
+
+
+class CurveFile:
+    """A new file of events in a folder, which is made where it is not there.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+        OSError: the file cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._event = Event
+        self._summary = Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        # The form of the name is what tensorboard looks for, and it reads files in the order of
+        # their names.
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}"
+            f".{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        )
+        self._file = AppendFile(folder / name)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """The numbers among the values, named as Trainer's callback does: `eval_x` is `eval/x`,
+        others `train/...`.
+        """
+        numbers = [
+            self._summary.Value(tag=_tag(name), simple_value=value)
+            for name, value in values.items()
+            if isinstance(value, (int, float))
+        ]
+        self._write(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=numbers))
+        )
+
+    def _write(self, event: Any) -> None:
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        # TFRecord: length, its checksum, data, its checksum
+        # (tensorboard/summary/writer/record_writer.py).
+        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        self._file.append_bytes(length + checks[0] + data + checks[1])
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        self._file.close()
+
+
+def _tag(name: str) -> str:
+    return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
+
+
+# ---------------------------------------------------------------- the log of a run
+
+
 class RunLog:
     """The log of one run folder. Every method is a no-op on ranks other than 0, so callers need not
     ask.
@@ -184,6 +346,9 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+# ---------------------------------------------------------------- console and log files
 
 
 class _PlainFormatter(logging.Formatter):

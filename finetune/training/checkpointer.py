@@ -2,7 +2,7 @@
 is verified.
 
 What is inside `checkpoint-<step>`: the training state (training/state.py), for LoRA also the
-adapter as peft reads it, and the manifest (storage/checkpoint_manifest.py). The sampler, the
+adapter as peft reads it, and the manifest (storage/checkpoint_files.py). The sampler, the
 schedule and the random numbers have no state: they are functions of the step.
 
 A save has two parts. Each rank writes its files (hashed, synced); when all have, rank 0 publishes

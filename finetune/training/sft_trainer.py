@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.modeling.quantisation import NOTE_NAME, quantization_of
-from finetune.storage.checkpoint_manifest import step_of
+from finetune.storage.checkpoint_files import step_of
 from finetune.training.optimizers import make_small_optimizer, set_apart
 from finetune.training.saved_tensors import read_description, write_tensors
 from finetune.training.state import trainable

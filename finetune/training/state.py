@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from finetune.storage.checkpoint_manifest import share_out
+from finetune.storage.checkpoint_files import share_out
 from finetune.training.loss_scale import read_scale, restore_scale
 from finetune.training.optimizers import restored_state, step_count
 from finetune.training.saved_tensors import (

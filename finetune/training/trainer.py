@@ -29,7 +29,7 @@ from finetune.data.steps import Execution, StepBatch, StepBatches, as_is
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress
-from finetune.storage.results import put_output
+from finetune.storage.run_folder import put_output
 from finetune.training.arguments import StepEnd
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext

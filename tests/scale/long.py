@@ -98,7 +98,7 @@ def prepare(rank: int, output_dir: str, watch: str, numbers: dict[str, int]) -> 
     """Before the run: put the losses in the place of the model's, and look at the process on the
     way.
     """
-    from finetune.storage import append_file
+    from finetune.storage import run_log
 
     plan, real_time = Plan(**numbers), time.time
     step_now = [0]
@@ -112,7 +112,7 @@ def prepare(rank: int, output_dir: str, watch: str, numbers: dict[str, int]) -> 
         if step == plan.steps * 7 // 10:
             rotate_by_cutting(Path(output_dir))
 
-    append_file.LOOK_SECONDS = plan.look_seconds
+    run_log.LOOK_SECONDS = plan.look_seconds
     run_patches.follow_steps(before)
     run_patches.wrap_microbatch_losses(lambda original, *given: made_up(plan, step_now[0], *given))
     time.time = lambda: real_time() + plan.clock_offset(step_now[0])

@@ -29,7 +29,7 @@ from shared_folder import SharedFolder
 
 PATIENCE_SECONDS = 120.0
 PRELOADED = (
-    "finetune.commands.clean.stale_artifacts",
+    "finetune.commands.clean.leftovers",
     "finetune.commands.merge.command",
     "finetune.commands.merge.merging",
     "finetune.data.cache",
@@ -383,7 +383,7 @@ def _write_run(folder: Path, steps: int) -> Any:
 
 
 def _watch(folder: Path, steps: int) -> Any:
-    from finetune.commands.clean.stale_artifacts import unfinished_checkpoints
+    from finetune.commands.clean.leftovers import unfinished_checkpoints
     from finetune.runs.reader import FolderReader
 
     reader, states, last, orders = FolderReader(folder / "run"), [], 0, True
@@ -428,7 +428,7 @@ def _export(folder: Path) -> Any:
 
     from finetune.commands.merge import command, merging
     from finetune.storage.durable_files import os_error_in
-    from finetune.storage.results import put_output
+    from finetune.storage.run_folder import put_output
 
     def write(target: Path, *_: Any, **__: Any) -> None:
         save_file({"weights": np.arange(50_000, dtype=np.float32)}, target / "model.safetensors")

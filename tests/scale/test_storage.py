@@ -24,10 +24,9 @@ from storage import MISBEHAVIOURS, try_one
 from finetune.commands.doctor.host import check_locks
 from finetune.errors import FinetuneError, StateError
 from finetune.runs.reader import FolderReader
-from finetune.storage import checkpoint_manifest, durable_files, run_lock, shared_storage
+from finetune.storage import checkpoint_files, durable_files, run_lock, shared_storage
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, verify
-from finetune.storage.results import put_output
-from finetune.storage.run_folder import describe_folder, write_status
+from finetune.storage.run_folder import describe_folder, put_output, write_status
 from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
 from finetune.training.resume import decide_resume
 
@@ -53,8 +52,8 @@ def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     """Two nodes of an empty folder; what is not seen is looked for as long as seconds, not as a
     minute.
     """
-    monkeypatch.setattr(checkpoint_manifest, "UNREAD_SECONDS", 1.0)
-    monkeypatch.setattr(checkpoint_manifest, "SEEN_WITHIN_SECONDS", 3.0)
+    monkeypatch.setattr(checkpoint_files, "UNREAD_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_SECONDS", 3.0)
     yield mounted
     mounted.heal()
     mounted.set(absent_seconds=0, listing_seconds=0, attribute_seconds=0, entry_seconds=0)

@@ -18,9 +18,14 @@ from pathlib import Path
 import pytest
 
 from finetune.runs.reader import _newest_per_rank
-from finetune.storage import append_file
-from finetune.storage.append_file import AppendFile
-from finetune.storage.run_log import JsonLines, RunLog, add_log_file, read_jsonl_tolerant
+from finetune.storage import run_log
+from finetune.storage.run_log import (
+    AppendFile,
+    JsonLines,
+    RunLog,
+    add_log_file,
+    read_jsonl_tolerant,
+)
 
 
 @contextmanager
@@ -40,7 +45,7 @@ def room_for(path: Path, more_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append_file, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(run_log, "LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("more_bytes", [0, 1, 10])

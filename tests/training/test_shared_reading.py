@@ -21,7 +21,7 @@ from run_helpers import LAYOUTS, Materials
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from finetune.storage.checkpoint_manifest import reading_shares
+from finetune.storage.checkpoint_files import reading_shares
 from finetune.storage.durable_files import hash_file
 from finetune.training import saved_tensors
 from finetune.training.saved_tensors import HostCopies, SavedTensors, write_tensors

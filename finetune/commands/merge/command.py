@@ -16,7 +16,7 @@ from finetune.commands.merge.options import MergeOptions
 from finetune.config.options import read_options
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, StateError
 from finetune.storage import durable_files
-from finetune.storage.results import reopen
+from finetune.storage.run_folder import reopen
 
 if TYPE_CHECKING:
     from finetune.commands.merge.self_test import SelfTest
