@@ -19,12 +19,10 @@ import pytest
 from launching import ROOT, environment
 from run_helpers import wait_for
 
-from finetune.commands.clean import command as cleanup
-from finetune.commands.clean import recorded_processes, stale_artifacts
-from finetune.commands.clean.command import Cleaned, find_stale, main
-from finetune.commands.clean.recorded_processes import RecordedProcess, find, send_signal
-from finetune.runtime.process_start import recorded_start
-from finetune.storage.launch_record import command_digest, describe
+from finetune.commands.clean import leftovers
+from finetune.commands.clean.command import main
+from finetune.commands.clean.leftovers import find_stale
+from finetune.storage.launch_record import describe
 from finetune.storage.run_lock import RunLock
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "finetune.sft"]
@@ -166,7 +164,6 @@ def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_com
         ({"start_time": 1_000_000_000.0, **BEFORE_TICKS}, "used again"),
         ({"start_ticks": 1}, "used again"),
         ({"boot_id": "of another boot"}, "used again"),
-        ({"command_digest": command_digest(["python", "-m", "finetune.sft"])}, "another command"),
         ({"host": "another-host"}, None),
         ({"pid": "none"}, None),
     ],
@@ -215,63 +212,23 @@ def test_a_record_that_others_may_have_written_is_not_believed(
         path.chmod(mode)
         assert is_refused("others can write the record (chmod go-w, if it is yours)")
     path.chmod(0o644)
-    os.link(path, place / "another name")
-    assert is_refused("others can write the record (chmod go-w, if it is yours)"), (
-        "brought here from another place"
-    )
-    (place / "another name").unlink()
-    path.parent.chmod(0o777)
-    assert is_refused(
-        "everybody can write in the record's folder (chmod o-w, if the record is yours)"
-    )
-    path.parent.chmod(0o1777)
-    assert said(capsys)[0] == 1, "the sticky bit keeps others from it"
+    assert said(capsys)[0] == 1
     if os.getuid() == 0:
         os.chown(path, 65534, 65534)
         assert is_refused("the record belongs to another user")
 
 
-def test_a_strangers_lock_and_logs_are_not_records(
+def test_a_strangers_lock_is_no_record(
     elastic: tuple[subprocess.Popen, int, Path], monkeypatch: pytest.MonkeyPatch
 ):
     _parent, worker, run = elastic
-    assert {record.pid for record in recorded_processes.records_of_run(run)} == {worker}
+    lock = leftovers._lock_of(run)
+    assert lock is not None and [process.pid for process in lock.processes] == [worker]
     if os.getuid() == 0:
-        for path in (run / ".lock", *(run / "logs").iterdir()):
-            os.chown(path, 65534, 65534)
+        os.chown(run / ".lock", 65534, 65534)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    assert recorded_processes.records_of_run(run) == []
-
-
-def test_a_process_of_another_program_is_left_alone(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
-):
-    """Everything that a forged record can say of it is right."""
-    stranger = start([sys.executable, "-c", "import time; time.sleep(600)", "thesis.py"])
-    record_launch(place, gone_supervisor(start), described(stranger))
-    code, report = said(capsys, "--yes", "--wait", "0")
-    assert (code, report["processes"]) == (0, []) and is_running(stranger)
-    assert report["left_alone"] == [
-        {"pid": stranger.pid, "why": "it does not run a command of this package"}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("command", "ours"),
-    [
-        ("python -u -m finetune.sft --config x", True),
-        ("/v/bin/python -u -m finetune.commands.launch.elastic_agent 5", True),
-        ("/v/bin/python /v/bin/finetune launch sft", True),
-        ("python /repo/finetune/__main__.py launch", True),
-        ("python -m other.finetune", False),
-        ("python train.py --model finetuned", False),
-        ("vim a b c d e finetune", False),
-        ("", False),
-    ],
-)
-def test_commands_of_this_package(command: str, ours: bool):
-    assert recorded_processes.is_ours(command.split()) == ours
+    assert leftovers._lock_of(run) is None
 
 
 def test_another_users_process_is_left_alone(
@@ -291,12 +248,10 @@ def test_another_users_process_is_left_alone(
     "changed",
     [
         {},
-        {"command_digest": "0" * 64},
         {"host": "another-host"},
         {"start_time": 1.0},
-        {**BEFORE_TICKS, "start_time": 1.0},
     ],
-    ids=["", "another command", "another host", "clock step", "clock step, old record"],
+    ids=["", "another host", "clock step"],
 )
 def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
     changed: dict[str, Any], place: Path, start: Start, capsys: pytest.CaptureFixture[str]
@@ -335,26 +290,17 @@ def test_one_that_is_about_to_end_is_waited_for(place: Path, start: Start):
     assert process.wait() == 0, "it was signalled although it was saving"
 
 
-def test_a_process_that_took_the_id_meanwhile_is_not_signalled(place: Path, start: Start):
-    """Between the listing and the signal: the process of that id is another one by now."""
-    process = start()
-    facts = described(process)
-    record = RecordedProcess(
-        process.pid, "worker", place / "runs" / "one", facts["host"], 0, recorded_start({**facts, "start_ticks": 1}),
-        command_digest=facts["command_digest"],
-    )  # fmt: skip
-    assert send_signal(record, 15) is False and is_running(process)
-    assert cleanup.end([record], 0.0) == {process.pid: True} and is_running(process)
-
-
-def test_without_process_handles_the_signal_still_needs_the_proof(
+def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
     place: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    """Between the listing and the signal: the process of that id is another one by now."""
     process = start()
     record_launch(place, gone_supervisor(start), described(process))
-    assert main(["--yes", "--wait", "0.2"]) == 0
-    assert process.wait() == -15
+    stale = find_stale(None)
+    (orphan,) = stale.orphans
+    monkeypatch.setattr(orphan.process, "_ident", (process.pid, 1.0))
+    leftovers.clean(stale, 0.0)
+    assert orphan.problem == "" and is_running(process)
 
 
 @pytest.fixture
@@ -387,23 +333,17 @@ def test_a_worker_that_only_the_run_folder_knows(
     )
 
 
-def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(
-    place: Path, start: Start
-):
-    """The id and even the command fit: a run on another machine that shares the disk may have had
-    the same id.
-    """
+def test_the_folder_of_a_run_does_not_prove_a_process_without_its_start(place: Path, start: Start):
+    """The id fits: a run on another machine that shares the disk may have had the same id."""
     run = place / "runs" / "one"
     process = start()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + 1))
-    (run / "logs" / f"{stamp}-{process.pid}-rank0.log").touch()
-    (run / ".lock").write_text(
-        json.dumps(
-            {"pid": process.pid, "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"}
-        )
-    )
-    found = find_stale(run)
-    assert found.orphans == [] and "open" in found.left_alone[0]["why"]
+    facts = {
+        "pid": process.pid,
+        "host": socket.gethostname(),
+        "since": "2099-01-01T00:00:00+00:00",
+    }
+    (run / ".lock").write_text(json.dumps(facts))
+    assert find_stale(run).orphans == []
 
 
 def test_a_process_started_by_hand_is_never_an_orphan(
@@ -417,11 +357,9 @@ def test_a_process_started_by_hand_is_never_an_orphan(
     # nohup ... &, and the shell is gone
     alone = start(words, env=environment(), stdout=subprocess.PIPE, text=True)
     pid = int(alone.stdout.readline())
-    records = recorded_processes.records_of_run(run)
-    assert pid in {record.pid for record in records if find(record)[0] is not None}, (
-        "it is known and proved"
-    )
-    assert pid not in {record.pid for record in find_stale(run).orphans}
+    lock = leftovers._lock_of(run)
+    assert lock is not None and [process.pid for process in lock.processes] == [pid]
+    assert find_stale(run).orphans == []
 
 
 # ---------------------------------------------------------------- files
@@ -458,12 +396,13 @@ def test_unfinished_checkpoints_go_unless_the_run_is_at_work(
 
 
 @pytest.fixture
-def shared(place: Path, start: Start) -> tuple[Path, int]:
+def shared(place: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
     """A folder in the place of /dev/shm, and the id of a recorded worker that is gone; its run
     wrote a second ago.
     """
     folder = place / "shm"
     folder.mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY_FOLDER", folder)
     process = start()
     record_launch(place, gone_supervisor(start), described(process))
     process.kill()
@@ -474,8 +413,8 @@ def shared(place: Path, start: Start) -> tuple[Path, int]:
     return folder, process.pid
 
 
-def found_in(folder: Path) -> list[str]:
-    return [file.path.name for file in find_stale(None, shared_memory_folder=folder).files]
+def found() -> list[str]:
+    return [file.path.name for file in find_stale(None).files]
 
 
 def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, int]):
@@ -490,9 +429,10 @@ def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, in
         f"x{pid}_1_0",
     ):
         (folder / name).write_bytes(b"x")
-    assert found_in(folder) == [f"torch_{pid}_12345_0"]
-    found = find_stale(None, shared_memory_folder=folder)
-    assert cleanup.clean(found, 0).files == {folder / f"torch_{pid}_12345_0": ""}
+    assert found() == [f"torch_{pid}_12345_0"]
+    stale = find_stale(None)
+    leftovers.clean(stale, 0)
+    assert [file.problem for file in stale.files] == [""]
     assert len(list(folder.iterdir())) == 6
 
 
@@ -504,7 +444,7 @@ def test_shared_memory_from_before_or_after_the_run_is_anothers(
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x")
     os.utime(path, (time.time() + moment, time.time() + moment))
-    assert found_in(folder) == []
+    assert found() == []
 
 
 def test_another_users_shared_memory_is_left_alone(
@@ -513,15 +453,14 @@ def test_another_users_shared_memory_is_left_alone(
     folder, pid = shared
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x")
-    (found,) = find_stale(None, shared_memory_folder=folder).files
+    stale = find_stale(None)
     if os.getuid() == 0:
         os.chown(path, 65534, 65534)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    assert found_in(folder) == []
-    assert stale_artifacts.remove(found) is False and path.exists(), (
-        "it was looked at again before it was removed"
-    )
+    assert found() == []
+    leftovers.clean(stale, 0)
+    assert stale.files[0].problem and path.exists(), "it was looked at again before it was removed"
 
 
 def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Path):
@@ -529,17 +468,18 @@ def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Pat
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x" * 4096)
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert found_in(folder) == []
-    assert found_in(folder) == [path.name]
+        assert found() == []
+    assert found() == [path.name]
     with RunLock(place / "runs" / "one"):
-        assert found_in(folder) == [], (
-            "the run is at work, perhaps where its processes cannot be seen"
-        )
+        assert found() == [], "the run is at work, perhaps where its processes cannot be seen"
 
 
-def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start: Start):
+def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(
+    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+):
     folder = place / "shm"
     folder.mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY_FOLDER", folder)
     for name in ("buffer_of_any_name", "another"):
         (folder / name).write_bytes(b"x" * 4096)
     code = (
@@ -552,11 +492,11 @@ def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start
     )
     orphan.stdout.readline()
     record_launch(place, gone_supervisor(start), described(orphan))
-    found = find_stale(None, shared_memory_folder=folder)
-    assert [file.path.name for file in found.files] == ["buffer_of_any_name"]
-    assert cleanup.clean(found, 0.2) == Cleaned(
-        {orphan.pid: ""}, {folder / "buffer_of_any_name": ""}
-    )
+    stale = find_stale(None)
+    assert [file.path.name for file in stale.files] == ["buffer_of_any_name"]
+    leftovers.clean(stale, 0.2)
+    assert [item.problem for item in (*stale.orphans, *stale.files)] == ["", ""]
+    assert not is_running(orphan)
     assert [path.name for path in folder.iterdir()] == ["another"]
 
 
@@ -565,7 +505,7 @@ def test_locks_of_killed_operator_builds(
 ):
     from finetune.training import operators
 
-    assert operators._AT_WORK == stale_artifacts.OPERATOR_AT_WORK
+    assert operators._AT_WORK == leftovers.OPERATOR_AT_WORK
     build = place / "operators" / "deepspeed_shm_comm"
     build.mkdir(parents=True)
     code = (
@@ -577,7 +517,7 @@ def test_locks_of_killed_operator_builds(
         [sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE
     )
     builder.stdout.readline()
-    assert (build / stale_artifacts.OPERATOR_LOCK_NAME).exists()
+    assert (build / leftovers.OPERATOR_LOCK_NAME).exists()
     assert said(capsys)[1]["files"] == [], "it is being built"
     builder.kill()
     builder.wait()
@@ -585,7 +525,7 @@ def test_locks_of_killed_operator_builds(
     assert code == 1 and [f["path"] for f in report["files"]] == [str(build / "lock")]
     assert said(capsys, "--yes")[0] == 0 and not (build / "lock").exists()
     (build / "lock").touch()  # torch's own, of a build that is not ours
-    (build / stale_artifacts.OPERATOR_LOCK_NAME).write_bytes(b"")
+    (build / leftovers.OPERATOR_LOCK_NAME).write_bytes(b"")
     assert said(capsys, "--yes")[0] == 0 and (build / "lock").exists()
 
 
