@@ -78,9 +78,9 @@ class PreferenceTraining(FineTuning):
         return preference_workload(config, shape, cluster)
 
     def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
-        from finetune.commands.doctor.rehearsals import preferences
+        from finetune.commands.doctor.dry_run import rehearse_preferences
 
-        return preferences(folder, processes, config)
+        return rehearse_preferences(folder, processes, config)
 
 
 KIND = PreferenceTraining()

@@ -146,9 +146,9 @@ class Pretraining(RunKind):
         return probe_pretrain(config)
 
     def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
-        from finetune.commands.doctor.rehearsals import pretraining
+        from finetune.commands.doctor.dry_run import rehearse_pretraining
 
-        return pretraining(folder, processes, config)
+        return rehearse_pretraining(folder, processes, config)
 
 
 KIND = Pretraining()

@@ -88,9 +88,9 @@ class FineTuning(RunKind):
         return probe_sft(config)
 
     def rehearsal(self, folder: Path, processes: int, config: Any) -> dict[str, Any] | None:
-        from finetune.commands.doctor.rehearsals import fine_tuning
+        from finetune.commands.doctor.dry_run import rehearse_fine_tuning
 
-        return fine_tuning(folder, processes, config)
+        return rehearse_fine_tuning(folder, processes, config)
 
 
 KIND = FineTuning()

@@ -3,8 +3,8 @@ checkpoint.
 
     python -m finetune.commands.doctor.dry_run FOLDER
 
-makes the model, tokenizer and data; doctor starts that, then the runs, as a user would. What each
-kind trains on stands in rehearsals.py.
+makes the model, tokenizer and data; doctor starts that, then the runs, as a user would. What a kind
+trains (`rehearse_...`) is executed as its configured run would be.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from typing import Any
 from finetune.commands.doctor.check import Check, fail, ok, skip
 from finetune.commands.doctor.launched import without_launcher
 from finetune.commands.doctor.probe import Answer, run_to_end
-from finetune.commands.doctor.rehearsals import STEPS
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind
+from finetune.config.preference_config import PreferenceConfig, PreferenceSettings
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.run_config import RunConfig
 from finetune.runtime.language import _
 
 MODULE = "finetune.commands.doctor.dry_run"
 RUN_TIMEOUT_SECONDS = 600.0
+STEPS = 2
+_WINDOW = 64  # tokens
 # The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in
 # another order.
 LOSS_TOLERANCE = 1e-3
@@ -139,7 +143,62 @@ def _failed(what: str, answer: Answer) -> Check:
     )
 
 
-# ---------------------------------------------------- what is trained, made in a process of its own
+# ---------------------------------------------------------------- what each kind trains
+
+# `make` has put these into the folder: `model`, `train.jsonl`, `pairs.jsonl`, `labels.jsonl`,
+# `tokens.bin`.
+
+
+def rehearse_fine_tuning(folder: Path, processes: int, config: RunConfig | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model": str(folder / "model"),
+        "data": str(folder / "train.jsonl"),
+        "cutoff_len": 128,
+        "micro_batch_size": 1,
+        "global_batch_size": 2 * processes,
+        "max_steps": STEPS,
+        "lora_r": 4,
+    }
+    return settings | _of_config(config, "finetuning", "deepspeed")
+
+
+def rehearse_preferences(
+    folder: Path, processes: int, config: PreferenceConfig | None
+) -> dict[str, Any]:
+    """Of a model that is trained whole the resumed run finds what was said of the answers
+    before.
+    """
+    labelled = config is not None and config.preference_form == "labels"
+    loss = _of_config(config, *PreferenceSettings.model_fields)
+    data = str(folder / ("labels.jsonl" if labelled else "pairs.jsonl"))
+    return rehearse_fine_tuning(folder, processes, config) | loss | {"data": data}
+
+
+def rehearse_pretraining(
+    folder: Path, processes: int, config: PretrainConfig | None
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_data_path": str(folder / "tokens.bin"),
+        "tokenizer": str(folder / "model"),
+        "depth": 2,
+        "max_seq_len": _WINDOW,
+        "device_batch_size": 1,
+        "total_batch_size": 2 * processes * _WINDOW,
+        "num_iterations": STEPS,
+    }
+    if config is not None and config.model is not None:
+        settings |= {"model": str(folder / "model"), "lora_r": 4, "finetuning": config.finetuning}
+        del settings["tokenizer"], settings["depth"]
+    return settings | _of_config(config, "arch", "optimizer", "backend", "compile", "fp8")
+
+
+def _of_config(config: RunConfig | PretrainConfig | None, *names: str) -> dict[str, Any]:
+    """What decides how the run is executed; settings without a value have their default."""
+    values = {} if config is None else {name: getattr(config, name) for name in ("dtype", *names)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ---------------------------------------------------------------- the model and the data
 
 
 def make(folder: Path) -> None:

@@ -23,8 +23,7 @@ from smi_tools import make_tools
 
 from finetune.commands.doctor import command as doctor
 from finetune.commands.doctor import config as run_config
-from finetune.commands.doctor import data_probe, torch_device
-from finetune.commands.doctor.ascend import PAIRS
+from finetune.commands.doctor import data_probe, devices
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn, worst
 from finetune.commands.doctor.command import (
     DoctorOptions,
@@ -35,6 +34,7 @@ from finetune.commands.doctor.command import (
 )
 from finetune.commands.doctor.config import check_output, demands_of
 from finetune.commands.doctor.probe import answer_with
+from finetune.commands.doctor.versions import PAIRS
 from finetune.config.flags import flags_of
 from finetune.config.kinds import KINDS, kind_of_arguments
 from finetune.config.options import read_known_options
@@ -219,8 +219,8 @@ def test_torch_that_cannot_be_loaded(tmp_path: Path):
 def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import time; time.sleep(60)\n")
-    monkeypatch.setattr(torch_device, "TORCH_TIMEOUT_SECONDS", 1.0)
-    (check,), device_type = torch_device.check_torch(
+    monkeypatch.setattr(devices, "TORCH_TIMEOUT_SECONDS", 1.0)
+    (check,), device_type = devices.check_torch(
         {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None
     )
     assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")

@@ -10,12 +10,13 @@ import pytest
 
 from finetune.commands.doctor.devices import (
     accelerator,
+    check_capabilities,
     check_device_health,
     check_device_memory,
+    check_device_type,
     check_devices,
     visible_devices,
 )
-from finetune.commands.doctor.torch_device import check_capabilities, check_device_type
 from finetune.config.run_config import RunConfig
 from finetune.runtime.language import speaking
 from finetune.runtime.smi import SmiDevice, SmiReport

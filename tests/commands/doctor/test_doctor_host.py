@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.doctor import host
+from finetune.commands.doctor import host, network
 from finetune.commands.doctor.host import (
     check_compiler,
     check_disk,
@@ -30,7 +30,6 @@ from finetune.commands.doctor.network import (
     check_nodes,
     check_own_name,
     check_port,
-    ephemeral_ports,
     holder_of,
     is_loopback,
     lookup,
@@ -185,19 +184,26 @@ def test_a_really_taken_port(taken_port: int):
         pass  # it is free indeed, and was let go
 
 
-def test_the_default_port_taken_is_a_warning_for_the_launcher_takes_another():
+def test_the_default_port_taken_is_a_warning_for_the_launcher_takes_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def found(free: int | None, holder: int | None) -> None:
+        monkeypatch.setattr(network, "first_free_port", lambda first: free)
+        monkeypatch.setattr(network, "holder_of", lambda port: holder)
+
+    found(29503, None)
     with speaking("zh"):
-        check = check_port(
-            Nodes(1, 0, "127.0.0.1", None), find=lambda first: 29503, holder=lambda port: None
-        )
+        check = check_port(Nodes(1, 0, "127.0.0.1", None))
     assert (
         check.verdict == "warn"
         and check.fix is not None
         and "自动选用" in check.fix
         and "29503" in check.fix
     )
-    assert check_port(Nodes(1, 0, "127.0.0.1", None), find=lambda first: first).verdict == "ok"
-    none = check_port(Nodes(2, 0, "a", 29500), find=lambda first: None, holder=lambda port: 7)
+    found(29500, None)
+    assert check_port(Nodes(1, 0, "127.0.0.1", None)).verdict == "ok"
+    found(None, 7)
+    none = check_port(Nodes(2, 0, "a", 29500))
     assert none.verdict == "fail" and "by pid 7" in none.what
     assert check_port(Nodes(2, 1, "a", 29500)).verdict == "skip"
 
@@ -237,8 +243,12 @@ INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
         (Nodes(1, 0, "127.0.0.1", None), [], "skip", ""),
     ],
 )
-def test_master_address(nodes: Nodes, addresses: list[str], verdict: str, said: str):
-    check = check_master_address(nodes, INTERFACES, resolve=lambda host: addresses)
+def test_master_address(
+    nodes: Nodes, addresses: list[str], verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(network, "local_addresses", lambda: INTERFACES)
+    monkeypatch.setattr(network, "lookup", lambda host: addresses)
+    check = check_master_address(nodes)
     assert check.verdict == verdict and said in check.what
 
 
@@ -247,7 +257,7 @@ def test_a_name_that_really_does_not_resolve():
     assert is_loopback(lookup("localhost")[0])
 
 
-def test_reaching_the_first_node_for_real(taken_port: int):
+def test_reaching_the_first_node_for_real(taken_port: int, monkeypatch: pytest.MonkeyPatch):
     assert reach("127.0.0.1", taken_port) == "open"
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
@@ -256,31 +266,21 @@ def test_reaching_the_first_node_for_real(taken_port: int):
     assert open_.verdict == "ok" and "answers" in open_.what
     not_yet = check_master_reachable(Nodes(2, 1, "127.0.0.1", closed))
     assert not_yet.verdict == "ok" and "nobody listens" in not_yet.what
-    gone = check_master_reachable(
-        Nodes(2, 1, "10.9.9.9", 29500), connect=lambda host, port: "no answer in 3 s"
-    )
+    monkeypatch.setattr(network, "reach", lambda host, port: "no answer in 3 s")
+    gone = check_master_reachable(Nodes(2, 1, "10.9.9.9", 29500))
     assert gone.verdict == "fail" and gone.fix is not None and "29500" in gone.fix
     assert check_master_reachable(Nodes(2, 0, "x", 29500)).verdict == "skip"
 
 
-def test_a_host_name_that_is_loopback_misleads_gloo():
+def test_a_host_name_that_is_loopback_misleads_gloo(monkeypatch: pytest.MonkeyPatch):
     nodes = Nodes(2, 0, "10.0.0.1", 29500)
-    check = check_own_name(nodes, {}, resolve=lambda host: ["127.0.1.1"], host_name="box")
+    monkeypatch.setattr(network, "lookup", lambda host: ["127.0.1.1"])
+    check = check_own_name(nodes, {})
     assert check.verdict == "warn" and check.fix is not None and "GLOO_SOCKET_IFNAME" in check.fix
     assert check_own_name(nodes, {"GLOO_SOCKET_IFNAME": "eth0"}).verdict == "ok"
-    assert check_own_name(nodes, {}, resolve=lambda host: ["10.0.0.1"]).verdict == "ok"
+    monkeypatch.setattr(network, "lookup", lambda host: ["10.0.0.1"])
+    assert check_own_name(nodes, {}).verdict == "ok"
     assert check_own_name(Nodes(1, 0, "127.0.0.1", None), {}).verdict == "skip"
-
-
-def test_ports_that_the_kernel_gives_away(tmp_path: Path):
-    folder = tmp_path / "proc/sys/net/ipv4"
-    folder.mkdir(parents=True)
-    (folder / "ip_local_port_range").write_text("32768\t60999\n")
-    (folder / "ip_local_reserved_ports").write_text("\n")
-    assert ephemeral_ports(tmp_path) == (32768, 60999)
-    (folder / "ip_local_reserved_ports").write_text("60000-60031\n")
-    assert ephemeral_ports(tmp_path) is None
-    assert ephemeral_ports(tmp_path / "nothing") is None
 
 
 def test_floors_are_what_deepspeed_takes():

@@ -19,8 +19,8 @@ from launching import ROOT, environment, run_cli, said
 
 from finetune.commands.doctor import command, dry_run
 from finetune.commands.doctor.dry_run import LOSS_TOLERANCE, check_dry_run, compare
+from finetune.commands.doctor.host import not_built
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
-from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import KINDS, RunKind

@@ -11,17 +11,15 @@ import pytest
 from launching import ROOT
 from packaging.requirements import Requirement
 
-from finetune.commands.doctor import ascend, versions
-from finetune.commands.doctor.ascend import (
+from finetune.commands.doctor import versions
+from finetune.commands.doctor.versions import (
+    TESTED,
     AscendSoftware,
     cann_version,
     check_ascend_home,
-    check_pairing,
-)
-from finetune.commands.doctor.versions import (
-    TESTED,
     check_cuda_build,
     check_packages,
+    check_pairing,
     check_python,
     lowest_torch,
     own_requirements,
@@ -226,10 +224,10 @@ def test_what_this_cann_has_is_offered_first():
 
 
 def test_the_table_is_ordered_and_every_release_stands_once():
-    assert list(ascend.PAIRS) == sorted(ascend.PAIRS, reverse=True)
-    releases = [one for several in ascend.PAIRS.values() for one in several]
+    assert list(versions.PAIRS) == sorted(versions.PAIRS, reverse=True)
+    releases = [one for several in versions.PAIRS.values() for one in several]
     assert len(releases) == len(set(releases))
-    for several in ascend.PAIRS.values():
-        torches = [ascend._version(ascend._release(one)) for one in several]
+    for several in versions.PAIRS.values():
+        torches = [versions._version(versions._release(one)) for one in several]
         assert torches == sorted(torches, reverse=True)
-    assert ascend.RECOMMENDED[0] in ascend.PAIRS[ascend.RECOMMENDED[1]]
+    assert versions.RECOMMENDED[0] in versions.PAIRS[versions.RECOMMENDED[1]]
