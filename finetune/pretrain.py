@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.config.config_sources import source_of_file
+from finetune.config.files import given_values
 from finetune.config.kinds import RunKind
 from finetune.config.paths import check_pretraining_paths
-from finetune.config.precedence import Precedence
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, FinetuneError
@@ -72,11 +71,7 @@ class Pretraining(RunKind):
             ConfigError: the configuration is wrong for that many processes; reported once, here.
         """
         parsed = self.parse(arguments)
-        requested: dict[str, Any] = {}
-        for path in parsed.config_files:
-            source = source_of_file(path, Precedence.FILE, PretrainConfig)
-            requested |= {name: sourced.value for name, sourced in source.values.items()}
-        requested |= {name: sourced.value for name, sourced in parsed.values.items()}
+        requested = given_values(parsed, PretrainConfig)
         if requested.get("distributed") is not True or parsed.help:
             return
         count = requested.get("world_size") or _devices_here(

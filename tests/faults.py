@@ -310,7 +310,7 @@ FAULTS = (
     ),
     Fault(
         "a sum of gradients over ranks",
-        "config/deepspeed_settings.py",
+        "config/deepspeed.py",
         '"gradient_allreduce_op": ("mean",),',
         '"gradient_allreduce_op": ("mean", "sum"),',
         "config/test_resolution.py",

@@ -26,6 +26,10 @@ from typing import Any
 
 from launching import PATIENCE_SECONDS
 
+from finetune.config.base_config import BaseConfig
+from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of
+from finetune.config.names import flag
+
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
@@ -577,3 +581,15 @@ def assert_same_training(found: Path, expected: Path) -> None:
     weights, wanted = result_weights(found), result_weights(expected)
     assert weights.keys() == wanted.keys()
     assert [name for name in weights if not torch.equal(weights[name], wanted[name])] == []
+
+
+def flag_table(model_class: type[BaseConfig]) -> str:
+    """Return a line per flag of a run - name, types, default - to compare with `tests/frozen`."""
+    rows = [(flag(name), found.unit or "alone", "-") for name, found in EXTRA.items()]
+    for found in flags_of(model_class).values():
+        if found.name not in ONLY_IN_FILES:
+            default = "required" if found.is_required else found.default
+            rows.append((flag(found.name), found.expected, default))
+    for other, name in model_class.aliases.items():
+        rows.append((flag(other), f"the same as {flag(name)}", "-"))
+    return "".join(f"{name}  {kind}  [{default}]\n" for name, kind, default in sorted(rows))

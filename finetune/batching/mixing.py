@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from finetune.batching.rounding import round_cumulative
-from finetune.config.sources import DataSource, source_names
+from finetune.config.fields import DataSource, source_names
 from finetune.errors import DataError, raise_problems
 
 _INT64_ROOM = 1 << 61

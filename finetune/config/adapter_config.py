@@ -1,87 +1,66 @@
-"""Settings of fine-tuning alone: what stands under an adapter, and adapters beyond plain LoRA, by
-peft's names.
+"""The settings of adapters beyond plain LoRA, by peft's names, and of quantized weights under
+them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from finetune.config.fields import Paths, Strict, Text, adapter_setting, rule_broken
+from finetune.config.fields import Paths, Problem, Strict, Text, adapter_setting, rule_broken
 
 QUANTIZED_ON = ("cpu", "cuda")
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 # What models call their embedding and their output head.
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in"})
 HEADS = frozenset({"lm_head", "embed_out"})
 
 
 def _layers(value: Any) -> Any:
-    """`0 1 24-31` as numbers."""
+    """Return the layers that `0 1 24-31` names."""
     if value is None:
         return None
-    words = [
-        word
-        for part in (value if isinstance(value, list | tuple) else [value])
-        for word in str(part).split(",")
-    ]
-    found: list[int] = []
-    for word in words:
+    parts = value if isinstance(value, list | tuple) else [value]
+    found: set[int] = set()
+    for word in ",".join(map(str, parts)).split(",") if parts else ():
         first, dash, last = word.strip().partition("-")
         if not (first.isdecimal() and (last if dash else first).isdecimal()):
-            raise rule_broken(
-                [
-                    (
-                        f"{word!r} is no layer",
-                        "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31",
-                    )
-                ]
-            )
-        if dash and int(first) > int(last):
-            raise rule_broken([(f"{word.strip()} goes backwards", f"write {last}-{first}")])
+            fix = "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31"
+            raise rule_broken((f"{word!r} is no layer", fix))
+        start, stop = int(first), int(last or first)
+        if start > stop:
+            raise rule_broken((f"{word.strip()} goes backwards", f"write {last}-{first}"))
         # A range that no model has is refused by its first numbers.
-        found += (
-            range(int(first), min(int(last), int(first) + MOST_LAYERS) + 1)
-            if dash
-            else [int(first)]
-        )
+        found.update(range(start, min(stop, start + MAX_LAYERS) + 1))
     if not found:
-        raise rule_broken(
-            [
-                (
-                    "no layer is named",
-                    "name layers, e.g. 0 1 24-31, or leave it out: then all have one",
-                )
-            ]
-        )
-    return tuple(sorted(set(found)))
+        fix = "name layers, e.g. 0 1 24-31, or leave it out: then all have one"
+        raise rule_broken(("no layer is named", fix))
+    return tuple(sorted(found))
 
 
 def _pattern(value: Any) -> Any:
-    """`q_proj=32,down_proj=8` as a mapping to numbers; or such a mapping, looked at."""
+    """Return `q_proj=32,down_proj=8` as a mapping to numbers; check it, or such a mapping."""
     if isinstance(value, str):
-        halves = [pair.partition("=") for pair in value.split(",")]
-        names = [name.strip() for name, _sign, _number in halves]
-        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
-            raise rule_broken([(f"{twice[0]} is named twice", "give each name one number")])
-        value = {
-            name.strip(): int(number) if number.isdecimal() else number
-            for name, _sign, number in halves
-        }
+        numbers: dict[str, Any] = {}
+        for pair in value.split(","):
+            name, _, number = pair.partition("=")
+            if name.strip() in numbers:
+                raise rule_broken((f"{name.strip()} is named twice", "give each name one number"))
+            numbers[name.strip()] = int(number) if number.isdecimal() else number
+        value = numbers
     if isinstance(value, dict):
         for name, number in value.items():
             if not name or type(number) is not int or number < 1:
                 what = f"{name}={number} is no name with a whole number above 0"
-                raise rule_broken([(what, "write NAME=NUMBER, e.g. q_proj=32,down_proj=8")])
+                raise rule_broken((what, "write NAME=NUMBER, e.g. q_proj=32,down_proj=8"))
             try:
                 re.compile(name)
             except re.error as error:
-                raise rule_broken(
-                    [(f"{name!r} is no regular expression: {error}", "write names of modules")]
-                ) from error
+                what = f"{name!r} is no regular expression: {error}"
+                raise rule_broken((what, "write names of modules")) from error
     return value
 
 
@@ -145,46 +124,13 @@ class AdapterSettings(Strict):
         return None if ratio == 1 else ratio
 
 
-def quantization_problems(config: Any, device_type: str) -> list[tuple[str, str]]:
-    """What of a run does not go with a quantised base, as `(what, fix)`.
-
-    Args:
-        device_type: auto where it is not known yet.
-    """
-    kind = config.quantization
-    if kind == "none":
-        return []
-    found = []
-    if config.trains_all_weights:
-        what = (
-            f"quantization is {kind} and finetuning is full: weights in few bits cannot take small"
-            " updates"
-        )
-        found.append((what, "train an adapter (--finetuning lora), or leave --quantization out"))
-    if device_type not in (*QUANTIZED_ON, "auto"):
-        what = (
-            f"quantization is {kind}, and bitsandbytes trains on CUDA and CPUs, not on"
-            f" {device_type}"
-        )
-        found.append(
-            (
-                what,
-                (
-                    "leave it out; where memory is short, ds_configs/zero3.json keeps the base on"
-                    " the host"
-                ),
-            )
-        )
-    return found
-
-
-# Part of the run's identity where they are not at their defaults.
+# Part of the run's identity unless they are at their defaults.
 IDENTITY = tuple(AdapterSettings.model_fields)
 BEYOND_PLAIN_LORA = tuple(name for name in IDENTITY if name != "quantization")
 
 
 def adapter_identity(config: AdapterSettings) -> dict[str, Any]:
-    """What of these settings makes a run another than one without them, as plain JSON."""
+    """Return the settings that make this another run than one with plain LoRA, as plain JSON."""
     fields = AdapterSettings.model_fields
     return {
         name: list(value) if isinstance(value, tuple) else value
@@ -193,52 +139,61 @@ def adapter_identity(config: AdapterSettings) -> dict[str, Any]:
     }
 
 
-def adapter_problems(config: Any) -> list[tuple[str, str]]:
-    """Adapters that peft cannot make, or that sharding leaves without the weights that they read:
-    `(what, fix)`.
+def quantization_problems(config: Any, device_type: str) -> Iterator[Problem]:
+    """Yield why the run cannot have a quantized base.
+
+    Args:
+        device_type: auto if it is not known yet.
+    """
+    kind = config.quantization
+    if kind == "none":
+        return
+    if config.trains_all_weights:
+        yield (
+            f"quantization is {kind} and finetuning is full: weights in few bits cannot take small"
+            " updates",
+            "train an adapter (--finetuning lora), or leave --quantization out",
+        )
+    if device_type not in (*QUANTIZED_ON, "auto"):
+        yield (
+            f"quantization is {kind}, and bitsandbytes trains on CUDA and CPUs, not on"
+            f" {device_type}",
+            "leave it out; where memory is short, ds_configs/zero3.json keeps the base on the host",
+        )
+
+
+def adapter_problems(config: Any) -> Iterator[Problem]:
+    """Yield adapters that peft cannot make, or whose base weights are sharded away when peft reads
+    them.
     """
     if config.trains_all_weights:
-        return []
+        return
+    if config.train_tokens:
+        targets = config.lora_target_modules
+        targets = [targets] if isinstance(targets, str) else targets
+        asked = {
+            "lora_target_modules": last_parts(targets) & HEADS,
+            "modules_to_save": last_parts(config.modules_to_save) & (EMBEDDINGS | HEADS),
+        }
+        for name, both in asked.items():
+            if both:
+                yield (
+                    f"train_tokens is set, and {name} names {', '.join(sorted(both))}: a module is"
+                    " trained in one way",
+                    "leave one of the two out: rows of the embedding and of the head are trained by"
+                    " train_tokens",
+                )
     zero = (config.deepspeed or {}).get("zero_optimization")
-    found = _twice_trained(config) if config.train_tokens else []
-    if not isinstance(zero, dict) or zero.get("stage") != 3:
-        return found
-    reads = "reads base weights past the module that owns them, where ZeRO-3 has gathered none"
-    fix = "train without DeepSpeed (--deepspeed none), or with ZeRO-2"
-    given = (
-        ("use_dora", config.use_dora, "DoRA"),
-        ("train_tokens", config.train_tokens, "peft's trainable tokens"),
-    )
-    return found + [(f"{name} is set: {what} {reads}", fix) for name, value, what in given if value]
-
-
-def _twice_trained(config: Any) -> list[tuple[str, str]]:
-    """Embedding or head asked for beside single rows of them."""
-    targets = config.lora_target_modules
-    asked = (
-        (
-            "lora_target_modules",
-            last_parts([targets] if isinstance(targets, str) else targets) & HEADS,
-        ),
-        ("modules_to_save", last_parts(config.modules_to_save) & (EMBEDDINGS | HEADS)),
-    )
-    fix = (
-        "leave one of the two out: rows of the embedding and of the head are trained by"
-        " train_tokens"
-    )
-    return [
-        (
-            (
-                f"train_tokens is set, and {name} names {', '.join(sorted(both))}: a module is"
-                " trained in one way"
-            ),
-            fix,
-        )
-        for name, both in asked
-        if both
-    ]
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        for name, what in (("use_dora", "DoRA"), ("train_tokens", "peft's trainable tokens")):
+            if getattr(config, name):
+                yield (
+                    f"{name} is set: {what} reads base weights past the module that owns them,"
+                    " where ZeRO-3 has gathered none",
+                    "train without DeepSpeed (--deepspeed none), or with ZeRO-2",
+                )
 
 
 def last_parts(names: Iterable[str]) -> frozenset[str]:
-    """The last parts of dotted names."""
+    """Return the last parts of dotted names."""
     return frozenset(name.rpartition(".")[2] for name in names)

@@ -1,19 +1,21 @@
-"""The settings that every kind of run has: output, optimizer, device, saving, evaluation and log.
+"""The settings that every type of run has: output, optimizer, device, saving, evaluation and log.
 
-Pure, as `run_config`, where the words are.
+The classes of settings are pure: they read no file and no environment variable and import no torch.
+They alone decide which values are allowed; `resolution` combines files, flags and DeepSpeed's keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import (
     NpuTuning,
     Positive,
+    Problem,
     Recompute,
     Reporters,
-    Strict,
+    Settings,
     Text,
     Warmup,
     batch_setting,
@@ -24,27 +26,26 @@ from finetune.config.fields import (
     preparation_setting,
     saving_setting,
 )
-from finetune.config.precedence import Rule
-from finetune.config.rules import evaluation_problems
+from finetune.config.names import flag
+from finetune.config.rules import Rule
 from finetune.config.schedules import PretrainingScheduleName, described
 from finetune.runtime.device import DeviceType
 from finetune.runtime.npu_tuning import npu_variables
 
 
-class BaseConfig(Strict):
-    """The settings that fine-tuning and pretraining share.
+class BaseConfig(Settings):
+    """The settings that fine-tuning and pretraining share; a subclass adds its own.
 
-    A subclass adds its own, names the command in its help, and lists the rules for settings that
-    depend on one another.
+    Attributes:
+        command: how the run is started, for the help.
+        rules: resolve settings that depend on one another.
+        machine_fields: settings that follow from the number of processes: resolved for this
+            machine, never written to run.yaml.
     """
 
     command: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    # Settings that follow from the number of processes: resolved for this machine, never written to
-    # run.yaml.
     machine_fields: ClassVar[frozenset[str]] = frozenset()
-    # Other spelling -> field, for flags and files.
-    aliases: ClassVar[Mapping[str, str]] = {}
 
     output_dir: Text = data_setting(
         ..., "Folder that receives everything the run writes.", unit="folder"
@@ -162,8 +163,8 @@ class BaseConfig(Strict):
 
     @property
     def base_model(self) -> str | None:
-        """Folder or hub name of the model whose weights the run starts from; None where it makes
-        its own.
+        """Folder or hub name of the model whose weights the run starts from; None if it creates its
+        own.
         """
         return None
 
@@ -181,7 +182,7 @@ class BaseConfig(Strict):
 
     @property
     def followed_metric(self) -> str:
-        """What says which evaluation is the best, as the log names it."""
+        """The metric that decides which evaluation is the best, by its name in the log."""
         return "eval_loss"
 
     @property
@@ -198,31 +199,36 @@ class BaseConfig(Strict):
 
     @property
     def tokens_per_step(self) -> int:
-        """Most tokens of an optimizer step, over all devices."""
+        """Maximum tokens of an optimizer step, over all devices."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a step has")
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Most tokens that one device holds at a time."""
+        """Maximum tokens that one device holds at a time."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a microbatch has")
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
-        """How a global batch comes out on so many processes: in words, and the numbers behind
-        them.
-        """
+        """Return how a global batch is split over so many processes, in words, and its numbers."""
         raise AttributeError(f"{type(self).__name__} does not describe its batch")
 
-    def problems(self) -> list[tuple[str, str]]:
-        found = []
+    def problems(self) -> Iterator[Problem]:
         if self.report_to != "auto" and "none" in self.report_to and len(self.report_to) > 1:
-            found.append(
-                (f"report_to is {', '.join(self.report_to)}", "give none alone, or leave it out")
-            )
+            yield f"report_to is {', '.join(self.report_to)}", "give none alone, or leave it out"
         zero = (self.deepspeed or {}).get("zero_optimization") or {}
         if self.deepspeed and isinstance(zero, dict) and not zero.get("stage"):
-            fix = (
+            yield (
+                "deepspeed has no ZeRO stage, and finetune uses DeepSpeed for ZeRO",
                 "set zero_optimization.stage to 1, 2 or 3, or train without DeepSpeed (--deepspeed"
-                " none)"
+                " none)",
             )
-            found.append(("deepspeed has no ZeRO stage, and finetune uses DeepSpeed for ZeRO", fix))
-        return found + evaluation_problems(self)
+        for name in ("keep_best", "early_stopping"):
+            given = getattr(self, name)
+            if given and not self.validates:
+                what = f"{name} is {str(given).lower()}, and there is no validation data"
+                yield what, f"give validation data, or leave {flag(name)} out"
+            elif given and not self.eval_steps:
+                yield (
+                    f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning"
+                    " and the end only",
+                    "set --eval-steps to a number of steps below the run's",
+                )

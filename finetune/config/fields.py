@@ -1,16 +1,29 @@
-"""The parts that settings are made of: typed fields with group and unit, strict models, and the
-curriculum's stages.
+"""The parts that settings are made of: typed fields with group and unit, strict models, the sources
+of `data`, and the curriculum's stages.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -63,26 +76,23 @@ def setting(
     depends_on: str = "",
     **rules: Any,
 ) -> Any:
-    """A pydantic field with its group in the help, its unit, and the default in words where it is
-    computed.
+    """Make a pydantic field with what the help shows of it.
 
     Args:
-        default: the default, or `...` where the setting is required; leave it and pass
-            `default_factory` in `rules` where it follows from other settings (they must be declared
-            earlier).
+        default: the default, or `...` if the setting is required. Leave it out and pass
+            `default_factory` in `rules` if it follows from settings that are declared earlier.
         description: one sentence for `--help` and the JSON Schema.
-        group: its heading in the help; of a run's settings one of `GROUPS`, see below.
+        group: its heading in the help, one of the class's `groups`.
         unit: unit of the number, e.g. `samples`, `tokens`, `seconds`.
+        shown_default: how the help writes a computed default, e.g. `2 x lora_r`.
         depends_on: the setting that a computed default follows from.
-        shown_default: how a computed default reads, e.g. `2 x lora_r`.
         rules: bounds and anything else `pydantic.Field` takes.
     """
-    extra = {"group": group, "unit": unit, "shown_default": shown_default, "depends_on": depends_on}
+    given = {"group": group, "unit": unit, "shown_default": shown_default, "depends_on": depends_on}
+    shown: dict[str, Any] = {name: text for name, text in given.items() if text}
     if "default_factory" not in rules:
         rules["default"] = default
-    return Field(
-        description=description, json_schema_extra={k: v for k, v in extra.items() if v}, **rules
-    )
+    return Field(description=description, json_schema_extra=shown, **rules)
 
 
 data_setting = partial(setting, group="model and data")
@@ -97,31 +107,28 @@ preparation_setting = partial(setting, group="data preparation")
 
 
 def redefined(model_class: type[BaseModel], name: str, **changes: Any) -> Any:
-    """An inherited setting with another default or description; group, unit and bounds stay."""
+    """Return an inherited setting with another default or description; group, unit and bounds
+    stay.
+    """
     return FieldInfo.merge_field_infos(model_class.model_fields[name], **changes)
 
 
-def _one_or_many(value: Any) -> Any:
-    """A single string is a list of one; JSON and YAML lists become the tuples that the fields
-    hold.
-    """
-    if isinstance(value, str):
+def _one_or_many(value: Any, *, one: Any = str) -> Any:
+    """Make a list of a single value; JSON and YAML lists become the tuples that the fields hold."""
+    if isinstance(value, one):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _names(keyword: str) -> Callable[[Any], Any]:
-    """Names may also be joined by commas (no module or reporter has one in its name); `keyword`
-    stands alone.
+    """Return a validator for names, which may also be joined by commas (no module or reporter has a
+    comma in its name). `keyword` stands alone.
     """
 
     def split(value: Any) -> Any:
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list | tuple):
+        value = _one_or_many(value)
+        if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
             return value
-        if not all(isinstance(name, str) for name in value):
-            return tuple(value)
         names = tuple(part.strip() for name in value for part in name.split(","))
         return keyword if names == (keyword,) else names
 
@@ -129,9 +136,7 @@ def _names(keyword: str) -> Callable[[Any], Any]:
 
 
 def _columns(value: Any) -> Any:
-    """`prompt=question,response=answer` as a mapping; its problems, and those of a mapping from a
-    file.
-    """
+    """Return `prompt=question,response=answer` as a mapping; check it, or a mapping from a file."""
     if isinstance(value, str):
         halves = (pair.partition("=") for pair in value.split(","))
         pairs = [(ours.strip(), theirs.strip()) for ours, _, theirs in halves]
@@ -139,52 +144,28 @@ def _columns(value: Any) -> Any:
         pairs = list(value.items())
     else:
         return value
-    found = []
-    for ours, theirs in pairs:
-        if not ours or not theirs:
-            found.append(
-                (
-                    f"{ours}={theirs} is half a column",
-                    "write KEY=NAME, e.g. prompt=question,response=answer",
-                )
-            )
-        elif ours not in COLUMNS:
-            what = f"unknown column {ours!r}{did_you_mean(ours, COLUMNS)}"
-            found.append(
-                (what, f"the columns are {', '.join(COLUMNS)}; difficulty_field names a difficulty")
-            )
-    for number, side in enumerate(("left", "right")):
-        names = Counter(pair[number] for pair in pairs)
-        twice = [name for name, times in names.items() if name and times > 1]
-        found += [
-            (f"the column {name!r} is named twice", f"name it once {side} of =") for name in twice
-        ]
-    if found:
-        raise rule_broken(found)
+    if found := list(_column_problems(pairs)):
+        raise rule_broken(*found)
     return dict(pairs)
 
 
+def _column_problems(pairs: list[tuple[str, str]]) -> Iterator[Problem]:
+    for ours, theirs in pairs:
+        if not ours or not theirs:
+            fix = "write KEY=NAME, e.g. prompt=question,response=answer"
+            yield f"{ours}={theirs} is half a column", fix
+        elif ours not in COLUMNS:
+            fix = f"the columns are {', '.join(COLUMNS)}; difficulty_field names a difficulty"
+            yield f"unknown column {ours!r}{did_you_mean(ours, COLUMNS)}", fix
+    for side, names in zip(("left", "right"), zip(*pairs, strict=True), strict=False):
+        for name, times in Counter(names).items():
+            if name and times > 1:
+                yield f"the column {name!r} is named twice", f"name it once {side} of ="
+
+
 def shown_of(info: FieldInfo) -> dict[str, Any]:
-    """What `setting` notes of a field: group, unit, shown_default, depends_on; those that were
-    given.
-    """
+    """Return what `setting` was given for the help: group, unit, shown_default, depends_on."""
     return dict(info.json_schema_extra) if isinstance(info.json_schema_extra, dict) else {}
-
-
-def ordered_fields(model_class: type[BaseModel]) -> list[str]:
-    """Names of the fields as people should see them: by group, a class's own before the inherited
-    ones.
-    """
-    fields = model_class.model_fields
-    groups_in_order: Sequence[str] = getattr(model_class, "groups", GROUPS)
-    inherited = {
-        name for base in model_class.__mro__[1:] for name in getattr(base, "__annotations__", {})
-    }
-    groups = {name: shown_of(info)["group"] for name, info in fields.items()}
-    order = sorted(
-        fields, key=lambda name: (groups_in_order.index(groups[name]), name in inherited)
-    )
-    return [fields[name].alias or name for name in order]
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -225,14 +206,16 @@ Columns = Annotated[
     dict[Text, Text], BeforeValidator(_columns, json_schema_input_type=str | dict[str, str])
 ]
 Many = BeforeValidator(_one_or_many)
-# A path on a command line; in a run's settings paths stay texts, as run.yaml has them.
+# A path on a command line; in a run's settings paths stay strings, as run.yaml has them.
 PathOption = Annotated[
     Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)
 ]
+# What is wrong, and the fix.
+Problem = tuple[str, str]
 
 
-def rule_broken(problems: list[tuple[str, str]]) -> PydanticCustomError:
-    """An error for pydantic that carries `(what, fix)` pairs through to `schema_errors`."""
+def rule_broken(*problems: Problem) -> PydanticCustomError:
+    """Return an error that carries the problems through pydantic (config/options.py unpacks it)."""
     text = "; ".join(what for what, _ in problems)
     return PydanticCustomError("rule_broken", "{text}", {"text": text, "problems": problems})
 
@@ -244,17 +227,46 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def problems(self) -> list[tuple[str, str]]:
-        """Fields that contradict one another, as `(what, fix)`; needs no file, device or number of
+    def problems(self) -> Iterable[Problem]:
+        """Return fields that contradict one another; needs no file, device or number of
         processes.
         """
-        return []
+        return ()
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if problems := self.problems():
-            raise rule_broken(problems)
+        if problems := list(self.problems()):
+            raise rule_broken(*problems)
         return self
+
+
+class Settings(Strict):
+    """What a command line sets: the settings of a run, or the options of a command.
+
+    Attributes:
+        groups: headings of the help, in order.
+        aliases: other spelling -> field.
+        positional: fields that stand without a flag, in order; the last may be a list.
+    """
+
+    groups: ClassVar[tuple[str, ...]] = GROUPS
+    aliases: ClassVar[Mapping[str, str]] = {}
+    positional: ClassVar[tuple[str, ...]] = ()
+
+
+def ordered_fields(model_class: type[Settings]) -> list[str]:
+    """Return the names of the fields as people should see them: by group, a class's own before the
+    inherited ones.
+    """
+    fields = model_class.model_fields
+    inherited = {
+        name for base in model_class.__mro__[1:] for name in getattr(base, "__annotations__", {})
+    }
+
+    def position(name: str) -> tuple[int, bool]:
+        return model_class.groups.index(shown_of(fields[name])["group"]), name in inherited
+
+    return [fields[name].alias or name for name in sorted(fields, key=position)]
 
 
 class StageConfig(Strict):
@@ -295,47 +307,133 @@ class CurriculumConfig(Strict):
         DEFAULT_STAGES, min_length=1, description="The stages in order; the last one ends at 1.0."
     )
 
-    def problems(self) -> list[tuple[str, str]]:
-        found = []
+    def problems(self) -> Iterator[Problem]:
         repeated = sorted({level for level in self.levels if self.levels.count(level) > 1})
         if repeated:
-            found.append(
-                (f"levels names {', '.join(repeated)} more than once", "name each difficulty once")
-            )
+            what = f"levels names {', '.join(repeated)} more than once"
+            yield what, "name each difficulty once"
+        count = len(self.levels)
         for number, stage in enumerate(self.stages, 1):
-            if len(stage.mix) != len(self.levels):
-                what = (
-                    f"stage {number} has {len(stage.mix)} weights for {len(self.levels)}"
-                    " difficulties"
+            if len(stage.mix) != count:
+                yield (
+                    f"stage {number} has {len(stage.mix)} weights for {count} difficulties",
+                    f"give one weight for each of {', '.join(self.levels)}",
                 )
-                found.append((what, f"give one weight for each of {', '.join(self.levels)}"))
             elif sum(stage.mix) <= 0:
-                found.append(
-                    (
-                        f"the weights of stage {number} are all zero",
-                        "give a difficulty a weight above 0",
-                    )
-                )
+                what = f"the weights of stage {number} are all zero"
+                yield what, "give a difficulty a weight above 0"
         if self.stages[0].ramp == "linear":
-            found.append(
-                (
-                    "stage 1 ramps linearly, and there is no mix before it",
-                    'give stage 1 the ramp "step"',
-                )
-            )
+            what = "stage 1 ramps linearly, and there is no mix before it"
+            yield what, 'give stage 1 the ramp "step"'
         ends = [stage.until for stage in self.stages]
-        if any(later <= earlier for earlier, later in zip(ends, ends[1:], strict=False)):
-            found.append(
-                (
-                    f"the stages end at {ends}, which does not increase",
-                    "order the stages by `until`",
-                )
-            )
+        if ends != sorted(set(ends)):
+            what = f"the stages end at {ends}, which does not increase"
+            yield what, "order the stages by `until`"
         if ends[-1] != 1.0:
-            found.append(
-                (
-                    f"the last stage ends at {ends[-1]}, not at 1.0",
-                    "set `until` of the last stage to 1.0",
-                )
-            )
-        return found
+            what = f"the last stage ends at {ends[-1]}, not at 1.0"
+            yield what, "set `until` of the last stage to 1.0"
+
+
+NATURAL = "natural"
+HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/reading/hub_data.py)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def _weight(value: Any) -> float | str:
+    if value == NATURAL:
+        return NATURAL
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        fix = f"give a number above 0, or {NATURAL} for the source's size"
+        raise rule_broken((f"a weight is {value!r}", fix))
+    return float(value)
+
+
+def _weights(value: Any) -> Any:
+    """Make a list of a single weight; on the command line numbers are strings."""
+    value = _one_or_many(value, one=str | int | float)
+    if not isinstance(value, tuple):
+        return value
+    return tuple(
+        float(one) if isinstance(one, str) and _NUMBER.fullmatch(one) else one for one in value
+    )
+
+
+Weight = Annotated[
+    float | Literal["natural"],
+    PlainValidator(_weight, json_schema_input_type=float | Literal["natural"]),
+]
+Weights = Annotated[
+    tuple[Weight, ...],
+    BeforeValidator(_weights, json_schema_input_type=list[float | Literal["natural"]]),
+]
+
+
+class DataSource(Strict):
+    """One source of samples."""
+
+    path: Text = Field(description="A file, folder or glob.")
+    weight: Weight | None = Field(
+        default=None, description="Its part of the samples; natural is the number of its samples."
+    )
+    columns: Columns | None = Field(
+        default=None, description="Names of the format -> fields of the records."
+    )
+    difficulty: Text | None = Field(
+        default=None, description="The difficulty of all its records, instead of their own."
+    )
+
+    @model_serializer(mode="wrap")
+    def _given(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in values_of(self).items() if value is not None}
+
+
+def _tag(value: Any) -> str:
+    return "source" if isinstance(value, dict | DataSource) else "path"
+
+
+_Entry = Annotated[
+    Annotated[Text, Tag("path")] | Annotated[DataSource, Tag("source")], Discriminator(_tag)
+]
+# Paths, and paths with more settings. A path alone stays a string, in run.yaml too.
+DataEntries = Annotated[
+    tuple[_Entry, ...],
+    BeforeValidator(
+        partial(_one_or_many, one=str | dict | DataSource), json_schema_input_type=str | list[str]
+    ),
+]
+
+
+def as_sources(entries: Sequence[str | DataSource]) -> tuple[DataSource, ...]:
+    """Return the entries of `data` or `valid_data`, each path alone as a DataSource."""
+    return tuple(
+        entry if isinstance(entry, DataSource) else DataSource(path=entry) for entry in entries
+    )
+
+
+def with_columns(
+    sources: Sequence[DataSource], columns: Mapping[str, str] | None
+) -> tuple[DataSource, ...]:
+    """Return the sources, with these columns where they do not have their own."""
+    if columns is None:
+        return tuple(sources)
+    changed = {"columns": dict(columns)}
+    return tuple(
+        source if source.columns is not None else source.model_copy(update=changed)
+        for source in sources
+    )
+
+
+def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """Return a distinct short name for each source: a file's without suffix, else the path, else
+    the path with a number.
+    """
+    paths = [source.path for source in sources]
+    short = [Path(path).stem for path in paths]
+    names = [
+        name if short.count(name) == 1 and name else path
+        for name, path in zip(short, paths, strict=True)
+    ]
+    return tuple(
+        name if names.count(name) == 1 else f"{name} ({names[:number].count(name) + 1})"
+        for number, name in enumerate(names)
+    )

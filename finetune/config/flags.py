@@ -1,43 +1,38 @@
-"""Flags, made from the schema of a configuration, and how a command line is read.
+"""Flags, made from the schema of settings: how a command line is read, and its help.
 
 A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same;
 a boolean stands alone or takes true or false; a flag that takes several values takes them up to the
-next flag; of a repeated flag the last wins, but `--config` collects. Everything wrong on the
-command line is reported together.
+next flag. The last of a repeated flag wins, but `--config` and the lists of a command collect.
+Everything wrong on the command line is reported together.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby, islice, takewhile
 from typing import Any
 
-from finetune.config.fields import Strict, ordered_fields
+from finetune.config.base_config import BaseConfig
+from finetune.config.fields import Settings, ordered_fields
 from finetune.config.names import flag, normal, unknown_name
-from finetune.config.precedence import Precedence, SourcedValue
+from finetune.config.rules import Precedence, SourcedValue
 from finetune.errors import ConfigError
 
-# A text that begins with a dash and has spaces is a value.
+# A word that begins with a dash and has spaces is a value.
 IS_FLAG = re.compile(r"--?[A-Za-z][^\s=]*(?:=|$)")
 COMMAND_LINE = "the command line"
 ONLY_IN_FILES = frozenset({"curriculum", "deepspeed"})
-
-# Flags that are no fields: name -> (unit, description).
-EXTRA = {
-    "config": (
-        "FILE...",
-        "DeepSpeed JSON with a finetune block, or YAML, JSON or .py run file; later ones win.",
-    ),
-    "deepspeed": (
-        "FILE",
-        "DeepSpeed JSON; counts above the files of --config; none turns DeepSpeed off.",
-    ),
-    "print_config": ("", "Print every value and where it is from, and stop."),
-    "help": ("", "Print this and stop."),
-    "local_rank": ("N", "Accepted because launchers pass it, and ignored."),
-}
-HELP = {"help": EXTRA["help"]}
+MAX_WIDTH = 118
+_INDENT = 38
+_SOURCES = """\
+Values come from the defaults, then the files of --config in order, then the flags; the later wins.
+Flags may be written with - or _, as --flag value or --flag=value. Of a repeated flag the last counts.
+A relative path is relative to the current folder, in files too."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,11 @@ class Flag:
     """What a field accepts, read from its JSON Schema.
 
     Args:
+        name: the field, or the attribute of `Parsed` for a flag that is no field.
         kinds: JSON types, e.g. {"integer", "null"}.
-        choices: the only values, empty where there are others.
+        choices: the only values; empty if other values are possible.
+        expected: what it accepts, in words.
+        group: heading in the help; empty for a flag that is no field.
     """
 
     name: str
@@ -57,15 +55,16 @@ class Flag:
     unit: str
     group: str
     description: str
+    is_required: bool = False
 
     @property
     def is_switch(self) -> bool:
-        """Whether it may stand without a value."""
+        """Whether the flag may stand without a value."""
         return "boolean" in self.kinds and (self.kinds <= {"boolean", "null"} or bool(self.choices))
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """What may stand behind a switch."""
+        """What may follow a switch."""
         return ("true", "false", *self.choices)
 
     @property
@@ -80,83 +79,100 @@ class Flag:
             return f"[{'|'.join(self.switch_words)}]"
         if self.choices:
             return "|".join(self.choices)
-        return (
-            "NAME..."
-            if self.is_list
-            else "NUMBER"
-            if self.kinds & {"integer", "number"}
-            else "TEXT"
-        )
+        if self.is_list:
+            return "NAME..."
+        return "NUMBER" if self.kinds & {"integer", "number"} else "TEXT"
 
 
-def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return schema.get("anyOf", [schema])
+def _extra(name: str, kind: str, unit: str, description: str) -> Flag:
+    return Flag(name, frozenset({kind}), (), unit, "", unit, "", description)
 
 
-def _bounds(schema: Mapping[str, Any]) -> str:
-    words = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-        "exclusiveMaximum": "below",
+# Flags that are no fields.
+HELP = {"help": _extra("help", "boolean", "", "Print this and stop.")}
+EXTRA = {
+    "config": _extra(
+        "config_files",
+        "array",
+        "FILE...",
+        "DeepSpeed JSON with a finetune block, or YAML, JSON or .py run file; later ones win.",
+    ),
+    "deepspeed": _extra(
+        "deepspeed",
+        "string",
+        "FILE",
+        "DeepSpeed JSON; counts above the files of --config; none turns DeepSpeed off.",
+    ),
+    "print_config": _extra(
+        "print_config", "boolean", "", "Print every value and where it is from, and stop."
+    ),
+    **HELP,
+    "local_rank": _extra(
+        "local_rank", "integer", "N", "Accepted because launchers pass it, and ignored."
+    ),
+}
+
+
+@cache
+def flags_of(model_class: type[Settings]) -> Mapping[str, Flag]:
+    """Return the flag of every field, in the order of the help."""
+    schema = model_class.model_json_schema()
+    required = schema.get("required", ())
+    return {
+        name: _flag(name, schema["properties"][name], is_required=name in required)
+        for name in ordered_fields(model_class)
     }
-    return " and ".join(f"{word} {schema[key]}" for key, word in words.items() if key in schema)
 
 
-def expected(schema: Mapping[str, Any]) -> str:
-    """What a JSON Schema asks for, in words."""
-    parts = []
-    for branch in _branches(schema):
-        if "const" in branch:
-            parts.append(str(branch["const"]))
-        elif "enum" in branch:
-            parts.append(", ".join(map(str, branch["enum"])))
-        elif branch.get("type") == "array":
-            parts.append("a list of names" if branch["items"].get("type") == "string" else "a list")
-        elif branch.get("type") in ("integer", "number"):
-            kind = "a whole number" if branch["type"] == "integer" else "a number"
-            parts.append(f"{kind} {_bounds(branch)}".strip())
-        else:
-            kinds = {
-                "boolean": "true or false",
-                "null": "null",
-                "string": "a text that is not empty",
-            }
-            parts.append(kinds.get(branch.get("type", ""), "a block of names and values"))
-    return " or ".join(parts)
-
-
-def flags_of(model_class: type[Strict]) -> dict[str, Flag]:
-    """The flag of every field, in the order of the help."""
-    properties = model_class.model_json_schema()["properties"]
-    return {name: _flag(name, properties[name]) for name in ordered_fields(model_class)}
-
-
-def _flag(name: str, schema: Mapping[str, Any]) -> Flag:
-    branches = _branches(schema)
-    kinds = {
-        branch.get("type", "string" if "const" in branch or "enum" in branch else "object")
-        for branch in branches
-    }
-    closed = [branch for branch in branches if "const" in branch or "enum" in branch]
-    choices = [
-        str(choice) for branch in closed for choice in branch.get("enum", [branch.get("const")])
-    ]
-    free = any(branch.get("type") == "string" and branch not in closed for branch in branches)
+def _flag(name: str, schema: Mapping[str, Any], *, is_required: bool) -> Flag:
+    branches: list[Mapping[str, Any]] = schema.get("anyOf", [schema])
+    kinds: set[str] = set()
+    choices: list[str] = []
+    is_open = False
+    for branch in branches:
+        values = branch.get("enum", [branch["const"]] if "const" in branch else [])
+        kind = branch.get("type", "string" if values else "object")
+        kinds.add(kind)
+        choices += map(str, values)
+        is_open = is_open or kind == "object" or (kind == "string" and not values)
     return Flag(
         name,
         frozenset(kinds),
-        () if free or "object" in kinds else tuple(dict.fromkeys(choices)),
-        expected(schema),
+        () if is_open else tuple(dict.fromkeys(choices)),
+        " or ".join(map(_expected, branches)),
         schema.get("shown_default") or shown(schema.get("default")),
         schema.get("unit", ""),
         schema["group"],
         schema["description"],
+        is_required,
     )
 
 
+def _expected(branch: Mapping[str, Any]) -> str:
+    """Return what a JSON Schema without alternatives asks for, in words."""
+    if "const" in branch:
+        return str(branch["const"])
+    if "enum" in branch:
+        return ", ".join(map(str, branch["enum"]))
+    kind = branch.get("type", "")
+    if kind == "array":
+        return "a list of names" if branch["items"].get("type") == "string" else "a list"
+    if kind in ("integer", "number"):
+        bounds = {
+            "minimum": "at least",
+            "exclusiveMinimum": "above",
+            "maximum": "at most",
+            "exclusiveMaximum": "below",
+        }
+        number = "a whole number" if kind == "integer" else "a number"
+        given = (f"{word} {branch[key]}" for key, word in bounds.items() if key in branch)
+        return f"{number} {' and '.join(given)}".strip()
+    words = {"boolean": "true or false", "null": "null", "string": "a text that is not empty"}
+    return words.get(kind, "a block of names and values")
+
+
 def shown(value: Any) -> str:
-    """A value as the help and `--print-config` write it."""
+    """Return a value as the help and `--print-config` write it."""
     if isinstance(value, list):
         return " ".join(map(shown, value)) or "none"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -176,6 +192,7 @@ class Parsed:
     deepspeed: str | None = None
     print_config: bool = False
     help: bool = False
+    local_rank: int | None = None
     rest: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
 
@@ -184,173 +201,100 @@ class Parsed:
 
 
 def parse(
-    arguments: Sequence[str],
-    flags: Mapping[str, Flag],
-    aliases: Mapping[str, str] | None = None,
-    *,
-    extra: Mapping[str, tuple[str, str]] = EXTRA,
-    positional: Sequence[str] = (),
-    keep_rest: bool = False,
-    join_lists: bool = False,
+    arguments: Sequence[str], model_class: type[Settings], *, keep_rest: bool = False
 ) -> Parsed:
-    """Take a command line apart. Raises nothing: problems are collected in the result.
+    """Take a command line apart. Raise nothing: problems are collected in the result.
 
     Args:
-        aliases: other spelling -> field.
-        extra: flags that are no fields, of `EXTRA`.
-        positional: fields that stand without a flag, in order; a list takes all that follow.
-        keep_rest: unknown flags, and the arguments after them, are another command line's: kept in
-            `rest`.
-        join_lists: a repeated flag that takes a list adds to it; else its last list counts.
+        keep_rest: unknown flags, and the arguments after them, belong to another command line: keep
+            them in `rest`.
     """
-    settable = {
-        name: one
-        for name, one in flags.items()
-        if name not in ONLY_IN_FILES and name not in positional
-    }
-    waiting = [flags[name] for name in positional]
-    reader = _Reader(
-        list(arguments), settable, aliases or {}, extra, waiting, keep_rest, join_lists
-    )
-    while reader.arguments:
-        reader.read_next()
-    return reader.parsed
+    parsed, words = Parsed(), list(arguments)
+    is_run = issubclass(model_class, BaseConfig)
+    fields = flags_of(model_class)
+    waiting = [fields[name] for name in model_class.positional]
+    apart = {*model_class.positional, *ONLY_IN_FILES}
+    flags = {name: found for name, found in fields.items() if name not in apart}
+    flags |= EXTRA if is_run else HELP
 
-
-@dataclass
-class _Reader:
-    """The state of `parse`: the arguments still to be read, and the positional fields still to be
-    filled.
-    """
-
-    arguments: list[str]
-    flags: Mapping[str, Flag]
-    aliases: Mapping[str, str]
-    extra: Mapping[str, tuple[str, str]]
-    waiting: list[Flag]
-    keep_rest: bool
-    join_lists: bool
-    parsed: Parsed = field(default_factory=Parsed)
-
-    def read_next(self) -> None:
-        """A flag with its values, or an argument that stands alone."""
-        argument = self.arguments.pop(0)
-        if argument == "--" and self.waiting:  # what follows stands alone, whatever it begins with
-            while self.arguments:
-                self._alone(self.arguments.pop(0))
-            return
-        if not IS_FLAG.match(argument):
-            self._alone(argument)
-            return
-        typed, equals, attached = argument.partition("=")
-        name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
-        name = self.aliases.get(name, name)
-        if name in self.extra or name in self.flags:
-            self._take(name, typed, [attached] if equals else self._values(self._most_values(name)))
-            return
-        values = [] if equals else self._values(len(self.arguments))
-        if self.keep_rest:
-            self.parsed.rest += [argument, *values]
-        elif name in ONLY_IN_FILES:
-            fix = f"put {name} into a YAML file and give it as --config FILE"
-            self.parsed.refuse(f"{typed} cannot be given on the command line", fix)
+    def take(found: Flag, typed: str, values: list[str]) -> None:
+        """Give what follows a flag to what it sets."""
+        name = found.name
+        value: Any
+        if found.is_switch:
+            word, allowed = values[0].lower() if values else "true", found.switch_words
+            if word not in allowed:
+                fix = f"write {', '.join(allowed[:-1])} or {allowed[-1]}"
+                return parsed.refuse(f"{typed} is {values[0]!r}", fix)
+            value = {"true": True, "false": False}.get(word, word)
+        elif not values:
+            return parsed.refuse(
+                f"{typed} has no value", f"write {typed} and then {found.expected}"
+            )
+        elif name == "local_rank" and not re.fullmatch(r"-?\d+", values[0]):
+            return parsed.refuse(f"{typed} is {values[0]!r}", "leave it to the launcher")
+        elif name == "config_files" and not found.group:
+            value = [*parsed.config_files, *values]
+        elif found.is_list and not is_run:
+            value = [*(parsed.values[name].value if name in parsed.values else ()), *values]
         else:
-            self.parsed.problems.append(
-                unknown_name(typed, COMMAND_LINE, [*self.flags, *self.extra], flags=True)
-            )
+            value = values if len(values) > 1 else _value(values[0], found, nulls=is_run)
+        if found.group:
+            parsed.values[name] = SourcedValue(value, Precedence.FLAG, flag(name), typed)
+        else:
+            setattr(parsed, name, value)
 
-    def _alone(self, argument: str) -> None:
-        if self.waiting:
-            found = self.waiting[0] if self.waiting[0].is_list else self.waiting.pop(0)
-            before = (
-                self.parsed.values[found.name].value if found.name in self.parsed.values else []
-            )
-            value = (
-                [*before, argument]
-                if found.is_list
-                else _value(argument, found, nulls=not self.join_lists)
-            )
-            self.parsed.values[found.name] = _sourced(found.name, value, found.metavar)
-        elif self.keep_rest:
-            self.parsed.rest.append(argument)
+    def stand_alone(word: str) -> None:
+        if waiting:
+            found = waiting[0] if waiting[0].is_list else waiting.pop(0)
+            take(found, found.metavar, [word])
+        elif keep_rest:
+            parsed.rest.append(word)
         else:
             fix = (
                 "flags begin with -- (--config FILE, --data FILE ...); put a value with spaces in"
                 " quotes"
             )
-            self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
+            parsed.refuse(f"{word!r} belongs to no flag", fix)
 
-    def _values(self, most: int) -> list[str]:
-        """Take the arguments up to the next flag, at most so many."""
-        values: list[str] = []
-        while self.arguments and len(values) < most and not IS_FLAG.match(self.arguments[0]):
-            values.append(self.arguments.pop(0))
-        return values
-
-    def _is_switch(self, name: str) -> bool:
-        return name in ("help", "print_config") or (
-            name in self.flags and self.flags[name].is_switch
-        )
-
-    def _switch_words(self, name: str) -> tuple[str, ...]:
-        return self.flags[name].switch_words if name in self.flags else ("true", "false")
-
-    def _most_values(self, name: str) -> int:
-        if self._is_switch(name):
-            return int(
-                bool(self.arguments) and self.arguments[0].lower() in self._switch_words(name)
-            )
-        takes_many = name == "config" or (name in self.flags and self.flags[name].is_list)
-        return len(self.arguments) if takes_many else 1
-
-    def _take(self, name: str, typed: str, values: list[str]) -> None:
-        """Give what follows a flag to what it sets."""
-        parsed = self.parsed
-        if self._is_switch(name):
-            word, words = values[0].lower() if values else "true", self._switch_words(name)
-            if word not in words:
-                parsed.refuse(
-                    f"{typed} is {values[0]!r}", f"write {', '.join(words[:-1])} or {words[-1]}"
-                )
-            elif name in self.flags:
-                parsed.values[name] = _sourced(
-                    name, {"true": True, "false": False}.get(word, word), typed
-                )
-            else:
-                setattr(parsed, name, word == "true")
-        elif not values:
-            wanted = self.flags[name].expected if name in self.flags else self.extra[name][0]
-            parsed.refuse(f"{typed} has no value", f"write {typed} and then {wanted}")
-        elif name == "config":
-            parsed.config_files += values
-        elif name == "deepspeed":
-            parsed.deepspeed = values[0]
-        elif name == "local_rank":
-            if not re.fullmatch(r"-?\d+", values[0]):
-                parsed.refuse(f"{typed} is {values[0]!r}", "leave it to the launcher")
-        elif self.join_lists and self.flags[name].is_list:
-            before = parsed.values[name].value if name in parsed.values else []
-            parsed.values[name] = _sourced(name, [*before, *values], typed)
+    while words:
+        word = words.pop(0)
+        if word == "--" and waiting:  # the others stand alone, whatever they begin with
+            while words:
+                stand_alone(words.pop(0))
+        elif not IS_FLAG.match(word):
+            stand_alone(word)
         else:
-            value = (
-                values
-                if len(values) > 1
-                else _value(values[0], self.flags[name], nulls=not self.join_lists)
-            )
-            parsed.values[name] = _sourced(name, value, typed)
-
-
-def _sourced(name: str, value: Any, typed: str) -> SourcedValue:
-    return SourcedValue(value, Precedence.FLAG, flag(name), typed)
+            typed, equals, attached = word.partition("=")
+            name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
+            name = model_class.aliases.get(name, name)
+            found = flags.get(name)
+            most = len(words) if found is None or found.is_list else 1
+            if found is not None and found.is_switch:
+                most = int(bool(words) and words[0].lower() in found.switch_words)
+            values = list(islice(takewhile(lambda word: not IS_FLAG.match(word), words), most))
+            if equals:
+                values = []
+            del words[: len(values)]
+            if found is not None:
+                take(found, typed, [attached] if equals else values)
+            elif keep_rest:
+                parsed.rest += [word, *values]
+            elif name in ONLY_IN_FILES:
+                fix = f"put {name} into a YAML file and give it as --config FILE"
+                parsed.refuse(f"{typed} cannot be given on the command line", fix)
+            else:
+                parsed.problems.append(unknown_name(typed, COMMAND_LINE, flags, flags=True))
+    return parsed
 
 
 def _value(argument: str, found: Flag, *, nulls: bool) -> Any:
-    """An argument as the type that the field takes; one that is none of them stays a text, which
-    the schema refuses.
+    """Return an argument as the type that the field takes; an argument of another type stays a
+    string, which the schema rejects.
 
     Args:
-        nulls: `none` and `null` are no value, as in the settings of a run; else they are texts like
-            any other.
+        nulls: `none` and `null` are no value, as in the settings of a run; else they are strings
+            like any other.
     """
     if found.is_list:
         return argument
@@ -361,3 +305,78 @@ def _value(argument: str, found: Flag, *, nulls: bool) -> Any:
     if "number" in found.kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", argument):
         return float(argument)
     return argument
+
+
+def help_width() -> int:
+    """Return the columns of a line of help: the terminal's, 118 if it is wider or there is none."""
+    return max(60, min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH + 1, 24)).columns - 1))
+
+
+def fitted(text: str) -> list[str]:
+    """Return the lines of a text as they are if all fit; else fill its paragraphs, and wrap
+    indented lines by themselves.
+    """
+    lines, width = text.splitlines(), help_width()
+    if all(len(line) <= width for line in lines):
+        return lines
+    result = []
+    for indented, group in groupby(lines, lambda line: not line or line.startswith(" ")):
+        for part in group if indented else [" ".join(group)]:
+            usage = part.startswith("usage:")
+            spaces = " " * (11 if usage else len(part) - len(part.lstrip()) + 4 * indented)
+            result += textwrap.wrap(
+                part,
+                width,
+                subsequent_indent=spaces,
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [""]
+    return result
+
+
+def help_text(model_class: type[BaseConfig]) -> str:
+    """Return the help of a run."""
+    usage = f"usage: {model_class.command} [--config FILE...] [--flag value ...]"
+    lines = [usage, "", *fitted(_SOURCES), "", "configuration"]
+    for name, found in EXTRA.items():
+        lines += _entry(f"{flag(name)} {found.unit}".strip(), found.description)
+    lines += flag_lines(model_class)
+    if "curriculum" in model_class.model_fields:
+        text = "curriculum.levels and curriculum.stages (until, mix, ramp) are set in a file."
+        lines += ["", *fitted(text)]
+    return "\n".join(lines) + "\n"
+
+
+def flag_lines(model_class: type[Settings]) -> list[str]:
+    """Return the flags of each group, with units and defaults; for a switch of a command that is
+    off by default only the flag and its description.
+    """
+    short_switches = not issubclass(model_class, BaseConfig)
+    lines: list[str] = []
+    previous = ""
+    for found in flags_of(model_class).values():
+        if found.name in ONLY_IN_FILES:
+            continue
+        if found.group != previous:
+            lines += ["", found.group]
+            previous = found.group
+        default = "required" if found.is_required else f"default {found.default}"
+        aliases = model_class.aliases.items()
+        others = ", ".join(flag(other) for other, name in aliases if name == found.name)
+        also = f"; also {others}" if others else ""
+        head = f"{flag(found.name)} {found.metavar}"
+        if found.name in model_class.positional:
+            head = found.metavar
+        if short_switches and found.kinds == {"boolean"} and found.default == "false":
+            head, default, also = flag(found.name), "", also.removeprefix("; ")
+        notes = f" [{default}{also}]" if default or also else ""
+        lines += _entry(head, found.description + notes)
+    return lines
+
+
+def _entry(head: str, text: str) -> list[str]:
+    wrapped = textwrap.wrap(text, help_width() - _INDENT, break_on_hyphens=False)
+    lines = [" " * _INDENT + line for line in wrapped]
+    if len(head) + 4 > _INDENT:
+        return [f"  {head}", *lines]
+    return [f"  {head:<{_INDENT - 2}}{wrapped[0]}", *lines[1:]]

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.config_files import read_file
-from finetune.config.config_sources import BLOCK
-from finetune.config.flags import Parsed, flags_of, parse
+from finetune.config.files import BLOCK, read_file
+from finetune.config.flags import Parsed, parse
 from finetune.errors import ConfigError, FinetuneError
 
 # name -> entry module; the first is the default, if neither flags nor files show the kind.
@@ -42,7 +41,7 @@ class RunKind:
 
     def parse(self, arguments: Sequence[str]) -> Parsed:
         """Parse a command line of this kind; problems are in the result."""
-        return parse(arguments, flags_of(self.config_class), self.config_class.aliases)
+        return parse(arguments, self.config_class)
 
     def start_processes(self, arguments: Sequence[str]) -> None:
         """Replace this process by a launcher, if the command line asks for one.

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.config_files import similar_files
+from finetune.config.fields import HUB_PREFIXES
+from finetune.config.files import similar_files
 from finetune.config.names import did_you_mean, flag
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import HUB_PREFIXES
 from finetune.errors import ConfigError
 
 logger = logging.getLogger("finetune")

@@ -1,11 +1,13 @@
-"""Every setting of a run on preferences: those of fine-tuning, and the loss that compares answers.
+"""The settings of training on preferences: those of fine-tuning, and the loss that compares
+answers.
 
-Defaults follow from the loss, and are those of its authors where they name one (the equations, and
-what the settings are in them, stand in modeling/preference_loss.py).
+Defaults follow from the loss, and are its authors' where they name one. modeling/preference_loss.py
+has the equations and what the settings are in them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +16,7 @@ from pydantic import Field
 
 from finetune.config.fields import (
     Positive,
+    Problem,
     Strict,
     Text,
     batch_setting,
@@ -23,8 +26,7 @@ from finetune.config.fields import (
     setting,
 )
 from finetune.config.names import flag
-from finetune.config.precedence import Resolution, Rule
-from finetune.config.rules import RULES_FOR_FINE_TUNING, note_unused
+from finetune.config.rules import Resolution, Rule, note_unused
 from finetune.config.run_config import RunConfig
 
 PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
@@ -78,8 +80,8 @@ def _learning_rate(values: dict[str, Any]) -> float:
 
 
 class PreferenceSettings(Strict):
-    """The settings of the loss; a base class so that they are declared before those whose defaults
-    follow from them.
+    """The settings of the loss; a base class, so that they are declared before the settings whose
+    defaults follow from them.
     """
 
     loss: PreferenceLossName = _preference_setting(
@@ -125,7 +127,7 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     """The settings of a run on preferences (`python -m finetune.dpo`)."""
 
     command: ClassVar[str] = "python -m finetune.dpo"
-    rules: ClassVar[tuple[Rule, ...]] = (*RULES_FOR_FINE_TUNING, note_unused_by_loss)
+    rules: ClassVar[tuple[Rule, ...]] = (*RunConfig.rules, note_unused_by_loss)
 
     global_batch_size: Positive = batch_setting(
         32, "Samples per optimizer step over all devices; a pair is one sample.", unit="samples"
@@ -153,13 +155,11 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def metrics(self) -> dict[str, bool]:
-        # Of answers with labels only the loss: validation records may all have the same one, and
-        # then have no margin.
-        return (
-            {"loss": False}
-            if self.loss == "kto"
-            else {"loss": False, "accuracy": True, "margin": True}
-        )
+        # Answers with labels have only the loss: if all validation records have the same label,
+        # there is no margin.
+        if self.loss == "kto":
+            return {"loss": False}
+        return {"loss": False, "accuracy": True, "margin": True}
 
     @property
     def needs_reference(self) -> bool:
@@ -188,38 +188,25 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     def tokens_per_microbatch(self) -> int:
         return super().tokens_per_microbatch * self.documents_per_sample
 
-    def problems(self) -> list[tuple[str, str]]:
-        found = super().problems()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.eval_generate is not None:
-            what = (
+            yield (
                 f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing"
-                " while it trains"
+                " while it trains",
+                f"leave {flag('eval_generate')} out, and use python -m finetune eval on its result",
             )
-            found.append(
-                (
-                    what,
-                    (
-                        f"leave {flag('eval_generate')} out, and use python -m finetune eval on its"
-                        " result"
-                    ),
-                )
-            )
-        return found + (self._kto_problems() if self.loss == "kto" else [])
-
-    def _kto_problems(self) -> list[tuple[str, str]]:
-        found = []
+        if self.loss != "kto":
+            return
         if self.global_batch_size < 2:
-            what = (
-                "loss is kto, which mismatches the samples of a global batch, and global_batch_size"
-                " is 1"
+            yield (
+                "loss is kto, which mismatches the samples of a global batch, and"
+                " global_batch_size is 1",
+                f"set {flag('global_batch_size')} to 2 or more",
             )
-            found.append((what, f"set {flag('global_batch_size')} to 2 or more"))
         if self.sft_weight:
-            found.append(
-                ("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out")
-            )
+            what = "loss is kto, and sft_weight is of pairs"
+            yield what, f"leave {flag('sft_weight')} out"
         if not (self.desirable_weight or self.undesirable_weight):
-            found.append(
-                ("both weights of kto are 0", f"give {flag('desirable_weight')} a value above 0")
-            )
-        return found
+            what = "both weights of kto are 0"
+            yield what, f"give {flag('desirable_weight')} a value above 0"

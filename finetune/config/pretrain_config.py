@@ -1,13 +1,13 @@
-"""Every setting of a pretraining run: its name, default, unit and rule. See `base_config` for what
-is shared.
+"""The settings of pretraining, and the rules between them.
 
-A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one
-optimizer step.
+A batch is counted in tokens here: the samples of one optimizer step are
+`total_batch_size / max_seq_len` windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -17,9 +17,11 @@ from finetune.config.fields import (
     Names,
     Paths,
     Positive,
+    Problem,
     Rate,
     Text,
     Warmup,
+    Weights,
     batch_setting,
     data_setting,
     device_setting,
@@ -27,21 +29,191 @@ from finetune.config.fields import (
     optimizer_setting,
     redefined,
 )
-from finetune.config.precedence import Rule
-from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
+from finetune.config.names import flag
+from finetune.config.rules import (
+    ACCUMULATION,
+    Resolution,
+    Rule,
+    divisors_around,
+    is_count,
+    multiples_around,
+    note_unused,
+    processes,
+    refuse_product,
+    resolve_data_weights,
+    warn_of_long_warmup,
+)
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import PretrainingScheduleName
-from finetune.config.sources import Weights
 from finetune.runtime.language import _
+
+# A model that is continued has its own of these.
+OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
+# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are
+# ours, to begin a search with: for all weights about where the pretraining of a large model ends
+# (Parmar et al. 2024 continue one of 15B with a schedule between height and steepness, arXiv
+# 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that Biderman et al. 2024
+# recommend to search (arXiv 2405.09673).
+CONTINUED_RATES = {"full": 4.5e-5, "lora": 2e-4}
+CONTINUED = {
+    "optimizer": "adamw",
+    "lr_scaling": False,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+}
+DEVICE, TOTAL, LENGTH = "device_batch_size", "total_batch_size", "max_seq_len"
+
+
+def resolve_tokens(resolution: Resolution) -> None:
+    """Derive accumulation, or the total batch in tokens, which is device batch x sequence x
+    processes x accumulation.
+
+    The total batch is the training itself and accumulation only how it is made. So accumulation is
+    derived, unless its source has a higher precedence than the total's (an old script with
+    --batch_size and --gradient_accumulation_steps and no total).
+    """
+    device, total, length = map(resolution.value, (DEVICE, TOTAL, LENGTH))
+    accumulation = resolution.value(ACCUMULATION)
+    factors = (device, total, length, 1 if accumulation is None else accumulation)
+    if not all(map(is_count, factors)):
+        return
+    world_size, count = resolution.world_size, processes(resolution.world_size)
+    at_once = device * length * world_size
+    if accumulation is not None and accumulation * at_once != total:
+        product, before = accumulation * at_once, resolution.values[TOTAL]
+        ahead = resolution.precedence(ACCUMULATION) - before.precedence
+        if ahead > 0:
+            resolution.notes.append(
+                f"{TOTAL} {product:,} instead of {total:,} ({before.where}): {DEVICE} {device} x"
+                f" {LENGTH} {length} x {count} x {ACCUMULATION} {accumulation};"
+                f" give {flag(TOTAL)} for the same training on any number of processes"
+            )
+            origin = f"derived from {DEVICE}, {ACCUMULATION}, {LENGTH} and processes"
+            resolution.derive(TOTAL, product, origin)
+            return
+        if ahead == 0:
+            refuse_product(resolution, TOTAL, (DEVICE, LENGTH, ACCUMULATION), product)
+            return
+    if total % at_once:
+        fix = f"nearest that agree: {TOTAL} {multiples_around(total, at_once)}"
+        windows, rest = divmod(total, length * world_size)
+        if not rest:
+            fix += f", or {DEVICE} {divisors_around(windows, device)}"
+        resolution.refuse(
+            f"{TOTAL} {total} is not a multiple of {DEVICE} {device} x {LENGTH} {length} x {count}"
+            f" = {at_once}",
+            (TOTAL, DEVICE, LENGTH),
+            fix,
+        )
+        return
+    derived = total // at_once
+    resolution.notes.append(
+        f"total batch size {total:,} => gradient accumulation steps: {derived}"
+        f"{resolution.instead_of(ACCUMULATION, derived)} "
+        f"({device} windows x {length:,} tokens x {count} at a time)"
+    )
+    origin = f"derived from {TOTAL}, {DEVICE}, {LENGTH} and processes"
+    resolution.derive(ACCUMULATION, derived, origin)
+
+
+def resolve_continued(resolution: Resolution) -> None:
+    """With a model: refuse what the model has of its own, and choose the optimizer and rates of
+    continued training.
+    """
+    model, how = resolution.value("model"), resolution.value("finetuning")
+    if not isinstance(model, str):
+        return
+    for name in OF_THE_MODEL:
+        value, own = resolution.value(name), CONTINUED.get(name, resolution.defaults.get(name))
+        if resolution.is_given(name) and value != own:
+            what = f"{name} is {value}, and model is {model}: a model that is continued has its own"
+            if name in CONTINUED:
+                what = f"{name} is {value}, and a model is continued with {own}"
+            resolution.refuse(what, (name, "model"), f"leave {flag(name)} out, or {flag('model')}")
+    if not any(map(resolution.is_given, ("num_iterations", "target_param_data_ratio"))):
+        what = "how long to continue is not said: tokens per parameter are for a model from scratch"
+        resolution.refuse(what, ("model",), f"give {flag('num_iterations')} N, the optimizer steps")
+    rate = CONTINUED_RATES.get(str(how), CONTINUED_RATES["full"])
+    chosen = CONTINUED | {"learning_rate": rate, "weight_decay": 0.0 if how == "lora" else 0.1}
+    for name, value in chosen.items():
+        if not resolution.is_given(name):
+            resolution.derive(name, value, "default with model")
+    if resolution.value("learning_rate") == rate:
+        why = "where a large model's pretraining ends; smaller ones take more"
+        if how == "lora":
+            why = "as in fine-tuning"
+        resolution.notes.append(f"learning_rate {rate:g} for continuing {model} ({how}): {why}")
+
+
+def resolve_reporting(resolution: Resolution) -> None:
+    """Take --use_wandb for --report-to wandb, and a run named dummy for nanochat's way to turn
+    wandb off.
+    """
+    if resolution.value("wandb_run_name") == "dummy":
+        resolution.derive("use_wandb", False, "derived: the run is named dummy")
+    if resolution.value("use_wandb") is not True:
+        return
+    trackers = resolution.value("report_to")
+    if resolution.precedence("use_wandb") > resolution.precedence("report_to"):
+        resolution.derive("report_to", ["wandb"], "derived from use_wandb")
+    elif "wandb" not in ([trackers] if isinstance(trackers, str) else trackers or ()):
+        what = f"use_wandb is true, and report_to is {trackers}"
+        resolution.refuse(what, ("use_wandb", "report_to"), "leave one of the two out")
+
+
+def resolve_windows(resolution: Resolution) -> None:
+    """Take --document-aligned for the older spelling of --windows document."""
+    old, windows = "document_aligned", resolution.value("windows")
+    if resolution.value(old) is not True or windows == "document":
+        return
+    ahead = resolution.precedence(old) - resolution.precedence("windows")
+    if ahead > 0:
+        resolution.derive("windows", "document", f"derived from {old}")
+    elif ahead < 0:
+        resolution.derive(old, False, "derived from windows")
+    else:
+        what = f"{old} is true, and windows is {windows}"
+        resolution.refuse(what, (old, "windows"), f"leave {flag(old)} out")
+
+
+def _note_unused(resolution: Resolution) -> None:
+    value = resolution.value
+    one_rate, has_length = value("learning_rate") is not None, value("num_iterations") is not None
+    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
+    rates = ("matrix_lr", "embedding_lr", "unembedding_lr")
+    prepared = ("cache_dir", "preprocessing_num_workers")
+    note_unused(
+        resolution,
+        (
+            (adapter, value("finetuning") != "lora", "finetuning is full"),
+            (rates, one_rate, "learning_rate is the rate of everything"),
+            (("lr_batch_exponent",), value("lr_scaling") is False, "lr_scaling is false"),
+            (("world_size",), value("distributed") is False, "distributed is false"),
+            (("target_param_data_ratio",), has_length, "num_iterations is set"),
+            (prepared, True, "token files need no preparation; see finetune prepare"),
+        ),
+    )
 
 
 class PretrainConfig(BaseConfig):
     """The settings of a pretraining run (`python -m finetune.pretrain`)."""
 
     command: ClassVar[str] = "python -m finetune.pretrain"
-    rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_PRETRAINING
+    rules: ClassVar[tuple[Rule, ...]] = (
+        resolve_tokens,
+        resolve_reporting,
+        resolve_windows,
+        resolve_continued,
+        partial(resolve_data_weights, data="train_data_path"),
+        partial(warn_of_long_warmup, total="num_iterations", share="0.1 for a tenth"),
+        _note_unused,
+    )
     machine_fields: ClassVar[frozenset[str]] = frozenset(
-        {"gradient_accumulation_steps", "distributed", "world_size"}
+        {ACCUMULATION, "distributed", "world_size"}
     )
     aliases: ClassVar[Mapping[str, str]] = {
         "train_data": "train_data_path",
@@ -274,37 +446,27 @@ class PretrainConfig(BaseConfig):
             "accumulation": accumulation,
         }
 
-    def problems(self) -> list[tuple[str, str]]:
-        found = super().problems()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.deepspeed:
-            what = "pretraining does not run under DeepSpeed: Muon needs whole matrices"
-            found.append(
-                (what, "remove the DeepSpeed keys; torchrun or --distributed use several devices")
+            yield (
+                "pretraining does not run under DeepSpeed: Muon needs whole matrices",
+                "remove the DeepSpeed keys; torchrun or --distributed use several devices",
             )
-        if self.data_weights and len(self.data_weights) != len(self.train_data_path):
-            entries = len(self.train_data_path)
-            what = (
-                f"data_weights are {len(self.data_weights)}, and train_data_path has {entries}"
-                " entries"
-            )
-            found.append((what, "give one weight for each entry"))
+        weights, entries = len(self.data_weights), len(self.train_data_path)
+        if weights and weights != entries:
+            what = f"data_weights are {weights}, and train_data_path has {entries} entries"
+            yield what, "give one weight for each entry"
         if self.finetuning == "lora" and self.model is None:
-            found.append(
-                (
-                    "finetuning is lora, and there is no model",
-                    "give --model FOLDER, or leave finetuning out",
-                )
-            )
+            what = "finetuning is lora, and there is no model"
+            yield what, "give --model FOLDER, or leave finetuning out"
         if self.finetuning == "lora" and self.fp8:
-            found.append(
-                ("fp8 is for training all weights, and finetuning is lora", "leave one of them out")
-            )
+            what = "fp8 is for training all weights, and finetuning is lora"
+            yield what, "leave one of them out"
         if self.resume.endswith((".pt", ".pth", ".bin", ".ckpt")):
-            what = f"resume is {self.resume}: a pickle of another program, which is never read"
-            fix = (
+            yield (
+                f"resume is {self.resume}: a pickle of another program, which is never read",
                 "name a checkpoint-<step> folder of a run of finetune.pretrain; to continue from"
                 " foreign weights, convert them to a transformers folder and fine-tune that (python"
-                " -m finetune.sft --model)"
+                " -m finetune.sft --model)",
             )
-            found.append((what, fix))
-        return found

@@ -1,27 +1,38 @@
-"""Every setting of a fine-tuning run: its name, default, unit and rule.
+"""The settings of fine-tuning, and the rules between them.
 
-Pure: reads no file and no environment variable, imports no torch. Where the values come from
-(files, flags, DeepSpeed keys) and which source wins is the business of `resolution`; what a value
-may be is decided here and nowhere else.
-
-Words: a sample is one conversation, a global batch is the samples of one optimizer step.
+A sample is one conversation; a global batch is the samples of one optimizer step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
 from typing import Any, ClassVar, Literal
 
-from finetune.config.adapter_config import AdapterSettings, adapter_problems, quantization_problems
+from finetune.config.adapter_config import (
+    BEYOND_PLAIN_LORA,
+    QUANTIZED_ON,
+    AdapterSettings,
+    adapter_problems,
+    quantization_problems,
+)
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import (
+    NATURAL,
     Columns,
     CurriculumConfig,
+    DataEntries,
+    DataSource,
     Names,
     Positive,
+    Problem,
     Rate,
     Share,
     Text,
+    Weights,
     adapter_setting,
+    as_sources,
     batch_setting,
     curriculum_setting,
     data_setting,
@@ -29,37 +40,176 @@ from finetune.config.fields import (
     optimizer_setting,
     preparation_setting,
     redefined,
-)
-from finetune.config.precedence import Rule
-from finetune.config.rules import (
-    RULES_FOR_FINE_TUNING,
-    batch_problems,
-    metric_problems,
-    optimizer_problems,
-    split_problems,
-)
-from finetune.config.schedules import ScheduleName, described
-from finetune.config.sources import (
-    DataEntries,
-    DataSource,
-    Weights,
-    as_sources,
-    source_problems,
-    weighted,
     with_columns,
 )
+from finetune.config.names import flag
+from finetune.config.rules import (
+    ACCUMULATION,
+    Precedence,
+    Resolution,
+    Rule,
+    divisors_around,
+    is_count,
+    multiples_around,
+    note_unused,
+    processes,
+    refuse_product,
+    resolve_data_weights,
+    warn_of_long_warmup,
+)
+from finetune.config.schedules import ScheduleName, described
+from finetune.errors import ConfigError
 from finetune.runtime.language import _
 
 # Samples per optimizer step that a global batch of auto may become (planning/learning_defaults.py).
 AUTO_BATCHES = (8, 16, 32)
+MICRO, GLOBAL = "micro_batch_size", "global_batch_size"
+
+
+def _batch_problem(size: int, micro: int) -> Problem:
+    """Return the problem of a global batch that the micro-batch does not divide."""
+    return (
+        f"{GLOBAL} {size} is not a multiple of {MICRO} {micro}",
+        f"nearest that agree: {GLOBAL} {multiples_around(size, micro)},"
+        f" or {MICRO} {divisors_around(size, micro)}",
+    )
+
+
+def resolve_batch(resolution: Resolution) -> None:
+    """Let two of micro-batch, accumulation and global batch win by precedence; derive the third.
+
+    At equal precedence the micro-batch is kept before the global batch and that before
+    accumulation: the micro-batch is what fits into memory, the global batch is the training itself,
+    accumulation is only how the one makes the other.
+    """
+    if resolution.is_given(ACCUMULATION) and not resolution.is_given(MICRO):
+        # auto is for a number of microbatches that follows from their size.
+        resolution.derive(MICRO, 1, f"1 with {ACCUMULATION}")
+    names = (MICRO, GLOBAL, ACCUMULATION)
+    micro, size, accumulation = map(resolution.value, names)
+    world_size, count = resolution.world_size, processes(resolution.world_size)
+    if size == "auto" and is_count(micro) and is_count(accumulation):
+        third = GLOBAL
+    elif is_count(micro) and is_count(size) and (accumulation is None or is_count(accumulation)):
+        precedence = {name: resolution.precedence(name) for name in names}
+        if accumulation is not None and len(set(precedence.values())) == 1:
+            product = micro * accumulation * world_size
+            if product != size:
+                refuse_product(resolution, GLOBAL, (MICRO, ACCUMULATION), product)
+            return
+        third = min(
+            names, key=lambda name: (precedence[name], name != ACCUMULATION, name != GLOBAL)
+        )
+    else:
+        return
+    if third == ACCUMULATION:
+        if size % micro:
+            what, fix = _batch_problem(size, micro)
+            resolution.refuse(what, (GLOBAL, MICRO), fix)
+            return
+        at_once = micro * world_size
+        value = ceil(size / at_once)
+        how = f"{GLOBAL} {size} / ({MICRO} {micro} x {count})"
+        if size % at_once:
+            how += ", uneven: some devices have less to do in the last of them"
+    elif third == GLOBAL:
+        value = micro * accumulation * world_size
+        how = f"{MICRO} {micro} x {ACCUMULATION} {accumulation} x {count}"
+    else:
+        share = accumulation * world_size
+        if size % share:
+            resolution.refuse(
+                f"{GLOBAL} {size} is not a whole micro-batch x {ACCUMULATION} {accumulation} x"
+                f" {count}",
+                (GLOBAL, ACCUMULATION),
+                f"nearest that agree: {GLOBAL} {multiples_around(size, share)}; or give {MICRO}"
+                f" instead of {ACCUMULATION}, which need not divide by the processes",
+            )
+            return
+        value = size // share
+        how = f"{GLOBAL} {size} / ({ACCUMULATION} {accumulation} x {count})"
+    resolution.notes.append(f"{third} {value}{resolution.instead_of(third, value)}: {how}")
+    first, second = (name for name in (GLOBAL, MICRO, ACCUMULATION) if name != third)
+    resolution.derive(third, value, f"derived from {first}, {second} and {count}")
+
+
+def resolve_length(resolution: Resolution) -> None:
+    """Let the one of max_steps and num_epochs win that has the higher precedence; at equal
+    precedence max_steps.
+    """
+    steps, epochs = resolution.values["max_steps"], resolution.values["num_epochs"]
+    if steps.value is None:
+        return
+    if resolution.precedence("num_epochs") > steps.precedence:
+        resolution.derive("max_steps", None, f"derived: num_epochs ({epochs.origin}) wins")
+        resolution.notes.append(
+            f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins"
+        )
+    elif (
+        epochs.precedence > Precedence.DEFAULT and epochs.value != resolution.defaults["num_epochs"]
+    ):
+        resolution.notes.append(
+            f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins"
+        )
+
+
+def resolve_validation_data(resolution: Resolution) -> None:
+    """Drop the validation data of the files if `--data` is a flag: it belongs to the data that was
+    replaced.
+    """
+    data, valid = resolution.values.get("data"), resolution.values["valid_data"]
+    if data and valid.value and data.precedence >= Precedence.FLAG > valid.precedence:
+        resolution.derive("valid_data", [], f"dropped: data is from {data.origin}")
+        resolution.notes.append(
+            f"valid_data ({valid.where}) is dropped, because data is from {data.origin}; "
+            f"give {flag('valid_data')} to validate"
+        )
+        return
+    for path in sorted(_listed(resolution.value("data")) & _listed(valid.value)):
+        resolution.notes.append(
+            f"warning: {path} is in data and in valid_data: the validation loss will look too good"
+        )
+
+
+def _listed(value: Any) -> set[str]:
+    """Return the paths of `data` or `valid_data`, as far as they are well-formed."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    paths = (entry.get("path") if isinstance(entry, dict) else entry for entry in entries)
+    return {path for path in paths if isinstance(path, str)}
+
+
+def _note_unused(resolution: Resolution) -> None:
+    value = resolution.value
+    lora = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
+    adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    curriculum = ("curriculum", "curriculum_seed")
+    answers = ("answer_field", "max_new_tokens")
+    follows = bool(value("keep_best") or value("early_stopping"))
+    note_unused(
+        resolution,
+        (
+            ((*lora, *BEYOND_PLAIN_LORA), value("finetuning") == "full", "finetuning is full"),
+            (adam, value("optimizer") == "adafactor", "optimizer is adafactor"),
+            (curriculum, value("use_curriculum") is False, "use_curriculum is false"),
+            (answers, value("eval_generate") is None, "eval_generate is not set"),
+            (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
+        ),
+    )
 
 
 class RunConfig(AdapterSettings, BaseConfig):
     """The settings of a fine-tuning run (`python -m finetune.sft`)."""
 
     command: ClassVar[str] = "python -m finetune.sft"
-    rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_FINE_TUNING
-    machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
+    rules: ClassVar[tuple[Rule, ...]] = (
+        resolve_batch,
+        resolve_length,
+        partial(warn_of_long_warmup, total="max_steps", share="0.03 for 3%"),
+        resolve_validation_data,
+        resolve_data_weights,
+        _note_unused,
+    )
+    machine_fields: ClassVar[frozenset[str]] = frozenset({ACCUMULATION})
 
     model: Text = data_setting(
         ..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]"
@@ -220,10 +370,14 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def sources(self) -> tuple[DataSource, ...]:
-        """The entries of `data`; each has a weight where they are mixed, and none has where they
-        are not.
-        """
-        return with_columns(weighted(self.data, self.data_weights), self.columns)
+        """The entries of `data`; either all have a weight, and are mixed, or none has."""
+        sources = as_sources(self.data)
+        if self.data_weights:
+            sources = tuple(
+                source.model_copy(update={"weight": weight})
+                for source, weight in zip(sources, self.data_weights, strict=True)
+            )
+        return with_columns(sources, self.columns)
 
     @property
     def valid_sources(self) -> tuple[DataSource, ...]:
@@ -231,27 +385,24 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def held_out(self) -> tuple[DataSource, ...]:
-        """The entries that validation data is from: of `valid_data`, or those that are split."""
+        """The entries that validation data comes from: `valid_data`, or `data` that is split."""
         return self.valid_sources if self.valid_split is None else self.sources
 
     @property
     def validates(self) -> bool:
-        """Whether there is data to evaluate on."""
         return bool(self.valid_data) or self.valid_split is not None
 
     @property
     def preference_form(self) -> Literal["pairs", "labels"] | None:
-        """What a record has besides one answer: a second one, or a label; None for neither."""
+        """What a record has besides one answer: a second answer, or a label; None for neither."""
         return None
 
     @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
-        return (
-            1
-            if self.micro_batch_size == "auto"
-            else min(self.micro_batch_size, self.samples_per_step)
-        )
+        if self.micro_batch_size == "auto":
+            return 1
+        return min(self.micro_batch_size, self.samples_per_step)
 
     @property
     def samples_per_step(self) -> int:
@@ -283,47 +434,147 @@ class RunConfig(AdapterSettings, BaseConfig):
         return self.samples_per_microbatch * self.cutoff_len
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, Any]]:
-        accumulation, size = self.gradient_accumulation_steps or 1, self.global_batch_size
+        size, micro = self.global_batch_size, self.micro_batch_size
+        accumulation = self.gradient_accumulation_steps or 1
+        numbers: dict[str, Any] = {"world_size": world_size}
         if size == "auto":
             text = _("the number of samples says how many a step has: {smallest} to {largest}")
-            return text.format(smallest=AUTO_BATCHES[0], largest=AUTO_BATCHES[-1]), {
-                "world_size": world_size
-            }
-        if self.micro_batch_size == "auto":
+            return text.format(smallest=AUTO_BATCHES[0], largest=AUTO_BATCHES[-1]), numbers
+        numbers = {"samples": size} | numbers
+        if micro == "auto":
             text = _(
                 "{samples} samples a step on {processes} processes, in microbatches that the start"
                 " chooses"
             )
-            return text.format(samples=size, processes=world_size), {
-                "samples": size,
-                "world_size": world_size,
-            }
-        whole = self.micro_batch_size * world_size * accumulation
+            return text.format(samples=size, processes=world_size), numbers
         text = _(
             "{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}"
         ).format(
             samples=size,
-            relation="=" if whole == size else "<=",
-            micro=self.micro_batch_size,
+            relation="=" if micro * world_size * accumulation == size else "<=",
+            micro=micro,
             processes=world_size,
             accumulation=accumulation,
         )
         return text, {"samples": size, "accumulation": accumulation, "world_size": world_size}
 
-    def problems(self) -> list[tuple[str, str]]:
-        found = super().problems() + metric_problems(self)
-        levels = self.curriculum.levels if self.use_curriculum else None
-        found += source_problems(self.data, self.data_weights, self.valid_data, levels)
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield from self._metric_problems()
+        yield from self._source_problems()
         if self.valid_split is not None and self.valid_data:
-            found.append(
-                (
-                    "valid_split and valid_data are both given",
-                    "keep one: a part of data, or files of its own",
+            what = "valid_split and valid_data are both given"
+            yield what, "keep one: a part of data, or files of its own"
+        yield from self._split_problems()
+        yield from quantization_problems(self, self.device_type)
+        yield from adapter_problems(self)
+        yield from optimizer_problems(self, self.device_type)
+        yield from self._batch_problems()
+
+    def _metric_problems(self) -> Iterator[Problem]:
+        """Yield a metric that evaluations do not have, and answers without a prompt to answer."""
+        metric, levels = self.best_metric, self.curriculum.levels if self.use_curriculum else ()
+        known = [
+            name
+            for kind in self.metrics
+            for name in (kind, *(f"{kind}/{level}" for level in levels))
+        ]
+        if metric not in known:
+            what = f"best_metric is {metric}, which no evaluation has"
+            yield what, f"take one of {', '.join(known)}"
+        elif metric.startswith("exact_match") and self.eval_generate is None:
+            what = f"best_metric is {metric}, and evaluations answer nothing"
+            yield what, "set --eval-generate, e.g. to 50"
+        if self.eval_generate is not None and not self.validates:
+            what = f"eval_generate is {self.eval_generate}, and there is no validation data"
+            yield what, f"give validation data, or leave {flag('eval_generate')} out"
+
+    def _source_problems(self) -> Iterator[Problem]:
+        data, valid_data = as_sources(self.data), as_sources(self.valid_data)
+        weights, weighted = self.data_weights, any(source.weight is not None for source in data)
+        if weights and len(weights) != len(data):
+            what = f"data_weights has {len(weights)} weights for {len(data)} entries of data"
+            yield what, "give one weight for each, in the same order"
+        if weights and weighted:
+            yield "data_weights is given, and an entry of data has a weight", "keep one of the two"
+        unweighted = [source.path for source in data if source.weight is None]
+        if unweighted and weighted:
+            have = "have" if len(unweighted) > 1 else "has"
+            what = f"{', '.join(unweighted)} in data {have} no weight, and others have"
+            yield what, f"give each a number above 0, or {NATURAL} for its size"
+        if any(source.weight is not None for source in valid_data):
+            what = "an entry of valid_data has a weight"
+            yield what, "remove it: each validation sample is evaluated once"
+        levels = self.curriculum.levels
+        for source in (*data, *valid_data):
+            if self.use_curriculum and source.difficulty not in (None, *levels):
+                yield (
+                    f"{source.path} has the difficulty {source.difficulty!r}, which the curriculum"
+                    " does not have",
+                    f"give one of {', '.join(levels)}",
                 )
-            )
-        found += (
-            split_problems(self)
-            + quantization_problems(self, self.device_type)
-            + adapter_problems(self)
+
+    def _split_problems(self) -> Iterator[Problem]:
+        """Yield a split that has nothing to split, or by a field whose name `columns` gives to
+        another.
+        """
+        field = self.split_by
+        if field is None:
+            return
+        if self.valid_split is None:
+            what = "split_by is given, and nothing is split"
+            yield what, "give valid_split as well, or leave it out"
+            return
+        for source in with_columns(as_sources(self.data), self.columns):
+            columns = source.columns or {}
+            if field in columns and field not in columns.values():
+                what = f"split_by is {field}, a name that columns gives to '{columns[field]}'"
+                yield what, f"split by {columns[field]}, or by another field"
+                return
+
+    def _batch_problems(self) -> Iterator[Problem]:
+        """Yield a micro-batch that does not go with accumulation or the global batch."""
+        micro, size = self.micro_batch_size, self.global_batch_size
+        accumulation, given = self.gradient_accumulation_steps, self.model_fields_set
+        if micro == "auto":
+            # Left out beside accumulation it is 1: resolve_batch.
+            if accumulation is not None and MICRO in given:
+                what = f"{ACCUMULATION} is {accumulation}, and {MICRO} is auto"
+                fix = "the number of microbatches follows from their size"
+                yield what, f"leave one of them out: {fix}"
+        # With accumulation given and the global batch left to its default, the global batch is
+        # still to be derived; one of auto becomes a multiple.
+        elif size != "auto" and size % micro and (accumulation is None or GLOBAL in given):
+            yield _batch_problem(size, micro)
+
+
+def optimizer_problems(config: RunConfig, device_type: str) -> Iterator[Problem]:
+    """Yield why an optimizer does not go with the rest of the run."""
+    name = config.optimizer
+    if name == "adamw":
+        return
+    if not config.trains_all_weights:
+        what = f"optimizer is {name}, and finetuning is lora: the state of an adapter is small"
+        yield what, "leave --optimizer out, or train all parameters (--finetuning full)"
+    if config.deepspeed:
+        what = f"optimizer is {name}, and DeepSpeed shards AdamW's two flat moments"
+        yield what, "train without DeepSpeed (--deepspeed none), or leave --optimizer out"
+    if name == "adamw-8bit" and device_type not in (*QUANTIZED_ON, "auto"):
+        what = (
+            f"optimizer is {name}, and bitsandbytes has it on CUDA and CPUs, not on {device_type}"
         )
-        return found + optimizer_problems(self, self.device_type) + batch_problems(self)
+        yield what, "take adafactor, or leave --optimizer out"
+
+
+def check_device(config: Any, device_type: str) -> None:
+    """Check that this type of device has what the run asks for.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for setting, problems in (
+        ("quantization", quantization_problems),
+        ("optimizer", optimizer_problems),
+    ):
+        for what, fix in problems(config, device_type):
+            raise ConfigError(what, where=flag(setting), fix=fix)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.config.sources import DataSource
+from finetune.config.fields import DataSource
 from finetune.data import (
     cache,
     formats,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config.sources import DataSource
+from finetune.config.fields import DataSource
 from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.media import MediaLeftOut, has_media, without_media
 from finetune.data.problems import RecordProblem

@@ -19,8 +19,7 @@ from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
-from finetune.config.rules import check_device
-from finetune.config.run_config import RunConfig
+from finetune.config.run_config import RunConfig, check_device
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
 from finetune.planning.adapters import adapter_numbers
@@ -285,7 +284,7 @@ def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
 
 def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:
     """DeepSpeed's keys as numbers, with its defaults, and what "auto" comes to
-    (config/deepspeed_config.py).
+    (config/deepspeed.py).
     """
     if not deepspeed:
         return Sharding()

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.deepspeed_config import offloads
+from finetune.config.deepspeed import offloads
 from finetune.runtime.device import DEVICE_KINDS
 
 logger = logging.getLogger("finetune")

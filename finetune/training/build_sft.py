@@ -17,7 +17,7 @@ import torch
 from transformers import TrainingArguments
 
 from finetune.batching.mixing import source_line
-from finetune.config.deepspeed_config import deepspeed_dict, offloads, zero_stage
+from finetune.config.deepspeed import deepspeed_dict, offloads, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.adapter_config import adapter_identity
+from finetune.config.fields import source_names
 from finetune.config.paths import split_revision
-from finetune.config.rules import check_device
-from finetune.config.run_config import RunConfig
-from finetune.config.sources import source_names
+from finetune.config.run_config import RunConfig, check_device
 from finetune.errors import DataError
 from finetune.planning.learning_defaults import learning_defaults
 from finetune.training.resume import identity_begun

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.config_files import read_file
+from finetune.config.files import read_file
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError
 

@@ -11,10 +11,22 @@ from typing import Any
 
 import pytest
 
-from finetune.config import deepspeed_settings
-from finetune.config.deepspeed_config import deepspeed_dict, offloads
-from finetune.config.deepspeed_keys import ANY, KNOWN, REMOVED, lookup, unknown_keys
-from finetune.config.deepspeed_settings import PRECISIONS, SHARED, refused_values, split
+from finetune.config.deepspeed import (
+    ALLOWED,
+    ANY,
+    KNOWN,
+    PRECISIONS,
+    REMOVED,
+    SCHEDULERS,
+    SHARED,
+    deepspeed_dict,
+    lookup,
+    offloads,
+    refused_values,
+    split,
+    unknown_keys,
+)
+from finetune.config.rules import Resolution
 from finetune.config.run_config import RunConfig
 
 pytest.importorskip("deepspeed", reason="deepspeed is an extra, and is not installed here")
@@ -155,7 +167,7 @@ def test_parameters_of_the_optimizers_and_schedules() -> None:
     assert parameters(DeepSpeedCPUAdam, FusedAdam) | handled_by_the_engine == set(
         KNOWN["optimizer"]["params"]
     )
-    schedules = [getattr(lr_schedules, name) for name in deepspeed_settings.SCHEDULERS]
+    schedules = [getattr(lr_schedules, name) for name in SCHEDULERS]
     assert parameters(*schedules) == set(KNOWN["scheduler"]["params"])
 
 
@@ -214,11 +226,12 @@ def test_what_we_pass_deepspeed_takes() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
         "wall_clock_breakdown": False,
     }
-    parts = split(user, "ds.json", {})
-    assert parts.problems == []
-    assert parts.deepspeed["bf16"] == {"enabled": "auto"}
+    resolution = Resolution()
+    _, handed_on = split(user, "ds.json", {}, resolution)
+    assert resolution.problems == []
+    assert handed_on["bf16"] == {"enabled": "auto"}
     assert user["bf16"] == {"enabled": True}, "the user's dict is not touched"
-    filled = {name: value for name, value in parts.deepspeed.items() if value != "auto"}
+    filled = {name: value for name, value in handed_on.items() if value != "auto"}
     made = DeepSpeedConfig({**filled, "train_micro_batch_size_per_gpu": 1})
     assert made.zero_config.offload_optimizer.device == "cpu" and made.optimizer_name is None
 
@@ -257,12 +270,12 @@ def test_what_is_not_offloaded_is_not_pinned() -> None:
 
 
 def test_every_shared_path_is_a_known_name() -> None:
-    paths = [shared.path for shared in SHARED] + [f"{block}.enabled" for block in PRECISIONS]
-    for path in [*paths, *deepspeed_settings.ALLOWED]:
+    paths = [*SHARED] + [f"{block}.enabled" for block in PRECISIONS]
+    for path in [*paths, *ALLOWED]:
         *outer, last = path.split(".")
         assert last in (lookup(KNOWN, ".".join(outer)) if outer else KNOWN), path
 
 
 def test_a_block_that_is_null_is_no_problem() -> None:
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": None}, "aio": None}
-    assert list(unknown_keys(config, "x")) == [] and list(refused_values(config, "x")) == []
+    assert list(unknown_keys(config, "x")) == [] and list(refused_values(config)) == []

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_helpers import flag_table
 
-from finetune.config.flag_help import flag_table, help_text
-from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of, parse
+from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of, help_text, parse
 from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -40,7 +40,7 @@ _OF_THE_GUIDES = (
 
 
 def values(*arguments: str) -> dict[str, object]:
-    parsed = parse(arguments, FLAGS)
+    parsed = parse(arguments, RunConfig)
     assert not parsed.problems, [str(problem) for problem in parsed.problems]
     return {name: sourced.value for name, sourced in parsed.values.items()}
 
@@ -73,8 +73,8 @@ def test_flags_are_frozen() -> None:
     """A changed name, type or default breaks somebody's script: change the file on purpose or not
     at all.
 
-    To do it on purpose: python -c "from finetune.config.flag_help import *; from \
-    finetune.config.run_config import RunConfig; print(flag_table(RunConfig), end='')" >
+    To do it on purpose: PYTHONPATH=tests python -c "from run_helpers import flag_table; \
+    from finetune.config.run_config import RunConfig; print(flag_table(RunConfig), end='')" >
     tests/frozen/flags.txt
     """
     assert flag_table(RunConfig) == FROZEN.read_text()
@@ -124,14 +124,15 @@ def test_forms_of_a_flag(arguments: list[str], expected: dict[str, object]) -> N
 
 def test_config_collects_and_the_rest_does_not() -> None:
     parsed = parse(
-        ["--config", "a.json", "--seed", "1", "--config", "b.yaml", "c.py", "--print-config"], FLAGS
+        ["--config", "a.json", "--seed", "1", "--config", "b.yaml", "c.py", "--print-config"],
+        RunConfig,
     )
     assert parsed.config_files == ["a.json", "b.yaml", "c.py"]
     assert parsed.print_config
 
 
 def test_help_is_found_after_a_list_of_words() -> None:
-    parsed = parse(["--data", "a", "-h"], FLAGS)
+    parsed = parse(["--data", "a", "-h"], RunConfig)
     assert parsed.help and parsed.values["data"].value == "a"
 
 
@@ -257,7 +258,7 @@ def test_nearest_never_fails(name: str) -> None:
 )
 def test_any_command_line_is_answered(arguments: list[str]) -> None:
     """Parsed or refused with words, never an exception of another kind."""
-    for problem in parse(arguments, FLAGS).problems:
+    for problem in parse(arguments, RunConfig).problems:
         assert problem.what and problem.where and problem.fix
 
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from run_helpers import flag_table
 
-from finetune.config.flag_help import flag_table
 from finetune.config.kinds import kind_of_arguments
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
@@ -26,7 +26,7 @@ def made(*flags: str) -> PreferenceConfig:
 
 @pytest.mark.frozen
 def test_flags_are_frozen() -> None:
-    """To change a flag on purpose: python -c "from finetune.config.flag_help import flag_table; \
+    """To change a flag on purpose: PYTHONPATH=tests python -c "from run_helpers import flag_table; \
     from finetune.config.preference_config import PreferenceConfig; \
     print(flag_table(PreferenceConfig), end='')" > tests/frozen/preference_flags.txt
     """

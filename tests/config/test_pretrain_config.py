@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_helpers import flag_table
 
-from finetune.config.flag_help import flag_table, help_text
+from finetune.config.flags import help_text
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
 from finetune.errors import FinetuneError
@@ -31,7 +32,7 @@ def refused(*flags: str, world_size: int = 1) -> str:
 
 @pytest.mark.frozen
 def test_flags_are_frozen() -> None:
-    """To change a flag on purpose: python -c "from finetune.config.flag_help import flag_table; \
+    """To change a flag on purpose: PYTHONPATH=tests python -c "from run_helpers import flag_table; \
     from finetune.config.pretrain_config import PretrainConfig; \
     print(flag_table(PretrainConfig), end='')" > tests/frozen/pretrain_flags.txt
     """

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune.config.fields import source_names
 from finetune.config.paths import check_paths, is_hub_id
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import source_names
 from finetune.errors import FinetuneError, Problems
 
 NEEDED = {"model": "m", "data": ["d.jsonl"], "output_dir": "o"}

@@ -11,9 +11,8 @@ from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
 from sample_rows import write_rows as write
 
 from finetune.commands.evaluate.prompts import read_prompts
-from finetune.config.fields import COLUMNS
+from finetune.config.fields import COLUMNS, DataSource
 from finetune.config.resolution import resolve
-from finetune.config.sources import DataSource
 from finetune.data import formats
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer

@@ -21,7 +21,7 @@ from file_system_calls import watched
 from rich.console import Console
 from sample_rows import write_rows as write
 
-from finetune.config.sources import DataSource
+from finetune.config.fields import DataSource
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer, render

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config.sources import DataSource
+from finetune.config.fields import DataSource
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.records import Preference, PreferenceForm, PreferenceReader
 from finetune.data.problems import RecordProblem

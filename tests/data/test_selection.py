@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sample_rows import write_rows as write
 
 from finetune.commands.curriculum.command import read_difficulties
+from finetune.config.fields import DataSource
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import DataSource
 from finetune.data import parts, sample_shards
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
 from finetune.commands.convert.draft import Tool
 from finetune.commands.convert.launchers import as_words, processes_of, without_launcher
-from finetune.config.config_files import read_file, similar_files
+from finetune.config.files import read_file, similar_files
 from finetune.errors import ConfigError
 from finetune.plain_text import mask_secrets
 

@@ -26,7 +26,7 @@ from finetune.commands.evaluate.prompts import (
     warn_of_other_answers,
 )
 from finetune.commands.evaluate.scores import ModelScores, Score
-from finetune.config.sources import as_sources, with_columns
+from finetune.config.fields import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.preference.records import PreferenceForm, reader_of

@@ -24,9 +24,8 @@ from finetune.commands.launch.environment import (
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
 from finetune.config.base_config import BaseConfig
-from finetune.config.config_sources import source_of_file
+from finetune.config.files import given_values
 from finetune.config.kinds import KINDS, RunKind
-from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
 from finetune.errors import ConfigError
 from finetune.runtime.device import DEVICE_KINDS
@@ -208,12 +207,8 @@ def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
     """--device-type as files and flags have it, without the other settings, which depend on the
     processes.
     """
-    parsed = kind.parse(list(flags))
-    wanted = "auto"
-    for path in parsed.config_files:
-        found = source_of_file(path, Precedence.FILE, kind.config_class).values.get("device_type")
-        wanted = wanted if found is None else found.value
-    return str(parsed.values["device_type"].value if "device_type" in parsed.values else wanted)
+    given = given_values(kind.parse(list(flags)), kind.config_class)
+    return str(given.get("device_type", "auto"))
 
 
 def _devices(device_type: str, *, count: bool) -> tuple[str, int]:

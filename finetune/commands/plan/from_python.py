@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from finetune.commands.plan.command import PlanOptions, cluster_of, plan_of
 from finetune.config.base_config import BaseConfig
-from finetune.config.config_sources import BLOCK
+from finetune.config.files import BLOCK
 from finetune.config.kinds import RunKind, run_kind
-from finetune.config.precedence import Precedence, SourcedValue
+from finetune.config.options import validated
 from finetune.config.resolution import resolve_object
-from finetune.config.schema_errors import problems_of
-from finetune.errors import raise_problems
+from finetune.config.rules import Precedence, Resolution, SourcedValue
 from finetune.planning.plan import Plan
 
 
@@ -75,24 +72,18 @@ def plan(
         "peak_tflops": peak_tflops,
         "efficiency": efficiency,
     }
-    options = _options({name: value for name, value in given.items() if value is not None})
+    values = {
+        name: SourcedValue(value, Precedence.FLAG, name)
+        for name, value in given.items()
+        if value is not None
+    }
+    options = validated(PlanOptions, Resolution(values))
     cluster = cluster_of(options)
     if isinstance(config, Mapping):
         config = _with_placeholders(config, kind, may_lack_model=model_config is not None)
     return plan_of(
         resolve_object(config, cluster.devices, kind.config_class).config, cluster, options
     )
-
-
-def _options(given: dict[str, Any]) -> PlanOptions:
-    try:
-        return PlanOptions.model_validate(given)
-    except ValidationError as error:
-        values = {
-            name: SourcedValue(value, Precedence.FLAG, name, name) for name, value in given.items()
-        }
-        raise_problems(problems_of(error, values, PlanOptions))
-        raise
 
 
 def _with_placeholders(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.commands.verify.evidence import Prompt
-from finetune.config.sources import DataSource, as_sources
+from finetune.config.fields import DataSource, as_sources
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem

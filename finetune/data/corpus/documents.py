@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.config_files import similar_files
+from finetune.config.files import similar_files
 from finetune.config.names import nearest
 from finetune.data.corpus.parquet_files import read_texts, row_groups
 from finetune.data.problems import RecordProblem

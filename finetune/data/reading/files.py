@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.config.config_files import similar_files
+from finetune.config.files import similar_files
 from finetune.data.problems import RecordProblem
 from finetune.data.reading.file_kinds import (
     KINDS_IN_WORDS,

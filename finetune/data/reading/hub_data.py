@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.config.sources import HUB_PREFIXES
+from finetune.config.fields import HUB_PREFIXES
 from finetune.errors import DataError
 
 # hub:owner/name, with /subset, @revision and :split behind it where they are needed.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.config.sources import DataSource
+from finetune.config.fields import DataSource
 from finetune.data.reading.files import expand_groups
 
 

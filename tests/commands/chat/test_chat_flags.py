@@ -15,8 +15,8 @@ from finetune.commands.serve.guard import Rules
 from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.workers import WorkerPool
 from finetune.config.flags import flags_of
+from finetune.config.names import flag
 from finetune.config.options import read_options
-from finetune.config.rules import flag
 from finetune.errors import ConfigError
 from finetune.inference.options import ModelOptions
 

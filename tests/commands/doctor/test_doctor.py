@@ -37,10 +37,10 @@ from finetune.commands.doctor.probe import answer_with
 from finetune.commands.doctor.versions import PAIRS
 from finetune.config.flags import flags_of
 from finetune.config.kinds import KINDS, kind_of_arguments
+from finetune.config.names import flag
 from finetune.config.options import read_known_options
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
-from finetune.config.rules import flag
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, FinetuneError
 

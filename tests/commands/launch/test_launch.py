@@ -37,7 +37,7 @@ from finetune.commands.launch.log import LaunchLog, TracebackFold
 from finetune.commands.launch.options import LaunchOptions, read_launch_options
 from finetune.commands.launch.restart_policy import decide_restart
 from finetune.config.flags import flags_of
-from finetune.config.rules import flag
+from finetune.config.names import flag
 from finetune.errors import ConfigError, Problems, StateError
 from finetune.runtime import nodes as launch_nodes
 from finetune.runtime import ports as launch_ports
