@@ -164,7 +164,7 @@ def test_nobody_else_lists_the_kinds():
         "training/preferences/objective.py",
     }
     # What other tools call their kinds of run is a fact about them.
-    tools = ("axolotl", "axolotl_preferences", "llama_factory", "ms_swift", "preferences", "trl")
+    tools = ("axolotl", "llama_factory", "ms_swift", "preferences", "trl")
     allowed |= {f"commands/convert/{tool}.py" for tool in tools}
     for path in sorted((ROOT / "finetune").rglob("*.py")):
         if str(path.relative_to(ROOT / "finetune")) in allowed:

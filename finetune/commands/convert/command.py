@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import Field
 
-from finetune.commands.convert.draft import Draft, Named, convert
+from finetune.commands.convert.draft import Draft, convert
 from finetune.commands.convert.read import read_run
 from finetune.config.fields import PathOption, Text, ordered_fields, setting
 from finetune.config.kinds import RunKind, run_kind
@@ -25,6 +25,11 @@ from finetune.storage import durable_files
 _WIDTH = 118
 # Options that hold a secret by their name, of any tool and also where they are keys of a value.
 _SECRET = re.compile(r"(?i)(?:^|[_\W])(?:api[_-]?key|token|secret|password|webhook_url)$")
+_SECTIONS = {
+    "no counterpart, and it changes what is trained": "unsupported",
+    "means something else here": "different",
+    "no counterpart; it only says how a run is executed": "harmless",
+}
 _TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
 
 
@@ -82,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) from error
     if processes not in (None, devices):
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
-    draft.values.setdefault("output_dir", "runs/converted")
+    draft.settings.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
-    kind = run_kind(draft.values)
-    resolve_object(draft.values, devices, kind.config_class)
+    kind = run_kind(draft.settings)
+    resolve_object(draft.settings, devices, kind.config_class)
     sections = list(_sections(draft))
-    text = _run_file(f"{tool.title}: {source}", kind, draft.values, sections)
+    text = _run_file(f"{tool.title}: {source}", kind, draft.settings, sections)
     if options.output is None:
         sys.stdout.write(text)
     else:
@@ -104,18 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:
-    """What to tell, most important first: a title, and a line for each option."""
-    for title, named in (
-        ("no counterpart, and it changes what is trained", draft.trained),
-        ("means something else here", draft.differs),
-        ("no counterpart; it only says how a run is executed", draft.executed),
-    ):
-        if named:
-            yield title, [_line(each) for each in dict.fromkeys(_hashable(named))]
-
-
-def _hashable(named: list[Named]) -> Iterable[Named]:
-    return (each._replace(value=_shown(_without_secrets(each.name, each.value))) for each in named)
+    """Yield what to tell, most important first: a title, and a line for each option."""
+    for title, kind in _SECTIONS.items():
+        lines = [
+            f"{name} {_shown(_without_secrets(name, value))}: {reason}"
+            for name, value, reason in draft.named[kind]
+        ]
+        if lines:
+            yield title, list(dict.fromkeys(lines))
 
 
 def _without_secrets(name: str, value: Any) -> Any:
@@ -132,10 +133,6 @@ def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     text = mask_secrets(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _line(each: Named) -> str:
-    return f"{each.name} {each.value}: {each.why}"
 
 
 def _run_file(

@@ -1,6 +1,4 @@
-"""What a run of another tool says: options by name, from a YAML or JSON file, or from a command
-line.
-"""
+"""A run of another tool: options by name, from a YAML or JSON file, or from a command line."""
 
 from __future__ import annotations
 
@@ -8,17 +6,20 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
-from finetune.commands.convert.draft import Tool
-from finetune.commands.convert.launchers import as_words, processes_of, without_launcher
+from finetune.commands.convert.draft import Tool, load
 from finetune.config.files import read_file, similar_files
 from finetune.errors import ConfigError
 from finetune.plain_text import mask_secrets
 
 TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, trl.TOOL, axolotl.TOOL, ms_swift.TOOL)
+_LAUNCHERS = load("launchers")
+_COUNTS = ("processes", "processes_of_a_node", "nodes")
 _FILES = (".yaml", ".yml", ".json")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -40,11 +41,11 @@ class Run(NamedTuple):
 
 
 def read_run(given: str, tool_name: str | None) -> Run:
-    """The run that a file or a command line says.
+    """Read the run of a file or a command line.
 
     Args:
         given: a file, a command line, or - for one on standard input.
-        tool_name: None: the tool is recognised.
+        tool_name: None: the tool is recognized.
 
     Raises:
         ConfigError: it cannot be read, or belongs to no tool or to several.
@@ -54,14 +55,14 @@ def read_run(given: str, tool_name: str | None) -> Run:
     is_file = os.path.isfile(given)
     source = path.name if is_file else "a command line"
     if path.suffix.lower() in _FILES and (is_file or " " not in given):
-        options = read_file(path)
-        tool = _pick(options, tool_name, path.name)
-        return Run(
-            tool, without_launcher(options, tool), path.name, processes_of(as_words(options), {})
-        )
-    options, named, processes = _read_command(_command_text(given, path))
-    tool = named if tool_name is None and named is not None else _pick(options, tool_name, source)
-    return Run(tool, without_launcher(options, tool), source, processes)
+        options, source = read_file(path), path.name
+        tool, processes = None, _processes(_as_words(options), {})
+    else:
+        options, tool, processes = _read_command(_command_text(given, path))
+    if tool_name is not None:
+        tool = next(each for each in TOOLS if each.name == tool_name)
+    tool = tool or _recognize(options, source)
+    return Run(tool, _without_launcher(options, tool), source, processes)
 
 
 def _command_text(given: str, path: Path) -> str:
@@ -86,89 +87,81 @@ def _command_text(given: str, path: Path) -> str:
 
 
 def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
-    """The options of the command in a shell script that trains, the tool that it names, and its
-    number of processes.
+    """Return the options of the command in a shell script that trains, the tool that it names, and
+    its number of processes.
     """
     variables: dict[str, str] = {}
-    lines: list[list[str]] = []
+    words: list[str] = []
     unread, following = None, 1
     for line in re.split(r"(?<!\\)\n", text.replace("\r\n", "\n")):
         number, following = following, following + line.count("\n") + 1
-        line = line.replace("\\\n", " ")
         try:
-            words = shlex.split(line, comments=True)
+            command = shlex.split(line.replace("\\\n", " "), comments=True)
         except ValueError as error:  # an apostrophe in another line of a script
-            if "--" in line:
+            if "--" in line and unread is None:
                 # The line is not shown: it may hold a key.
-                unread = unread or ConfigError(
+                unread = ConfigError(
                     f"not a command line: {error}", f"line {number}", "close the quotes"
                 )
             continue
-        words = _assign(words, variables)
-        lines.append(words)
-        if found := _start(words):
+        command = _assign(command, variables)
+        words += command
+        if found := _start(command):
             tool, start, place = found
+            # Behind -- a launcher's own options begin.
+            own = command[place:]
+            options = _options(own[: own.index("--")] if "--" in own else own)
             switches = {
                 option: variables[name] in ("1", "true", "True")
                 for name, option in tool.environment.items()
                 if name in variables
             }
-            own = words[place:]
-            # Behind -- a launcher's own options begin.
-            options = _options(own[: own.index("--")] if "--" in own else own)
-            return (
-                {**tool.starts[start], **switches, **options},
-                tool,
-                processes_of([*words[: place - len(start)], *as_words(options), *own], variables),
-            )
+            before = command[: place - len(start.split())]
+            processes = _processes([*before, *_as_words(options), *own], variables)
+            return {**tool.starts[start], **switches, **options}, tool, processes
     if unread is not None:
         raise unread
-    flags = [word for words in lines for word in words]
-    first = next((number for number, word in enumerate(flags) if word.startswith("--")), len(flags))
-    options = _options(flags[first:])
-    return options, None, processes_of(as_words(options), {})
+    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    options = _options(words[first:])
+    return options, None, _processes(_as_words(options), {})
 
 
 def _assign(words: list[str], variables: dict[str, str]) -> list[str]:
-    """Keep the assignments in front of a command; the command, with the values of variables in
-    their place.
+    """Keep the assignments in front of a command.
+
+    Returns:
+        The command, with the values of variables in their place.
     """
 
     def filled(word: str) -> str:
         return _VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word)
 
-    while words and (
-        found := _ASSIGNMENT.fullmatch(words[0] if words[0] != "export" else " ".join(words[:2]))
-    ):
+    while words:
+        exported = words[0] == "export"
+        found = _ASSIGNMENT.fullmatch(" ".join(words[:2]) if exported else words[0])
+        if not found:
+            break
         variables[found[1]] = filled(found[2])
-        words = words[2 if words[0] == "export" else 1 :]
+        words = words[2 if exported else 1 :]
     return [filled(word) for word in words]
 
 
-def _start(words: list[str]) -> tuple[Tool, tuple[str, ...], int] | None:
-    """The tool that the words start, by the longest start that fits, and where its options
+def _start(words: list[str]) -> tuple[Tool, str, int] | None:
+    """Return the tool that the words start, by the longest start that fits, and where its options
     begin.
     """
-    fitting = [
-        (tool, start, place)
-        for tool in TOOLS
-        for start in tool.starts
-        if (place := _place(words, start)) is not None
-    ]
-    return max(fitting, key=lambda found: len(" ".join(found[1])), default=None)
-
-
-def _place(words: list[str], start: tuple[str, ...]) -> int | None:
-    """Where the options begin behind the words that start a tool."""
-    for number in range(len(words) - len(start) + 1):
-        pairs = zip(words[number:], start, strict=False)
-        if all(word == wanted or word.endswith(f"/{wanted}") for word, wanted in pairs):
-            return number + len(start)
-    return None
+    line = "\0".join([*words, ""])
+    fitting = []
+    for tool in TOOLS:
+        for start in tool.starts:
+            expected = re.escape(start.replace(" ", "\0"))
+            if found := re.search(rf"(?:^|[\0/]){expected}\0", line):
+                fitting.append((tool, start, line.count("\0", 0, found.end())))
+    return max(fitting, key=lambda each: len(each[1]), default=None)
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """`--name value...`, `--name=value`, `name=value`, and a file of options in front of them."""
+    """Read `--name value...`, `--name=value`, `name=value`, and a file of options in front."""
     options: dict[str, Any] = {}
     name = None
     for word in words:
@@ -196,7 +189,7 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
-    """A word as the number or truth that it writes; else itself."""
+    """Return a word as the number or truth that it writes; else itself."""
     lower = word.lower()
     if lower in ("true", "false"):
         return lower == "true"
@@ -210,29 +203,59 @@ def _value(word: str) -> Any:
     return word
 
 
-def _pick(options: dict[str, Any], name: str | None, source: str) -> Tool:
-    if name is not None:
-        return next(tool for tool in TOOLS if tool.name == name)
-    known = {
-        tool: sum(tool.aliases.get(each, each) in tool.options for each in options)
-        for tool in TOOLS
-    }
-    # A tool's own words count: `model` is ms-swift's, `base_model` is Axolotl's.
-    own = {
-        tool: sum(
-            each in tool.options
-            and not any(each in other.options for other in TOOLS if other is not tool)
-            for each in options
-        )
-        for tool in TOOLS
-    }
-    best = max(TOOLS, key=lambda tool: (known[tool], own[tool]))
-    if (
-        not known[best]
-        or sum((known[tool], own[tool]) == (known[best], own[best]) for tool in TOOLS) > 1
-    ):
+def _recognize(options: Mapping[str, Any], source: str) -> Tool:
+    """Return the tool that knows most of the options; of equals, the one that alone knows most."""
+
+    def knows(tool: Tool) -> tuple[int, int]:
+        others = set().union(*(other.options for other in TOOLS if other is not tool))
+        known = [name for name in options if tool.aliases.get(name, name) in tool.options]
+        # `model` is ms-swift's, `base_model` is Axolotl's.
+        return len(known), len(tool.options.intersection(options) - others)
+
+    ranks = [knows(tool) for tool in TOOLS]
+    best = max(ranks)
+    if best[0] == 0 or ranks.count(best) > 1:
         names = ", ".join(tool.name for tool in TOOLS)
         raise ConfigError(
             "it cannot be told which tool this run is for", source, f"say --from {names}"
         )
-    return best
+    return TOOLS[ranks.index(best)]
+
+
+def _as_words(options: Mapping[str, Any]) -> list[str]:
+    """Write options as words of a command line."""
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _processes(words: Iterable[str], variables: Mapping[str, str]) -> int | None:
+    """Return the number of processes that a command line and the environment ask a launcher for,
+    in front of the tool's name, or behind it, where the tool passes it on; None: they do not.
+    """
+    given = {name: variables.get(name.upper(), "") for name in ("nproc_per_node", "nnodes")}
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        given[name.lstrip("-").replace("-", "_").lower()] = value if equals else following
+    counts = []
+    for names in _COUNTS:
+        numbers = (given[name] for name in _LAUNCHERS[names] if name in given)
+        counts.append(next((int(number) for number in numbers if number.isdecimal()), 0))
+    processes, of_a_node, nodes = counts
+    return processes or of_a_node * (nodes or 1) or None
+
+
+def _without_launcher(options: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
+    """Return a tool's options without those that it passes on to its launcher; how that shards
+    stays, as `deepspeed`.
+    """
+    launchers = {*_LAUNCHERS["other"], *(name for names in _COUNTS for name in _LAUNCHERS[names])}
+    own = {
+        name: value
+        for name, value in options.items()
+        if name in tool.options or name not in launchers
+    }
+    for name, form in _LAUNCHERS["sharding"].items():
+        text = form.format(own.get(name))
+        if name in own and ("zero" in text.lower() or text.endswith(".json")):
+            own.setdefault("deepspeed", text)
+            del own[name]
+    return own
