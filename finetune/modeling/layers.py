@@ -6,20 +6,19 @@
 | NPU    | torch_npu's npu_rms_norm, npu_rotary_mul and npu_swiglu                              |
 | others | torch's own operations                                                               |
 
-Which modules of a model are meant is told by what they compute, not by their names: each candidate
-computes small random numbers on the CPU, and only those that equal the formulas of the `plain_...`
-functions are replaced. Norms with `1 + weight` (Gemma) or without weights, rotations of
-neighbouring numbers (Cohere, DeepSeek), MLPs with another activation or one joined projection stay
-as they are. A fused operation is taken only after it agreed with the plain one on this device, at
-the model's own sizes (layer_check.py). Linear layers stay modules that are called: hooks and
-adapters on them work as before.
+A module of a model is replaced if the code of its class is that of a reference class of
+transformers (Llama's, OLMo 2's, ...) whose formula is one of the `plain_...` functions.
+transformers copies this code into the files of most model families. Norms with `1 + weight`
+(Gemma) or without weights, rotations of adjacent elements (Cohere, DeepSeek), MLPs with another
+activation or one joined projection stay as they are. A fused operation is used only after it agreed
+with the plain one on this device, at the model's own sizes (layer_check.py). Linear layers stay
+modules that are called: hooks and adapters on them work as before.
 
-Shapes: T tokens, D numbers of the last axis, H query heads, K key-value heads.
+Shapes: T tokens, D elements of the last axis, H query heads, K key-value heads.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -29,24 +28,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3 import modeling_phi3 as phi3
 
 from finetune.errors import ConfigError
 
 logger = logging.getLogger("finetune")
 
 ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files give it
-MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-# What a candidate may raise on the small inputs of a probe: it is not the module that is looked
-# for.
-_NOT_IT = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    AssertionError,
-)
 
 
 @dataclass(frozen=True)
@@ -207,107 +202,52 @@ class FusableLayers:
 
 
 def find_fusable(model: nn.Module) -> FusableLayers:
-    """The modules that compute what the plain functions do; runs each candidate on small numbers on
-    the CPU.
-    """
+    """Find the modules whose code is that of a reference below; nothing is computed."""
     found = FusableLayers()
+    norms, rotations = _reference_norms(), _reference_rotations()
+    swiglu = _code(LlamaMLP.forward)
     for module in model.modules():
-        if "forward" in vars(module) or type(module).forward is nn.Module.forward:
-            continue  # replaced already, or a container
-        if (norm := _as_norm(module)) is not None:
-            found.norms.append(norm)
-        elif _is_swiglu(module):
+        forward = type(module).forward
+        if "forward" in vars(module) or not isinstance(forward, FunctionType):
+            continue  # replaced already, or a function of another kind
+        code = _code(forward)
+        if code in norms:
+            epsilon: Any = module.variance_epsilon
+            found.norms.append((module, epsilon, norms[code]))
+        elif code == swiglu and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
             found.mlps.append(module)
-        elif (rotary := _rotary_of(module)) is not None and (
-            keeps := _rotates_halves(rotary)
-        ) is not None:
-            found.attentions.append((module, rotary, keeps))
+        elif ROTARY in forward.__code__.co_names:
+            rotary: Any = forward.__globals__.get(ROTARY)
+            if (code := _rotation_code(rotary)) in rotations:
+                found.attentions.append((module, rotary, rotations[code]))
     return found
 
 
-def _numbers(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator)
-
-
-def _twin(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
-    """A copy with small parts in place of its own, which may lie on a device or, under ZeRO-3, on
-    other ranks.
+def _code(function: Any) -> tuple[bytes, tuple[str, ...], tuple[Any, ...]]:
+    """What a function does: its instructions, the names it uses and its numbers, without its
+    docstring. Equal for the copies that transformers keeps in each of its modeling files.
     """
-    twin = copy.copy(module)
-    vars(twin).update(_parameters=parameters, _modules=modules, _buffers={})
-    return twin
+    code = function.__code__
+    return code.co_code, code.co_names, tuple(x for x in code.co_consts if not isinstance(x, str))
 
 
-def _as_norm(module: nn.Module) -> tuple[nn.Module, float, bool] | None:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if (
-        not isinstance(eps, float)
-        or set(module._parameters) != {"weight"}
-        or module._modules
-        or module._buffers
-    ):
-        return None
-    # Numbers about as small as eps: a term left out or put elsewhere shows.
-    x, weight = _numbers(3, 8) * eps**0.5, _numbers(8)
-    try:
-        with torch.no_grad():
-            twin = _twin(module, {"weight": weight}, {})
-            normed = type(module).forward(twin, x)
-            same = torch.allclose(normed, plain_rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
-            keeps = type(module).forward(twin, x.bfloat16()).dtype == torch.bfloat16
-    except _NOT_IT:
-        return None
-    return (module, eps, keeps) if same else None
+def _rotation_code(rotary: Any) -> Any:
+    # NanoChat's function equals Llama's, and calls a `rotate_half` with the signs swapped
+    half = getattr(rotary, "__globals__", {}).get("rotate_half")
+    return None if half is None else (_code(rotary), _code(half))
 
 
-def _is_swiglu(module: nn.Module) -> bool:
-    parts = set(module._modules)
-    if not parts > set(MLP_PARTS) or len(parts) != len(MLP_PARTS) + 1 or module._parameters:
-        return False
-    sizes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
-    # Without their own start: that would draw from the generator of the run.
-    small = {name: nn.utils.skip_init(nn.Linear, *size, bias=False) for name, size in sizes.items()}
-    with torch.no_grad():
-        for linear in small.values():
-            linear.weight.copy_(_numbers(*linear.weight.shape))
-    x = _numbers(3, 4)
-    try:
-        with torch.no_grad():
-            found = type(module).forward(_twin(module, {}, {**module._modules, **small}), x)
-            wanted = small["down_proj"](plain_swiglu(small["gate_proj"](x), small["up_proj"](x)))
-    except _NOT_IT:
-        return False
-    return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+# transformers 5.23; each is followed by whether its output has the input's dtype when the other
+# argument, weight or cosine, is wider. SeedOssMLP is left out: it has a dropout of its own.
+def _reference_norms() -> dict[Any, bool]:
+    references = {LlamaRMSNorm: False, Olmo2RMSNorm: True, HeliumRMSNorm: True}
+    return {_code(norm.forward): keeps for norm, keeps in references.items()}
 
 
-def _rotary_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that the module's forward calls by its file's name for it."""
-    forward = type(module).forward
-    named = isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
-    return forward.__globals__.get(ROTARY) if named else None
-
-
-def _rotates_halves(rotary: Callable[..., Any]) -> bool | None:
-    """None for another rotation; else whether the output has q's dtype when cos has a wider one."""
-    q, k, cos, sin = (
-        _numbers(2, 3, 5, 8),
-        _numbers(2, 1, 5, 8),
-        _numbers(2, 5, 4),
-        _numbers(2, 5, 4).flip(0),
-    )
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    try:
-        same = all(
-            torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-            for mine, theirs in zip(
-                plain_rotary(q, k, cos, sin), rotary(q, k, cos, sin), strict=True
-            )
-        )
-        keeps = rotary(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.bfloat16
-    except _NOT_IT:
-        return None
-    return keeps if same else None
+def _reference_rotations() -> dict[Any, bool]:
+    # glm4_moe and phi3 rotate the first part of a head only, if the configuration says so
+    references = {llama: False, olmo2: True, glm4_moe: False, phi3: False}
+    return {_rotation_code(getattr(file, ROTARY)): keeps for file, keeps in references.items()}
 
 
 # ---------------------------------------------------------------- the replacement

@@ -36,7 +36,7 @@ from finetune.modeling.layers import (
 # Model type -> RMSNorms, attentions that rotate halves, SwiGLU MLPs of its tiny model of four
 # layers (read in transformers' files): Gemma's norms add 1 to the weight, NanoChat's have none;
 # Cohere, ERNIE, GLM, Helium, DeepSeek rotate neighbours; GLM and Phi-3 join gate and up; experts
-# are one tensor.
+# are one tensor; SeedOss drops out in its MLP.
 FUSABLE = {
     "afmoe": (25, 4, 4),
     "apertus": (17, 4, 0),
@@ -93,7 +93,7 @@ FUSABLE = {
     "qwen2": (9, 4, 4),
     "qwen3": (17, 4, 4),
     "qwen3_moe": (17, 4, 0),
-    "seed_oss": (9, 4, 4),
+    "seed_oss": (9, 4, 0),
     "smollm3": (9, 4, 4),
     "starcoder2": (0, 4, 0),
 }
