@@ -2,7 +2,7 @@
 the next one.
 
 For models whose layers are not all attention, and for devices where continuous batching has not
-been tried. Requests wait for the batch before theirs; the key-value cache of a single answer is
+been tried. Requests wait for the batch before theirs. The key-value cache of a single answer is
 kept for a prompt that continues it.
 """
 
@@ -10,31 +10,26 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
-from transformers.generation import LogitsProcessor, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import DynamicCache, PreTrainedModel
 
 from finetune.inference.choose_tokens import adjust_each
+from finetune.inference.decoding import BatchDecoding
 from finetune.inference.engine import Job, Limits
+
+CLOSING = "the model is being closed"
 
 
 class StaticEngine:
-    """Batches through `generate`, left-padded."""
+    """Batches of jobs, each decoded to its end in a thread."""
 
     def __init__(
         self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, limits: Limits
     ) -> None:
         self._model = model
-        self._stop_ids = set(stop_ids)
+        self._stop_ids = frozenset(stop_ids)
         self._pad_id = pad_id
         self._limits = limits
         self._waiting: deque[Job] = deque()
@@ -53,7 +48,7 @@ class StaticEngine:
     def submit(self, job: Job) -> None:
         with self._change:
             if not self.alive:
-                job.listener((), True, "the model is being closed")
+                job.listener((), True, CLOSING)
                 return
             self._waiting.append(job)
             self._change.notify()
@@ -71,7 +66,7 @@ class StaticEngine:
             self._change.notify()
         self._thread.join(timeout=30)
 
-    def is_cancelled(self, identity: str) -> bool:
+    def _is_cancelled(self, identity: str) -> bool:
         return self._closed or identity in self._cancelled
 
     def _run(self) -> None:
@@ -82,65 +77,34 @@ class StaticEngine:
                     self._change.wait()
                 if self._closed:
                     break
-                batch = [
-                    self._waiting.popleft()
-                    for _ in range(min(len(self._waiting), self._limits.max_batch))
-                ]
-            answers = _Answers(self, batch, self._stop_ids)
+                count = min(len(self._waiting), self._limits.max_batch)
+                batch = [self._waiting.popleft() for _ in range(count)]
+            decoding = _JobDecoding(self._model, batch, self._stop_ids, self._is_cancelled)
             try:
-                self._answer(batch, answers)
+                cache = self._cache_for(batch[0].prompt_ids) if len(batch) == 1 else None
+                decoding.run(self._model, self._pad_id, cache)
             except Exception as error:  # whatever the model raised, these requests must end
                 self._kept = None
-                answers.fail(f"{type(error).__name__}: {error}")
+                decoding.fail_rest(f"{type(error).__name__}: {error}")
             else:
-                answers.fail("the model is being closed")  # those that are not finished
+                made = decoding.cache
+                if len(batch) == 1 and isinstance(made, DynamicCache) and _can_crop(made):
+                    self._kept = (decoding.ids[0, : made.get_seq_length()].tolist(), made)
+                decoding.fail_rest(CLOSING)
         for job in self._waiting:
-            job.listener((), True, "the model is being closed")
-
-    def _answer(self, batch: Sequence[Job], answers: _Answers) -> None:
-        longest = max(len(job.prompt_ids) for job in batch)
-        ids = torch.full((len(batch), longest), self._pad_id)
-        mask = torch.zeros_like(ids)
-        for number, job in enumerate(batch):
-            ids[number, longest - len(job.prompt_ids) :] = torch.tensor(list(job.prompt_ids))
-            mask[number, longest - len(job.prompt_ids) :] = 1
-        cache = self._cache_for(batch[0].prompt_ids) if len(batch) == 1 else None
-        device = self._model.device
-        settings = GenerationConfig(
-            do_sample=False,
-            eos_token_id=sorted(self._stop_ids),
-            pad_token_id=self._pad_id,
-            # ours is applied by `adjust`; unset, the model's own would be applied too
-            repetition_penalty=1.0,
-            max_new_tokens=max(job.sampling.max_new_tokens or 1 for job in batch),
-            return_dict_in_generate=True,
-        )
-        with torch.inference_mode():
-            result = self._model.generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([_Settings(answers, longest)]),
-                stopping_criteria=StoppingCriteriaList([_Finished(self, answers, longest)]),
-                streamer=answers,
-                **({"past_key_values": cache} if cache is not None else {}),
-            )
-        made = getattr(result, "past_key_values", None)
-        if len(batch) == 1 and isinstance(made, DynamicCache) and _can_crop(made):
-            # The last token has been chosen and not been read, so it has no keys yet.
-            self._kept = (result.sequences[0, : made.get_seq_length()].tolist(), made)
+            job.listener((), True, CLOSING)
 
     def _cache_for(self, prompt_ids: Sequence[int]) -> DynamicCache | None:
-        """The cache of the answer before, cut to what this prompt begins with; None where nothing
-        is shared.
+        """Return the cache of the answer before, cut to what this prompt begins with, or None if
+        nothing is shared.
         """
         if self._kept is None:
             return None
         (ids, cache), self._kept = self._kept, None
         shared = 0
-        # one token at least must be read anew
-        for ours, theirs in zip(prompt_ids[:-1], ids, strict=False):
-            if ours != theirs:
+        # at least one token must be read again
+        for token, kept_token in zip(prompt_ids[:-1], ids, strict=False):
+            if token != kept_token:
                 break
             shared += 1
         if shared == 0:
@@ -154,83 +118,48 @@ def _can_crop(cache: DynamicCache) -> bool:
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
 
 
-class _Answers(BaseStreamer):
-    """The answers of one batch: the tokens of each, and whether it is over."""
+class _JobDecoding(BatchDecoding):
+    """Decodes with the settings of each job, and reports every token to its listener."""
 
-    def __init__(self, engine: StaticEngine, batch: Sequence[Job], stop_ids: set[int]) -> None:
-        self.engine = engine
-        self.batch = batch
-        self.stop_ids = stop_ids
-        self.ids: list[list[int]] = [[] for _ in batch]
-        self.over = [False] * len(batch)
-        self._prompt_seen = False
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: Sequence[Job],
+        stop_ids: frozenset[int],
+        is_cancelled: Callable[[str], bool],
+    ) -> None:
+        super().__init__(
+            model,
+            [job.prompt_ids for job in batch],
+            [job.sampling.max_new_tokens or 1 for job in batch],
+            stop_ids,
+        )
+        self._batch = batch
+        self._is_cancelled = is_cancelled
 
-    def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:  # generate hands out the prompt first
-            self._prompt_seen = True
-            return
-        for number, token in enumerate(value.reshape(-1).tolist()):
-            job = self.batch[number]
-            if self.over[number]:
-                continue
-            if self.engine.is_cancelled(job.identity):
-                self.over[number] = True
-                continue
-            self.ids[number].append(token)
-            self.over[number] = token in self.stop_ids or len(self.ids[number]) >= (
-                job.sampling.max_new_tokens or 1
-            )
-            job.listener((token,), self.over[number], None)
-
-    def end(self) -> None: ...
-
-    def fail(self, reason: str) -> None:
-        """Tell those whose answer is not over."""
-        for number in range(len(self.batch)):
-            self.fail_one(number, reason)
-
-    def fail_one(self, number: int, reason: str) -> None:
-        if not self.over[number]:
-            self.over[number] = True
-            self.batch[number].listener((), True, reason)
-
-
-class _Settings(LogitsProcessor):
-    """The settings of each sequence. Reads the answer from `input_ids`: a streamer may be a step
-    behind.
-    """
-
-    def __init__(self, answers: _Answers, padded_prompt_tokens: int) -> None:
-        self.answers = answers
-        self.start = padded_prompt_tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        texts = input_ids[:, self.start :].tolist()
-        sequences = [job.sequence(ids) for job, ids in zip(self.answers.batch, texts, strict=True)]
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        sequences = [
+            job.sequence(answer) for job, answer in zip(self._batch, self.answers, strict=True)
+        ]
         scores, failed = adjust_each(scores, sequences)
         for number, error in failed.items():
-            self.answers.fail_one(number, f"{type(error).__name__}: {error}")
-        return scores
+            self._fail(number, f"{type(error).__name__}: {error}")
+        return super().choose(scores)
 
+    def take(self, number: int, token: int) -> None:
+        job = self._batch[number]
+        if self._is_cancelled(job.identity):
+            self.over[number] = True
+            return
+        super().take(number, token)
+        job.listener((token,), self.over[number], None)
 
-class _Finished(StoppingCriteria):
-    """Sequences that are over for a reason of their own: their length, or nobody waits for them any
-    more.
-    """
+    def fail_rest(self, reason: str) -> None:
+        """Report a failure to the listeners of answers that are not over."""
+        for number in range(len(self._batch)):
+            self._fail(number, reason)
 
-    def __init__(self, engine: StaticEngine, answers: _Answers, padded_prompt_tokens: int) -> None:
-        self.engine = engine
-        self.answers = answers
-        self.start = padded_prompt_tokens
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
-        length = input_ids.shape[1] - self.start
-        over = [
-            failed
-            or length >= (job.sampling.max_new_tokens or 1)
-            or self.engine.is_cancelled(job.identity)
-            for job, failed in zip(self.answers.batch, self.answers.over, strict=True)
-        ]
-        return torch.tensor(over, dtype=torch.bool, device=input_ids.device)
+    def _fail(self, number: int, reason: str) -> None:
+        if not self.over[number]:
+            self.over[number] = True
+            self._batch[number].listener((), True, reason)

@@ -24,7 +24,7 @@ from finetune.data.problems import RecordProblem
 from finetune.data.reading.sources import expand_sources
 from finetune.data.records import RecordReader
 from finetune.errors import DataError
-from finetune.inference.greedy import answering, greedy_tokens
+from finetune.inference.decoding import answering, greedy_tokens
 from finetune.inference.loading import end_ids
 from finetune.modeling.model_config import padding_id
 

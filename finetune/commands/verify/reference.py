@@ -20,7 +20,7 @@ import torch
 
 from finetune.commands.verify.evidence import Prompt, Said
 from finetune.data.encoding.spans import ChatTemplate
-from finetune.inference.greedy import answering, greedy_tokens
+from finetune.inference.decoding import answering, greedy_tokens
 from finetune.inference.loading import Source, check_fit, end_ids, load_weights, with_adapter
 from finetune.modeling.model_config import load_model_config, padding_id
 from finetune.modeling.pretrained import DTYPES

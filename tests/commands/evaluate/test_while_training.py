@@ -30,7 +30,7 @@ from finetune.config.resolution import resolve
 from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
 from finetune.errors import FinetuneError
-from finetune.inference.greedy import answering, greedy_tokens
+from finetune.inference.decoding import answering, greedy_tokens
 from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.training.build import _compared_data
