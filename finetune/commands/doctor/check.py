@@ -1,6 +1,4 @@
-"""What a check reports: a verdict, what was found, and what to do about it, in the spoken
-language.
-"""
+"""What a check reports: a verdict, what was found, and what to do about it, in the user's language."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class Check:
     Attributes:
         name: a stable name, for machines and for looking it up in the documentation.
         verdict: "ok"; "warn": works, but probably not as wanted; "fail": the run will not start or
-            will die; "skip": not asked, because there is nothing here to ask (`what` tells why).
+            will crash; "skip": the check does not apply here (`what` explains why).
         what: what was found, with the numbers.
         fix: what to do; None for ok and skip.
         values: the numbers behind `what`, plain JSON.
@@ -53,7 +51,7 @@ def fail(name: str, what: str, fix: str, /, **values: Any) -> Check:
 
 
 def failed(name: str, error: FinetuneError) -> list[Check]:
-    """A failed check for each problem that an error reports; its texts are English in both
+    """Return a failed check for each problem that an error reports; its texts are English in both
     languages.
     """
     problems = error.problems if isinstance(error, Problems) else [error]
@@ -68,7 +66,7 @@ def failed(name: str, error: FinetuneError) -> list[Check]:
 
 
 def worst(checks: Iterable[Check]) -> Verdict:
-    """fail before warn before ok; skip for nothing but skipped checks."""
+    """Return the worst verdict: fail, then warn, then ok; skip if all checks were skipped."""
     found = {check.verdict for check in checks}
     order: tuple[Verdict, ...] = ("fail", "warn", "ok")
     return next((verdict for verdict in order if verdict in found), "skip")

@@ -33,17 +33,17 @@ HELD_SHARE = 0.15
 SICK = ("alarm", "critical", "fault", "offline")
 
 
-def accelerator(reports: Sequence[SmiReport], wanted: str, usable: Sequence[str]) -> str:
-    """The device type that a run would take, as far as can be told without torch: "npu", "cuda", or
-    "cpu".
+def accelerator(reports: Sequence[SmiReport], requested: str, usable: Sequence[str]) -> str:
+    """Return the device type that a run would use, as far as is known without torch: "npu", "cuda",
+    or "cpu".
 
     Args:
-        wanted: the configuration's device type; auto takes NPU before CUDA.
+        requested: the configuration's device type; auto takes NPU before CUDA.
         usable: types that the installed torch is built for. torch_npu is not installed by chance:
-            where it is, and npu-smi is not, the run is taken to be on NPUs that cannot be listed.
+            if it is, and npu-smi is not, assume that the run uses NPUs that cannot be listed.
     """
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     listed = {report.device_type for report in reports if report.devices}
     if "npu" in usable and ("npu" in listed or not reports):
         return "npu"
@@ -51,7 +51,7 @@ def accelerator(reports: Sequence[SmiReport], wanted: str, usable: Sequence[str]
 
 
 def visible_devices(report: SmiReport | None, environment: Mapping[str, str]) -> list[SmiDevice]:
-    """The devices that a program started with these variables would see."""
+    """Return the devices that a program started with these variables would see."""
     if report is None:
         return []
     variable = runtime_device.DEVICE_KINDS[report.device_type].visible_variable
@@ -340,7 +340,7 @@ def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
 
 
 def check_device_type(
-    report: Mapping[str, Any], wanted: str, devices_listed: int, processes: int = 1
+    report: Mapping[str, Any], requested: str, devices_listed: int, processes: int = 1
 ) -> Check:
     """Whether the device that is asked for is there, and whether torch sees what the driver
     lists.
@@ -363,7 +363,7 @@ def check_device_type(
         what = what.format(device_type=chosen, error=report["matmul_error"])
         fix = _("update the driver, or install a torch that is built for this device")
         return fail(name, what, fix, **values)
-    if wanted == "auto" and chosen == "cpu" and devices_listed:
+    if requested == "auto" and chosen == "cpu" and devices_listed:
         what = _("the driver lists {count} devices, torch sees none: the run takes the CPU")
         fix = _(
             "install the torch build for them (torch_npu, or a CUDA build), or unset the"
@@ -407,8 +407,8 @@ def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> 
 
 
 def probe(device_type: str, *, torch_npu: bool = True) -> dict[str, Any]:
-    """What torch sees here: versions, device types, and the capabilities of the one that a run
-    would take.
+    """Report what torch sees here: versions, device types, and the capabilities of the type that a
+    run would use.
 
     Args:
         torch_npu: False leaves torch_npu alone, to see whether torch works without it; then the
@@ -434,7 +434,7 @@ def probe(device_type: str, *, torch_npu: bool = True) -> dict[str, Any]:
 
 
 def _matmul_error(device_type: str) -> str:
-    """Why a matrix product on the device is wrong; empty where it is right."""
+    """Return why a matrix product on the device is wrong; empty if it is right."""
     import torch
 
     left = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) % 7

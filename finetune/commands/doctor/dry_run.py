@@ -202,43 +202,22 @@ def _of_config(config: RunConfig | PretrainConfig | None, *names: str) -> dict[s
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records a
-    form, a corpus.
+    """Write a Qwen3 of two layers, 128 wide, with a tokenizer of bytes and its template; 16 records
+    of each form; a corpus.
     """
     import numpy as np
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    from finetune.data.encoding.templates import TEMPLATES
+    from finetune.data.corpus.tokenizer import SPECIAL_TOKENS, train_tokenizer
+    from finetune.modeling.scratch import make_unstarted_model, scratch_config
 
-    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate((*specials, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(specials))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=specials[0], eos_token=specials[2]
-    )
-    fast.chat_template = TEMPLATES["chatml"]
-    fast.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=(len(fast) + 7) // 8 * 8,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=fast.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     sums = [(f"add {n} and {n + 1}", f"{2 * n + 1}" * (n % 5 + 1)) for n in range(16)]
+    vocab_size = 256 + len(SPECIAL_TOKENS)  # every byte is a token, and nothing is merged
+    tokenizer = train_tokenizer(iter([]), vocab_size)
+    tokenizer.save_pretrained(folder / "model")
+    config = scratch_config("qwen3", 2, vocab_size=vocab_size, max_seq_len=256)
+    torch.manual_seed(0)
+    make_unstarted_model(config, "sdpa").save_pretrained(folder / "model")
     records: dict[str, list[dict[str, Any]]] = {
         "train": [{"instruction": asked, "output": answer} for asked, answer in sums],
         "pairs": [
@@ -252,9 +231,8 @@ def make(folder: Path) -> None:
     for name, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    ids = fast(" ".join(f"{asked}: {answer}" for asked, answer in sums), add_special_tokens=False)[
-        "input_ids"
-    ]
+    text = " ".join(f"{asked}: {answer}" for asked, answer in sums)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # Enough for one step of a thousand processes.
     np.resize(np.array(ids, dtype=np.uint16), 2**17).tofile(folder / "tokens.bin")
 

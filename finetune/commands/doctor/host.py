@@ -78,8 +78,7 @@ def check_host_memory(host: HostUse, needed_bytes: int = 0, needed_for: str = ""
 def check_shared_memory(
     processes: int, loader_workers: int = 0, folder: Path = Path("/dev/shm")
 ) -> Check:
-    """Whether the processes of a run find room in /dev/shm: a bus error ends the run where they do
-    not.
+    """Whether the processes of a run have room in /dev/shm: a bus error ends the run if not.
 
     Args:
         processes: processes of the run on this machine.
@@ -161,7 +160,9 @@ def check_open_files(limit: int | None = None) -> Check:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists: where a run would make its folder."""
+    """Return the path, or the nearest folder above it that exists: where a run would make its
+    folder.
+    """
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

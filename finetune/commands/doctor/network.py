@@ -7,7 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -340,10 +340,10 @@ def matching_interfaces(text: str, names: Iterable[str], *, exact: bool) -> set[
     exclude = text.startswith("^")
     text = text.lstrip("^")
     exact = exact or text.startswith("=")
-    wanted: Sequence[str] = [part for part in text.lstrip("=").split(",") if part]
+    parts = [part for part in text.lstrip("=").split(",") if part]
     matched = {
         name
         for name in names
-        if any(name == part if exact else name.startswith(part) for part in wanted)
+        if any(name == part if exact else name.startswith(part) for part in parts)
     }
     return set(names) - matched if exclude else matched

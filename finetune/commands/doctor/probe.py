@@ -1,6 +1,4 @@
-"""Questions asked in a process of their own: an import that dies, hangs or is killed is an answer
-too.
-"""
+"""Probes in a process of their own: an import that crashes, hangs or is killed is a result too."""
 
 from __future__ import annotations
 
@@ -92,8 +90,8 @@ def ask(
 
 
 def answer_with(probe: Callable[..., Any]) -> None:
-    """The other side of `ask`: call the probe with what the request holds, and write what it
-    returns as JSON.
+    """Be the other side of `ask`: call the probe with the request, and write what it returns as
+    JSON.
     """
     request = json.load(sys.stdin)
     speak(request.pop("language"))
@@ -107,8 +105,8 @@ def run_to_end(
     timeout_seconds: float,
     standard_input: str = "",
 ) -> Answer:
-    """How a process ended, and both of its streams. One that takes too long gets SIGTERM, then
-    SIGKILL.
+    """Run a process to its end and return how it ended, with both of its streams. One that takes
+    too long gets SIGTERM, then SIGKILL.
 
     A launcher ends its own workers at SIGTERM, and they end themselves when it is gone.
     """

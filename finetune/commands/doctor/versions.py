@@ -182,14 +182,14 @@ def torch_build(folder: Path | None = None) -> tuple[str, str | None]:
 
 
 def check_cuda_build(
-    torch_version: str, cuda: str | None, report: SmiReport | None, wanted: bool
+    torch_version: str, cuda: str | None, report: SmiReport | None, requested: bool
 ) -> Check:
     """Whether torch's CUDA and the driver's go together.
 
     Args:
         torch_version, cuda: see `torch_build`.
         report: of the NVIDIA driver; None where there is none.
-        wanted: the configuration asks for cuda by name.
+        requested: the configuration asks for cuda by name.
     """
     name = "cuda_driver"
     if report is None or not report.devices:
@@ -210,7 +210,7 @@ def check_cuda_build(
             " torch=={release})"
         )
         fix = fix.format(release=torch_version.split("+")[0])
-        return (fail if wanted else warn)(name, what, fix, **values)
+        return (fail if requested else warn)(name, what, fix, **values)
     major = driver_cuda.split(".")[0]
     if major and int(major) < int(cuda.split(".")[0]):
         what = _(

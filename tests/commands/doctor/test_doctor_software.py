@@ -121,7 +121,7 @@ def test_cuda_of_torch_and_of_the_driver(
 
 
 def test_no_gpu_no_question():
-    assert check_cuda_build("2.13.0", None, None, wanted=False).verdict == "skip"
+    assert check_cuda_build("2.13.0", None, None, requested=False).verdict == "skip"
 
 
 # ---------------------------------------------------------------- CANN
