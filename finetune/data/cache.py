@@ -26,7 +26,7 @@ from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
 from finetune.storage.run_lock import claimed, try_flock
-from finetune.storage.shared_storage import has_name, looks, make_folder
+from finetune.storage.shared_storage import has_name, make_folder, poll_attempts
 
 logger = logging.getLogger("finetune")
 
@@ -209,7 +209,9 @@ def _fault(folder: Path) -> str | None:
     if not has_name(folder):
         return ""
     fault: str | None = ""
-    for _ in looks(folder):  # over a network, what another node has made may not be seen yet
+    for _ in poll_attempts(
+        folder
+    ):  # over a network, what another node has made may not be seen yet
         try:
             return _damage(folder)
         except FileNotFoundError as error:

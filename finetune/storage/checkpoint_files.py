@@ -35,7 +35,12 @@ from typing import Any
 
 from finetune.errors import ConfigError, FinetuneError, StateError
 from finetune.storage import durable_files
-from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared, looks, make_folder
+from finetune.storage.shared_storage import (
+    SEEN_WITHIN_SECONDS,
+    is_shared,
+    make_folder,
+    poll_attempts,
+)
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -66,10 +71,11 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class Validity:
-    """Whether a checkpoint folder may be used, and if not, why; `manifest` is None where it could
-    not be trusted.
+    """Whether a checkpoint folder may be used, and if not, why.
 
-    `unread`: the system did not let it be read, here and now; it may be whole.
+    Attributes:
+        manifest: None if it cannot be trusted.
+        unread: the system did not let it be read, here and now; it may be whole.
     """
 
     valid: bool
@@ -83,13 +89,13 @@ class _Invalid(Exception):
 
 
 def step_of(name: str) -> int | None:
-    """The optimizer step in `checkpoint-<step>`, or None for any other name."""
+    """Return the optimizer step in `checkpoint-<step>`, or None for any other name."""
     found = _CHECKPOINT_NAME.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a checkpoint may hold a file of this name (relative to the folder)."""
+    """Return whether a checkpoint may hold a file of this name (relative to the folder)."""
     return name.endswith(ALLOWED_SUFFIXES)
 
 
@@ -100,8 +106,8 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 def manifest_bytes(
     step: int, files: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]
 ) -> bytes:
-    """The manifest of a checkpoint as it lies on the disk; its `digest` is the SHA-256 of the same
-    text without it.
+    """Return the manifest of a checkpoint as it is on disk. Its `digest` is the SHA-256 of the same
+    text without the digest.
 
     Args:
         files: `{"size_bytes": int, "sha256": str}` by relative name.
@@ -125,7 +131,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked in itself: its digest, its schema, its step against the folder's
+    """Read the manifest, and check its digest, its schema, and its step against the folder's
     name.
     """
     raw = durable_files.read_bytes(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
@@ -161,19 +167,19 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def share_out(
-    sizes: Mapping[str, int], shares: int, wanted: Callable[[str], range] = lambda name: range(0)
+    sizes: Mapping[str, int], shares: int, preferred: Callable[[str], range] = lambda name: range(0)
 ) -> dict[str, int]:
-    """Which of several shares each thing goes to: largest first, to whoever has least so far.
+    """Assign each file or tensor to a share: largest first, to the share that has least so far.
 
     Args:
-        wanted: the shares that have a use for it: one of them has it as long as that makes none
+        preferred: the shares that have a use for it: one of them gets it as long as that makes none
             larger than the mean.
     """
     taken, found, mean = [0] * shares, {}, sum(sizes.values()) / shares
-    for name in sorted(sizes, key=lambda name: (not wanted(name), -sizes[name], name)):
+    for name in sorted(sizes, key=lambda name: (not preferred(name), -sizes[name], name)):
         share = least = taken.index(min(taken))
-        if wanted(name):
-            best = min(wanted(name), key=taken.__getitem__)
+        if preferred(name):
+            best = min(preferred(name), key=taken.__getitem__)
             if taken[best] == taken[least] or taken[best] + sizes[name] <= mean:
                 share = best
         taken[share] += sizes[name]
@@ -182,22 +188,22 @@ def share_out(
 
 
 def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict[str, int]:
-    """Which of the ranks that resume looks at the content of each file.
+    """Assign each file to one of the ranks that resume, which reads and hashes it.
 
-    As far as that shares the bytes evenly, a rank looks at those that it will load, which its node
-    then holds in memory: as many ranks as have written, at theirs.
+    As far as that divides the bytes evenly, a rank reads the files that it will load, which its
+    node then holds in memory.
     """
     numbers = {name: int(found.group(1)) for name in files if (found := _OF_RANK.fullmatch(name))}
     writers = max(numbers.values(), default=0) + 1
 
-    def wanted(name: str) -> range:
+    def preferred(name: str) -> range:
         if name not in numbers:
             return range(0)
         first = numbers[name] * readers // writers
         return range(first, -(-(numbers[name] + 1) * readers // writers))
 
     return share_out(
-        {name: record["size_bytes"] for name, record in files.items()}, readers, wanted
+        {name: record["size_bytes"] for name, record in files.items()}, readers, preferred
     )
 
 
@@ -206,8 +212,8 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
         raise _Invalid("the name is not checkpoint-<step>")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise _Invalid("not a folder (links are not followed)")
-    sizes, strange = durable_files.walk_files(folder)
-    if special := [name for name in strange if not name.endswith("/")]:
+    sizes, unexpected = durable_files.walk_files(folder)
+    if special := [name for name in unexpected if not name.endswith("/")]:
         raise _Invalid(f"holds a link or a special file: {_some(special)}")
     if MANIFEST_NAME not in sizes:
         raise _Invalid(f"{MANIFEST_NAME} is missing: not written by this package, or not whole")
@@ -217,8 +223,8 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
         raise _Invalid(f"extra file, not in the manifest: {_some(extra)}")
     if missing := [name for name in files if name not in sizes]:
         raise _Invalid(f"missing file: {_some(missing)}")
-    if strange:
-        raise _Invalid(f"holds an empty folder: {_some(strange)}")
+    if unexpected:
+        raise _Invalid(f"holds an empty folder: {_some(unexpected)}")
     if forbidden := [name for name in files if not is_allowed(name) or name == MANIFEST_NAME]:
         raise _Invalid(f"a file of a kind that no checkpoint holds: {_some(forbidden)}")
     for name, record in sorted(files.items()):
@@ -255,7 +261,7 @@ def verify(
     """
     validity = _judge(Path(folder), hashes, reader, readers)
     if (doubt_seconds := _doubt_seconds(Path(folder), validity)) > 0:
-        for _ in looks(folder, doubt_seconds):
+        for _ in poll_attempts(folder, doubt_seconds):
             validity = _judge(Path(folder), hashes, reader, readers)
             if validity.valid or _CHANGED in validity.why:
                 break
@@ -263,9 +269,7 @@ def verify(
 
 
 def _doubt_seconds(folder: Path, validity: Validity) -> float:
-    """How long what is wrong with a checkpoint may still turn out to be this machine's old view of
-    it.
-    """
+    """Return how many seconds a problem may still turn out to be this machine's stale cache."""
     if validity.valid or _CHANGED in validity.why:
         return 0.0
     try:
@@ -295,8 +299,7 @@ def _judge(folder: Path, hashes: bool, reader: int, readers: int) -> Validity:
 
 
 def list_checkpoints(run_folder: Path | str) -> list[Path]:
-    """Everything named `checkpoint-<step>` in a run folder, lowest step first; whether it is valid
-    is for `verify`.
+    """Return everything named `checkpoint-<step>` in a run folder, lowest step first, valid or not.
 
     Raises:
         StateError: the folder is there but cannot be read.
@@ -316,8 +319,8 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
 def newest_valid(
     run_folder: Path | str, *, hashes: bool = True, damaged: Mapping[str, str] | None = None
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The valid checkpoint of the highest step, and the newer ones that were skipped, each with the
-    reason.
+    """Find the valid checkpoint of the highest step, and the newer ones that were skipped, each
+    with the reason.
 
     Args:
         hashes: as for `verify`.
@@ -326,7 +329,7 @@ def newest_valid(
     Raises:
         StateError: the folder is there but cannot be read.
     """
-    for _ in looks(run_folder):
+    for _ in poll_attempts(run_folder):
         found, skipped, is_old = _newest_of(list_checkpoints(run_folder), hashes, damaged or {})
         if not is_old:
             break
@@ -336,8 +339,8 @@ def newest_valid(
 def _newest_of(
     listed: list[Path], hashes: bool, damaged: Mapping[str, str]
 ) -> tuple[Path | None, list[tuple[Path, str]], bool]:
-    """As `newest_valid`, and whether the list is old: something in it is gone, so something may
-    have come as well.
+    """Do as `newest_valid`, and return as well whether the list is old: something in it is gone, so
+    something may have been added too.
     """
     skipped: list[tuple[Path, str]] = []
     is_old = False
@@ -499,8 +502,8 @@ class CheckpointWriter:
             )
 
     def _check_staged(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Exactly the recorded files are in the staging folder; waits where another node's are not
-        seen yet.
+        """Check that exactly the recorded files are in the staging folder; wait if those of other
+        nodes are not seen yet.
         """
         if refused := sorted(
             name for name in records if not is_allowed(name) or name == MANIFEST_NAME
@@ -510,12 +513,12 @@ class CheckpointWriter:
                 str(self.folder),
                 "save it as safetensors or JSON",
             )
-        for _ in looks(self.folder, VISIBLE_WITHIN_SECONDS):
+        for _ in poll_attempts(self.folder, VISIBLE_WITHIN_SECONDS):
             # Of what other nodes have made, renamed and removed, this one may see the state of a
             # minute ago.
-            sizes, strange = durable_files.walk_files(self.folder)
+            sizes, unexpected = durable_files.walk_files(self.folder)
             absent = [name for name in records if sizes.get(name) != records[name]["size_bytes"]]
-            unsealed = sorted({*sizes, *strange} - records.keys())
+            unsealed = sorted({*sizes, *unexpected} - records.keys())
             if not absent and not unsealed:
                 return
         if absent:
@@ -546,7 +549,7 @@ class CheckpointWriter:
         )
 
     def _explained(self, error: OSError) -> FinetuneError:
-        """The error of the system, with the numbers and the next step."""
+        """Turn an error of the system into one with the numbers and the next step."""
         try:
             free = durable_files.format_bytes(durable_files.free_bytes(self.run_folder))
         except OSError as second:
@@ -677,7 +680,7 @@ def _remove_checkpoint(folder: Path) -> None:
 
 
 def staging_folders(run_folder: Path | str) -> list[Path]:
-    """What saves and removals have under way or, where no run holds the folder's lock, have
+    """List what saves and removals have in progress or, if no run holds the folder's lock, have
     left.
     """
     return [

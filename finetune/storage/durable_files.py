@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.runtime.parent_watchdog import progress
-from finetune.storage.shared_storage import looks
+from finetune.storage.shared_storage import poll_attempts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,7 @@ def _sync_descriptor(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """The descriptor of a file or folder, closed at the end of the block."""
+    """Open a file or folder, and close it at the end of the block."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield descriptor
@@ -72,7 +72,7 @@ def _opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _opened_regular(path: Path) -> Iterator[int]:
-    """The descriptor of a regular file that is open for reading.
+    """Open a regular file for reading.
 
     Raises:
         OSError: the path is a link, a folder, a pipe or a device, or cannot be read.
@@ -85,7 +85,7 @@ def _opened_regular(path: Path) -> Iterator[int]:
 
 
 def _again(read: Callable[[], T]) -> T:
-    """The result of opening and reading something, tried again where it failed by what may pass."""
+    """Open and read something; try again after an error that may pass."""
     for _ in range(READ_ATTEMPTS - 1):
         try:
             return read()
@@ -98,7 +98,7 @@ def _again(read: Callable[[], T]) -> T:
 def read_bytes(
     path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None
 ) -> bytes:
-    """The whole content of a regular file.
+    """Return the whole content of a regular file.
 
     Args:
         check: called with the state of the file that was opened, before it is read; may raise.
@@ -179,7 +179,7 @@ def move(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except FileNotFoundError:
-        for _ in looks(target.parent, MOVED_WITHIN_SECONDS):
+        for _ in poll_attempts(target.parent, MOVED_WITHIN_SECONDS):
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(moved, os.lstat(target)):
                     return
@@ -208,7 +208,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666, *, writer: str = ""
 
 
 def sync_file(path: Path) -> None:
-    """Have the device hold a file's content, whoever wrote it."""
+    """Sync a file's content to the device, whoever wrote it."""
     with _opened_regular(path) as descriptor:
         _sync_descriptor(descriptor)
 
@@ -232,7 +232,7 @@ def share_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the device hold a folder's names: files made, renamed and removed in it."""
+    """Sync a folder's names to the device: files made, renamed and removed in it."""
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         try:
             _sync_descriptor(descriptor)
@@ -267,14 +267,14 @@ def _hash_again(path: Path) -> str:
 
 
 def is_still_open(name: str) -> bool:
-    """Whether a name is that of a file which was removed while a process had it open; it goes when
-    that closes it.
+    """Return whether a name is that of a file which was removed while a process had it open. The
+    file goes when the process closes it.
     """
     return _STILL_OPEN.fullmatch(name) is not None
 
 
 def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """What lies in a folder and the folders below it, without following links and without what
+    """List a folder and the folders below it, without following links and without what
     `is_still_open`.
 
     Returns: sizes in bytes by name (relative, with forward slashes) of the regular files, and the
@@ -282,30 +282,30 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
         in them (these with a slash at the end).
     """
     sizes: dict[str, int] = {}
-    strange: list[str] = []
+    unexpected: list[str] = []
     open_folders = [(folder, "")]
     while open_folders:
         here, prefix = open_folders.pop()
         with os.scandir(here) as scan:
             entries = sorted(scan, key=lambda entry: entry.name)
         if not entries and prefix:
-            strange.append(prefix)
+            unexpected.append(prefix)
         for entry in entries:
             name = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
                 open_folders.append((here / entry.name, name + "/"))
             elif not entry.is_file(follow_symlinks=False):
-                strange.append(name)
+                unexpected.append(name)
             elif not is_still_open(entry.name):
                 # the listing is older than the file's removal
                 with contextlib.suppress(FileNotFoundError):
                     sizes[name] = entry.stat(follow_symlinks=False).st_size
-    return sizes, strange
+    return sizes, unexpected
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anything has this name, a broken link included; unlike `os.path.lexists`, an error is
-    no "no".
+    """Return whether anything has this name, a broken link included. Unlike `os.path.lexists`,
+    raise OSError if the system cannot tell.
     """
     try:
         os.lstat(path)
@@ -382,7 +382,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def os_error_in(error: BaseException) -> OSError | None:
-    """The system's error behind an exception, or None.
+    """Return the system's error behind an exception, or None.
 
     safetensors writes in Rust and raises its own kind with `(os error 28)` or `code: 28` in the
     text.

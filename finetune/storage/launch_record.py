@@ -1,5 +1,5 @@
-"""`<log>.processes.json`: the processes that a launch started, so that what is left of it can be
-told from others'.
+"""`<log>.processes.json`: the processes that a launch started, so that `clean` can identify what is
+left of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def command_digest(arguments: list[str]) -> str:
 def describe(
     pid: int, role: str, *, rank: int | None = None, attempt: int | None = None
 ) -> StartedProcess | None:
-    """What tells this process from a later one with the same id; None if it is gone already."""
+    """Describe a process so that a later one with the same id can be distinguished; None if it is
+    gone already.
+    """
     try:
         process = psutil.Process(pid)
         start, start_time = process_start(pid), process.create_time()
@@ -64,7 +66,7 @@ def describe(
 
 
 def _digest(process: psutil.Process) -> str | None:
-    """Of its command line; None where it shows none."""
+    """Return the digest of the command line; None if the process shows none."""
     deadline = time.monotonic() + COMMAND_WAIT_SECONDS
     while not (arguments := process.cmdline()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -72,7 +74,7 @@ def _digest(process: psutil.Process) -> str | None:
 
 
 class LaunchRecord:
-    """The list, in memory and in its file, which stands beside `log`."""
+    """The list, in memory and in its file, which is next to `log`."""
 
     def __init__(self, log: Path, output_dir: Path) -> None:
         self.path = log.with_suffix(".processes.json")
@@ -105,7 +107,7 @@ class LaunchRecord:
         self._write()
 
     def running(self, *roles: str) -> list[StartedProcess]:
-        """Processes of these roles that still run."""
+        """Return the processes of these roles that still run."""
         return [
             process for process in self._processes if process.role in roles and still_runs(process)
         ]
@@ -123,7 +125,7 @@ class LaunchRecord:
 
 
 def still_runs(process: StartedProcess) -> bool:
-    """Whether it is alive, and the same."""
+    """Return whether the process is alive, and not another one with the same id."""
     try:
         found = psutil.Process(process.pid)
         same = is_same_start(process.pid, ProcessStart(process.boot_id, process.start_ticks))

@@ -25,7 +25,7 @@ from finetune.errors import FinetuneError, StateError
 from finetune.storage import durable_files
 from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock, now_utc
 from finetune.storage.run_log import StepLog
-from finetune.storage.shared_storage import ask_anew, is_shared
+from finetune.storage.shared_storage import is_shared, refresh_directory_cache
 
 __all__ = ["RunLock"]  # for whoever works with run folders
 
@@ -72,8 +72,8 @@ def _json_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | None:
-    """Names and values from a file; None where it is not there, cannot be read or is something
-    else.
+    """Return names and values from a file; None if it does not exist, cannot be read or is
+    something else.
     """
     try:
         content = parse(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
@@ -98,7 +98,7 @@ def write_status(
 
 
 def read_status(run_folder: Path | str) -> dict[str, Any] | None:
-    """The content of `status.json`, or None where there is none that can be read."""
+    """Return the content of `status.json`, or None if it cannot be read."""
     return _read_block(Path(run_folder) / STATUS_NAME, json.loads)
 
 
@@ -110,23 +110,23 @@ def write_identity(run_folder: Path | str, identity: Mapping[str, Any]) -> None:
 
 
 def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
-    """The content of `run_identity.json`, or None where there is none that can be read."""
+    """Return the content of `run_identity.json`, or None if it cannot be read."""
     return _read_block(Path(run_folder) / IDENTITY_NAME, json.loads)
 
 
 def list_anew(run_folder: Path) -> None:
-    """Have this machine forget what it believes a shared folder to hold: it looks anew where it has
-    made a name itself.
+    """Have this machine forget what it has cached of a shared folder: it asks the server again if
+    it has made a name there itself.
 
     Only for the holder of the folder's lock.
     """
     if is_shared(run_folder):
         # a name that nobody minds, should this process be killed here
-        ask_anew(run_folder / f".{IDENTITY_NAME}.tmp")
+        refresh_directory_cache(run_folder / f".{IDENTITY_NAME}.tmp")
 
 
 def describe_folder(output_dir: Path | str) -> FolderDescription:
-    """What an output folder holds, without changing or trusting anything in it.
+    """Describe an output folder, without changing or trusting anything in it.
 
     Raises:
         StateError: the path is not a folder, or the folder cannot be read.
@@ -157,8 +157,8 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
 
 
 def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> list[Difference]:
-    """In what the run in an output folder differs from this one; nothing for a free folder or the
-    same run.
+    """Return in what the run in an output folder differs from this one; nothing for a free folder
+    or the same run.
 
     Args:
         output_dir: there or not; it is only read.
@@ -185,7 +185,7 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
 
 
 def _unreadable(path: Path) -> StateError:
-    """Why a file that is there gives nothing: the system did not let it be read, or its content is
+    """Explain why a file cannot be used: the system did not let it be read, or its content is
     broken.
     """
     try:
@@ -203,7 +203,7 @@ def _unreadable(path: Path) -> StateError:
 
 
 def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Difference]:
-    """In what a run differs from one whose identity was saved."""
+    """Return in what a run differs from one whose identity was saved."""
     old, new = saved, json.loads(_json_text(identity))
     if "lr_batch_exponent" in new:  # runs of 0.1.0 had the square root, and no word for it
         old = {"lr_batch_exponent": 0.5, **old}
@@ -264,8 +264,8 @@ class SampleLog(StepLog):
 
 
 def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside, reopen what it wrote, then move its files in, durably. On
-    one rank.
+    """Let `write` fill a staging folder, reopen what it wrote, then move its files into
+    `output_dir`, durably. One rank calls this.
 
     Raises:
         FinetuneError: a file is not whole (`reopen`).
@@ -285,7 +285,7 @@ def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
 
 
 def reopen(path: Path) -> None:
-    """Look whether a library has really written a JSON or safetensors file.
+    """Check that a library has really written a JSON or safetensors file.
 
     They lose the error of a file's close, which is where storage over a network says that it is
     full or over quota.

@@ -1,4 +1,5 @@
 """What a run writes for people and tools to follow: one schema, one writer, one tolerant reader.
+Also the files that are appended to for weeks, and curves for TensorBoard.
 
 Files in the run folder (their form is public and frozen by a test):
 
@@ -32,7 +33,7 @@ from finetune.storage.shared_storage import make_folder
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
 _NAME_TIME = "%Y%m%d-%H%M%S"
-# How often the name is looked at: what is written meanwhile stands in the file that was moved away.
+# How often the name is checked: what is written meanwhile goes to the file that was moved away.
 LOOK_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 16
 
@@ -119,8 +120,8 @@ class AppendFile:
         os.close(before)
 
     def cut_torn_line(self) -> None:
-        """Cut what stands after the last newline: a writer was killed, and the next line would
-        follow half a line.
+        """Cut what is after the last newline: a writer was killed, and the next line would follow
+        half a line.
         """
         end = os.fstat(self._descriptor).st_size
         while end > 0:
@@ -134,7 +135,7 @@ class AppendFile:
             os.ftruncate(self._descriptor, end)
 
     def sync(self) -> None:
-        """Have the device hold all of it."""
+        """Sync the content to the device."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -157,11 +158,7 @@ class JsonLines(AppendFile):
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
-        try:
-            self.cut_torn_line()
-        except BaseException:
-            self.close()
-            raise
+        self.cut_torn_line()
 
     def write(self, content: dict[str, Any]) -> None:
         try:
@@ -195,13 +192,6 @@ class StepLog(JsonLines):
     def __init__(self, path: Path | str, resume_step: int = 0) -> None:
         super().__init__(path)
         self.kept_steps: list[int] = []
-        try:
-            self._repair(resume_step)
-        except BaseException:
-            self.close()
-            raise
-
-    def _repair(self, resume_step: int) -> None:
         keep_bytes = 0
         with open(self.path, "rb") as file:
             for line in file:
@@ -320,8 +310,8 @@ class RunLog:
 
 
 def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON)
-    is left out.
+    """Yield the objects of a JSONL file in order, without a torn last line (no newline at its end,
+    or not JSON).
 
     Raises:
         DataError: a line before the last is not a JSON object.
@@ -381,7 +371,7 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 def setup_console(rank: int) -> logging.Logger:
-    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors
+    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 print errors
     only.
     """
     logger = logging.getLogger(LOGGER_NAME)
@@ -438,8 +428,8 @@ def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
 
 
 def _start_time(folder: Path, rank: int) -> str:
-    """The local time; where the clock has gone back, a second after this rank's newest log: readers
-    go by the names.
+    """Return the local time; if the clock has gone back, a second after this rank's newest log, as
+    readers sort by name.
     """
     own = re.compile(rf"(\d{{8}}-\d{{6}})-\d+-rank{rank}\.log")
     newest = max(
@@ -454,5 +444,5 @@ def _start_time(folder: Path, rank: int) -> str:
 
 
 def success(message: str) -> None:
-    """Say that something came to a good end, as a `[SUCCESS]` line."""
+    """Log that something completed, as a `[SUCCESS]` line."""
     logging.getLogger(LOGGER_NAME).info(message, extra={"tag": "SUCCESS"})

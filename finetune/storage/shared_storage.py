@@ -1,10 +1,10 @@
 """File systems that several machines share: what their clients may not see yet, and which locks
 only one machine sees.
 
-A client of NFS believes what it knows of names, sizes and times for up to 60 seconds (nfs(5):
-acregmax, acdirmax); other kinds have caches of their own. So there a name may be missing that
-another machine has made, or a size be too small: what is missing is looked for again until that
-time is over. A disk of this machine is believed at once.
+An NFS client caches names, sizes and times for up to 60 seconds (nfs(5): acregmax, acdirmax); other
+kinds have caches of their own. So a name that another machine has made may be missing, or a size
+too small: what is missing is looked for again until that time is over. A disk of this machine needs
+one attempt.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _LOCAL_LOCKS = {"nolock", "local_lock=flock", "local_lock=all", "localflock"}
 
 
 def mount_of(path: Path | str) -> tuple[str, str]:
-    """The type and the mount options of the file system that a path, there or not, is on; "" where
-    unknown.
+    """Return the type and the mount options of the file system of a path, which need not exist; ""
+    if unknown.
     """
     place = os.path.realpath(path)
     mounts = [
@@ -69,20 +69,20 @@ def mount_of(path: Path | str) -> tuple[str, str]:
 
 
 def is_shared(path: Path | str) -> bool:
-    """Whether other machines may work in the same folder."""
+    """Return whether other machines may work in the same folder."""
     return mount_of(path)[0] not in _LOCAL
 
 
 def has_local_locks(path: Path | str) -> bool:
-    """Whether flock there keeps only processes of this machine out."""
+    """Return whether flock there keeps only processes of this machine out."""
     return not _LOCAL_LOCKS.isdisjoint(mount_of(path)[1].split(","))
 
 
-def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iterator[None]:
-    """One look for each turn of a loop: one on a disk of this machine, else as many as fit, and one
-    when time is over.
+def poll_attempts(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iterator[None]:
+    """Yield once per attempt: one attempt on a disk of this machine; on shared storage as many as
+    fit, and a last one at the deadline.
 
-    for _ in looks(folder):
+    for _ in poll_attempts(folder):
         if what_is_needed_is_there():
             break
     """
@@ -97,11 +97,11 @@ def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iter
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """`mkdir` of a folder that others may make or have made, perhaps on a machine whose work is not
-    seen here yet.
+    """Make a folder that others may make or have made, perhaps on a machine whose work is not seen
+    here yet.
     """
     problem: FileExistsError | None = None
-    for _ in looks(path):
+    for _ in poll_attempts(path):
         try:
             path.mkdir(parents=parents, exist_ok=True)
             return
@@ -112,30 +112,30 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def has_name(path: Path) -> bool:
-    """Whether a file or folder is there: `exists`, which on a shared file system does not believe
-    an old "no".
+    """Return whether a file or folder is there, even if a shared file system's client has cached
+    that it is not.
 
-    Where this machine has made a name in a folder itself, it asks for the folder's names anew.
+    If this machine has made a name in a folder itself, it asks the server for the folder's names.
     """
     if os.path.lexists(path) or not is_shared(path):
         return os.path.lexists(path)
-    ask_anew(path.parent / f".{path.name}.asked")
+    refresh_directory_cache(path.parent / f".{path.name}.asked")
     if path.name not in os.listdir(path.parent):
         return False
     wait_for(path)
     return True
 
 
-def ask_anew(unused: Path) -> None:
-    """Have this machine forget what it believes the folder of an unused name to hold, by making
-    that name.
+def refresh_directory_cache(unused: Path) -> None:
+    """Have this machine forget what it has cached of the folder of an unused name, by making that
+    name.
     """
     unused.touch()
     unused.unlink(missing_ok=True)
 
 
 def wait_for(path: Path | str) -> None:
-    """Until a name that was made by another machine is seen by this one, or long enough."""
-    for _ in looks(path):
+    """Wait until this machine sees a name that another one has made, or long enough."""
+    for _ in poll_attempts(path):
         if os.path.lexists(path):
             return
