@@ -1,4 +1,4 @@
-"""What a check reports: a verdict, what was found and what to do about it, in the user's language."""
+"""What a check reports: a verdict, what was found and the fix, in the language of the user."""
 
 from __future__ import annotations
 
