@@ -99,11 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         durable_files.write_new(options.output, text.encode())
     for title, lines in sections:
         sys.stderr.write("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
-    start = (
-        ""
-        if options.output is None
-        else f"; start it: python -m {kind.module} --config {options.output}"
-    )
+    start = f"; start it: python -m {kind.module} --config {options.output}"
+    if options.output is None:
+        start = ""
     sys.stderr.write(f"[SUCCESS] converted from {tool.title}{start}\n")
     return int(ExitCode.DONE)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
-from finetune.commands.convert.draft import Tool, load
+from finetune.commands.convert.draft import Tool
 from finetune.config.files import read_file, similar_files
 from finetune.errors import ConfigError
 from finetune.plain_text import mask_secrets
 
 TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, trl.TOOL, axolotl.TOOL, ms_swift.TOOL)
-_LAUNCHERS = load("launchers")
-_COUNTS = ("processes", "processes_of_a_node", "nodes")
+# Options of launchers: processes of the run, processes of a node, nodes.
+_COUNTS = (("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes"))
 _FILES = (".yaml", ".yml", ".json")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -62,7 +62,7 @@ def read_run(given: str, tool_name: str | None) -> Run:
     if tool_name is not None:
         tool = next(each for each in TOOLS if each.name == tool_name)
     tool = tool or _recognize(options, source)
-    return Run(tool, _without_launcher(options, tool), source, processes)
+    return Run(tool, options, source, processes)
 
 
 def _command_text(given: str, path: Path) -> str:
@@ -237,25 +237,7 @@ def _processes(words: Iterable[str], variables: Mapping[str, str]) -> int | None
         given[name.lstrip("-").replace("-", "_").lower()] = value if equals else following
     counts = []
     for names in _COUNTS:
-        numbers = (given[name] for name in _LAUNCHERS[names] if name in given)
+        numbers = (given[name] for name in names if name in given)
         counts.append(next((int(number) for number in numbers if number.isdecimal()), 0))
     processes, of_a_node, nodes = counts
     return processes or of_a_node * (nodes or 1) or None
-
-
-def _without_launcher(options: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
-    """Return a tool's options without those that it passes on to its launcher; how that shards
-    stays, as `deepspeed`.
-    """
-    launchers = {*_LAUNCHERS["other"], *(name for names in _COUNTS for name in _LAUNCHERS[names])}
-    own = {
-        name: value
-        for name, value in options.items()
-        if name in tool.options or name not in launchers
-    }
-    for name, form in _LAUNCHERS["sharding"].items():
-        text = form.format(own.get(name))
-        if name in own and ("zero" in text.lower() or text.endswith(".json")):
-            own.setdefault("deepspeed", text)
-            del own[name]
-    return own

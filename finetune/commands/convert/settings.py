@@ -11,6 +11,8 @@ from typing import Any
 from finetune.commands.convert.draft import Draft, is_nothing
 from finetune.config.paths import is_hub_id, split_revision
 
+# How accelerate is told to shard -> what a tool's own `deepspeed` has instead.
+_SHARDING = {"deepspeed_config_file": "{}", "zero_stage": "zero{}", "accelerate_config": "{}"}
 _TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "trackio")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_to_transform")
@@ -41,9 +43,6 @@ def write_settings(draft: Draft) -> None:
 
 def _adapter(draft: Draft) -> None:
     options, settings = draft.options, draft.settings
-    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8), ("bits", options.get("bits"))):
-        if options.get(name):
-            _quantization(name, bits, draft)
     if settings["finetuning"] == "full":
         return
     names = listed(options["lora_target_modules"])
@@ -59,27 +58,6 @@ def _adapter(draft: Draft) -> None:
             draft.drop(name, value, "write it as a mapping of names to numbers")
         else:
             settings[name] = listed(value) if name in _NAMES else value
-
-
-def _quantization(name: str, bits: Any, draft: Draft) -> None:
-    """Write a base in so many bits.
-
-    Args:
-        name: option that says it.
-    """
-    kind = {4: "nf4", 8: "int8"}.get(bits)
-    value, form = draft.options[name], draft.options.get("bits_type", "nf4")
-    if kind is None or draft.settings["finetuning"] == "full":
-        draft.drop(name, value, "an adapter on a base in 4 or 8 bits is trained here")
-        return
-    draft.settings["quantization"] = kind
-    if kind == "int8":
-        reason = "int8 is written: weights in 8 bits, and activations are not rounded here"
-        draft.note(name, value, reason)
-        return
-    if form != "nf4":
-        draft.drop("quantization type", form, "nf4 is written")
-    draft.note(name, value, "nf4 with double quantisation is written")
 
 
 def _length(draft: Draft) -> None:
@@ -176,7 +154,12 @@ def _deepspeed(draft: Draft) -> None:
     """Write a DeepSpeed configuration: keys, JSON text, a file, or after the name of one that is
     part of another tool.
     """
-    given = draft.options.get("deepspeed")
+    options = draft.options
+    for name, form in _SHARDING.items():
+        text = form.format(options.get(name))
+        if name in options and ("zero" in text.lower() or text.endswith(".json")):
+            options.setdefault("deepspeed", text)
+    given = options.get("deepspeed")
     if is_nothing(given):
         return
     text = str(given).strip()
