@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from finetune.errors import DataError
-from finetune.planning.advice import KEPT_BY_GLIBC
 from finetune.planning.finished_run import last_event, peaks_of, planned_of_run, read_events
+from finetune.planning.plan import KEPT_BY_GLIBC
 from finetune.planning.traffic import flops_per_token
 from finetune.runtime.language import N_, _
 from finetune.storage.run_log import read_jsonl_tolerant
