@@ -172,7 +172,7 @@ def _memory(view: RunView) -> list[list[str]]:
         # it has not ended, is of an older version, or of a model that cannot be planned for
         return []
     return [
-        [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)]
+        [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted_bytes), format_bytes(n.measured_bytes)]
         for n in compared
     ]
 
