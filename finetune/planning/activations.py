@@ -97,13 +97,14 @@ def activation_bytes(shape: ModelShape, how: Computing, tokens: int) -> tuple[in
 
 def block_bytes_per_token(block: Block, how: Computing) -> int:
     """Bytes that one block keeps per token of a microbatch without checkpointing."""
-    if how.compiled or (how.fused_layers and block.scaled):
-        norms = how.residual_bytes  # the input alone
-    else:
-        # RMSNorm computes in float32, and keeps what a trained scale multiplies.
-        norms = 4 + how.residual_bytes * (how.full and block.scaled)
+    if how.compiled:  # the residual stream at each of two norms
+        norms = 2 * how.residual_bytes * block.hidden
+    elif how.fused_layers and block.scaled:  # the input alone
+        norms = how.residual_bytes * block.norm_width
+    else:  # RMSNorm computes in float32, and keeps what a trained scale multiplies
+        norms = (4 + how.residual_bytes * (how.full and block.scaled)) * block.norm_width
     parts = sum(_part_makes(part, how) + _linear_inputs(part, how) for part in block.parts)
-    return norms * block.norm_width + how.element_bytes * parts
+    return norms + how.element_bytes * parts
 
 
 def _part_makes(part: Part, how: Computing) -> int:

@@ -76,13 +76,20 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
 
 def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
     """The shape of the model that training starts from."""
+    from huggingface_hub import constants
+
     from finetune.modeling.hub import folder_of
 
     assert config.model is not None
-    folder = folder_of(config.model)
+    folder, (name, revision) = folder_of(config.model), split_revision(config.model)
+    if folder is None and revision is None:  # of any commit, if what `main` is was not recorded
+        snapshots = f"models--{name.replace('/', '--')}/snapshots/*"
+        folder = next(
+            iter(sorted(Path(constants.HF_HUB_CACHE).glob(snapshots), reverse=True)), None
+        )
     if folder is not None and folder.exists():
         return read_shape(folder)
-    if (known := known_config(split_revision(config.model)[0])) is not None:
+    if (known := known_config(name)) is not None:
         return shape_of_config(known, config.model)
     raise ConfigError(
         f"the sizes of {config.model} are not known here",

@@ -195,7 +195,7 @@ def _zero12(work: Workload) -> list[Term]:
             f"{_ZERO}, sec. 5.1-5.2",
             PHASES,
         ),
-        *_optimizer_shares(work, f"{_STAGE2}: __init__"),
+        *_optimizer_shares(work, f"{_STAGE2}: __init__", PHASES),
         *_bucket(work, second, 1, ("rows", "reduce"), f"{_STAGE2}: setup_buckets"),
         Term("buffers", c * work.trained, "device", f"{c} B x P_t: flat copy", _STAGE2, ("load",)),
         Term("buffers", gathered, "device", f"{c} B x P_t: gloo's flat output", flat, ("gather",)),
@@ -216,12 +216,12 @@ def _zero12(work: Workload) -> list[Term]:
     ]
 
 
-def _optimizer_shares(work: Workload, source: str) -> list[Term]:
+def _optimizer_shares(work: Workload, source: str, phases: tuple[Phase, ...]) -> list[Term]:
     """A process's part of masters and moments under ZeRO."""
     location: Location = "host" if work.sharding.offload_optimizer else "device"
     moments, masters = _moments(work, work.share), "4 B x P_t / N: float32 masters"
     return [
-        Term("weights", MASTER * work.share, location, masters, source),
+        Term("weights", MASTER * work.share, location, masters, source, phases),
         Term("optimizer", moments, location, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
     ]
 
@@ -263,7 +263,7 @@ def _zero3(work: Workload) -> list[Term]:
         Term("weights", part, weights, f"{c} B x {held} / N", f"{_ZERO}, sec. 5.3", PHASES),
         Term("weights", second, weights, f"{c} B x P / hpZ: the second copy", hpz, STEP),
         *_gathered(work),
-        *_optimizer_shares(work, f"{_STAGE3}: _create_fp32_partitions"),
+        *_optimizer_shares(work, f"{_STAGE3}: _create_fp32_partitions", TRAINING),
         Term("gradients", GRADIENT * share, location, "4 B x P_t / N", gradients),
         Term("gradients", GRADIENT * copied, location, "4 B x sub-group: copy", flat, phases),
         # gloo's reduce_scatter copies what it gets.

@@ -13,17 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator
 
-from finetune.config.config_sources import BLOCK
 from finetune.config.fields import PathOption, Text, rule_broken, setting
+from finetune.config.files import BLOCK
 from finetune.config.kinds import KINDS, RunKind, kind_of_arguments, run_kind
 from finetune.config.names import flag
-from finetune.config.options import SpokenOptions, read_known_options
-from finetune.config.precedence import Precedence, SourcedValue
+from finetune.config.options import SpokenOptions, read_known_options, validated
 from finetune.config.resolution import resolve, resolve_object
-from finetune.config.schema_errors import problems_of
-from finetune.errors import ConfigError, ExitCode, raise_problems
+from finetune.config.rules import Precedence, Resolution, SourcedValue
+from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.peak_flops import peak_flops
 from finetune.runtime.terminal import write_filled
 
@@ -275,15 +274,12 @@ def plan(
         "peak_tflops": peak_tflops,
         "efficiency": efficiency,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        options = PlanOptions.model_validate(given)
-    except ValidationError as error:
-        values = {
-            name: SourcedValue(value, Precedence.FLAG, name, name) for name, value in given.items()
-        }
-        raise_problems(problems_of(error, values, PlanOptions))
-        raise
+    values = {
+        name: SourcedValue(value, Precedence.FLAG, name)
+        for name, value in given.items()
+        if value is not None
+    }
+    options = validated(PlanOptions, Resolution(values))
     kind, cluster = run_kind(config), cluster_of(options)
     if isinstance(config, Mapping) and BLOCK not in config:
         aliases = kind.config_class.aliases

@@ -154,7 +154,7 @@ def _choices(plan: Plan) -> list[str]:
     names = (_("device"), _("host"), _("network/step"), _("host/step"))
     width = max([40, *(len(choice.sharding.name) for choice in plan.choices)])
     for choice in plan.choices:
-        cells = (choice.device_bytes, choice.node_bytes, choice.network.bytes, choice.host.bytes)
+        cells = (choice.device_bytes, choice.node_bytes, choice.network_bytes, choice.host_bytes)
         numbers = "  ".join(
             f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True)
         )
