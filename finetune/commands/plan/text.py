@@ -111,7 +111,7 @@ def _seconds(value: float | None) -> str:
 
 def _step(plan: Plan) -> list[str]:
     time, largest = plan.time, plan.largest_micro_batch
-    speed = "?"
+    speed, computing = "?", _("compute")
     if time.shortest and time.longest:
         slow, fast = plan.step_tokens / time.longest, plan.step_tokens / time.shortest
         speed = f"{slow:,.0f} - {fast:,.0f} tok/s"
@@ -122,7 +122,7 @@ def _step(plan: Plan) -> list[str]:
             longest=_seconds(time.longest),
             speed=speed,
         ),
-        f"  {_('compute')}: {_seconds(time.compute)};"
+        f"  {computing}: {_seconds(time.compute)};"
         f" {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token"
         f" ({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts"
         " 4 of 6)",

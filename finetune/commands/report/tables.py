@@ -88,7 +88,10 @@ def evaluation(view: RunView) -> Grid:
     losses.append((_("bits per byte"), "eval_bpb"))
     rows = [_compared(title, view.evaluated(name), "{:.4f}") for title, name in losses]
     # Shares of exact answers, and what a run on preferences compares.
-    for name, title, form in (("exact_match", _("exact match"), "{:.1%}"), *PREFERENCE_NUMBERS[:2]):
+    for name, title, form in (
+        ("exact_match", N_("exact match"), "{:.1%}"),
+        *PREFERENCE_NUMBERS[:2],
+    ):
         rows.append(_compared(_(title), view.evaluated(f"eval_{name}"), form, higher=True))
         for difficulty in view.difficulties:
             points = view.evaluated(f"eval_{name}/{difficulty}")
