@@ -169,7 +169,10 @@ def _plain(work: Workload) -> list[Term]:
     elif work.optimizer == "adafactor":
         moments, optimizer = "4 B x rows and columns", "transformers Adafactor"
     update = 0 if work.fused else 4 * trained
-    temporary, foreach = "4 B x P_t: intermediate tensors", "torch.optim.AdamW(foreach=True)"
+    temporary, foreach = (
+        "4 B x P_t: intermediate tensors of the update",
+        "torch.optim.AdamW(foreach=True)",
+    )
     buckets = 4 * trained if work.processes > 1 else 0
     return [
         Term("weights", held, "device", weights, "ours: training/build_sft.py", there),
@@ -261,7 +264,14 @@ def _zero3(work: Workload) -> list[Term]:
     gradients, flat = f"{_STAGE3}: grad_partitions_flat_buffer", f"{_STAGE3}: step"
     return [
         Term("weights", part, weights, f"{c} B x {held} / N", f"{_ZERO}, sec. 5.3", PHASES),
-        Term("weights", second, weights, f"{c} B x P / hpZ: the second copy", hpz, STEP),
+        Term(
+            "weights",
+            second,
+            weights,
+            f"{c} B x P / hpZ: the second copy, within a node",
+            hpz,
+            STEP,
+        ),
         *_gathered(work),
         *_optimizer_shares(work, f"{_STAGE3}: _create_fp32_partitions", TRAINING),
         Term("gradients", GRADIENT * share, location, "4 B x P_t / N", gradients),
@@ -287,14 +297,21 @@ def _gathered(work: Workload) -> list[Term]:
     bucket = min(live, sharding.prefetch_bucket + largest)
     flat = min(live, _GLOO_THREADS * bucket) if work.gloo else 0
     always = f"{c} B x parameters up to {threshold:,} numbers, always whole"
-    gathered = "min(P, max(max_live_parameters, max_reuse_distance / 2 + prefetch bucket) + largest"
+    fetched = "max(max_live_parameters, max_reuse_distance / 2 + prefetch bucket)"
     names = "(prefetch bucket + largest module)"
     coordinator = "deepspeed 0.19.8 partitioned_param_coordinator.py, partition_parameters.py"
     outputs = f"{c} B x {_GLOO_THREADS} x {names}: gloo's flat outputs"
     persisted = "deepspeed: stage3_param_persistence_threshold"
     return [
         Term("live", c * resident, "device", always, persisted),
-        Term("live", c * live, "device", f"{c} B x {gathered}", coordinator, ("gather", "rows")),
+        Term(
+            "live",
+            c * live,
+            "device",
+            f"{c} B x min(P, {fetched} + largest module)",
+            coordinator,
+            ("gather", "rows"),
+        ),
         Term("live", c * bucket, "device", f"{c} B x {names}", coordinator, ("rows",)),
         Term("buffers", c * flat, "device", outputs, f"{_GLOO}: allgather", ("gather",)),
     ]
@@ -331,22 +348,50 @@ def _surroundings(work: Workload) -> list[Term]:
     mapped = min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file
     converted = weight_bytes != work.file_bytes and not work.quantized
     moved = weight_bytes * parameters if accelerator and converted else 0
-    measured = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
-    hccl, cann = "2 x HCCL_BUFFSIZE x communicators", "CANN environment variables; assumed number"
-    workers = WORKER_BYTES * work.loader_workers
-    tokens, model = "5 B x tokens, mapped", "the model's files, mapped"
-    host, safetensors = f"{weight_bytes} B x P before it goes to the device", "safetensors: mmap"
-    on_host = "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer"
     if work.sharding.stage == 3:
         moved = 0
+    workers = WORKER_BYTES * work.loader_workers
+    measured = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
+    public = "public reports, not measured here"
     return [
-        Term("framework", kind.context_bytes, "device", "context", "public reports", PHASES),
-        Term("buffers", work.hccl_bytes, "device", hccl, cann, TRAINING),
+        Term("framework", kind.context_bytes, "device", "context", public, PHASES),
+        Term(
+            "buffers",
+            work.hccl_bytes,
+            "device",
+            "2 x HCCL_BUFFSIZE x communicators",
+            "CANN environment variables, HCCL_BUFFSIZE; how many communicators there are is"
+            " assumed",
+        ),
         Term("framework", kind.host_bytes, "host", "imports and libraries", measured, PHASES),
-        Term("loader", workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
-        Term("loader", work.data_bytes, "host", tokens, "ours: data/samples.py", PHASES, True),
-        Term("load", mapped, "host", model, safetensors, ("load",), True),
-        Term("load", moved, "host", host, on_host, ("load",)),
+        Term("loader", workers, "host", "300 MiB x loader processes", "assumed"),
+        Term(
+            "loader",
+            work.data_bytes,
+            "host",
+            "5 B x tokens, mapped",
+            "ours: data/samples.py",
+            PHASES,
+            once=True,
+        ),
+        Term(
+            "load",
+            mapped,
+            "host",
+            "the model's files, mapped",
+            "safetensors: mmap; transformers: files of at most 5 GB, all mapped; what is read may"
+            " be dropped again",
+            ("load",),
+            once=True,
+        ),
+        Term(
+            "load",
+            moved,
+            "host",
+            f"{weight_bytes} B x P before it goes to the device",
+            "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer",
+            ("load",),
+        ),
     ]
 
 
