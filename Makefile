@@ -101,7 +101,7 @@ faults: $(READY)
 
 # What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/roofline.md.
 roofline: $(READY)
-	$(BIN)/python benchmarks/roofline.py
+	$(BIN)/python benchmarks/roofline/roofline.py
 
 # Sizes that users have, shown on a small machine: PART=checkpoints|data|start|long|storage|plan writes its section of docs/scale.md.
 scale: $(READY)

@@ -79,7 +79,7 @@ def base_of(work: Path, width: int) -> Path:
 
 
 def make_bases(work: Path) -> None:
-    sys.path.insert(0, str(DATA))
+    sys.path.insert(0, str(DATA / "generators"))
     import make_base_model
     import make_corpus
     from transformers import AutoTokenizer

@@ -393,7 +393,7 @@ def _factor(variant: str, options: argparse.Namespace) -> float:
         return float(given or 1)
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.modeling.scratch import make_empty_model, scratch_config
-    from finetune.planning.flops import matrix_parameters
+    from finetune.planning.traffic import matrix_parameters
     from finetune.training.optimizers import REFERENCE_BATCH_TOKENS, scaled_rates
 
     config = PretrainConfig(

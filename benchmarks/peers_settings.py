@@ -30,7 +30,7 @@ import finetune
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_samples"
-sys.path.insert(0, str(DATA))
+sys.path.insert(0, str(DATA / "generators"))
 RESULTS = ROOT / "benchmarks" / "results" / "peers_settings.jsonl"
 DOCUMENT = ROOT / "docs" / "peers_settings_benchmark.md"
 MODEL = DATA / "tiny-qwen3"

@@ -317,9 +317,10 @@ def _train(config: Path, to: Path) -> None:
 
 def table(folder: Path) -> str:
     """Measured and predicted, case by case, as Markdown."""
-    from finetune.planning.inputs import workload_of_settings
+    from finetune.config.resolution import resolve_object
+    from finetune.planning.inputs import shape_for, workload_of
     from finetune.planning.memory import memory_of
-    from finetune.planning.workload import STEP
+    from finetune.planning.workload import STEP, Cluster
 
     lines = [
         (
@@ -333,9 +334,9 @@ def table(folder: Path) -> str:
         kept = _measured(folder / f"{case.name}.kept")
         if needed is None:
             continue
-        memory = memory_of(
-            workload_of_settings(settings_of(folder, case), processes=case.processes)
-        )
+        config = resolve_object(settings_of(folder, case), case.processes).config
+        cluster = Cluster(devices_per_node=case.processes, device_type="cpu")
+        memory = memory_of(workload_of(config, shape_for(config), cluster))
         whole, said = max(needed.values()), memory.process()
         pairs = [
             (needed["load"], memory.process(("load",))),

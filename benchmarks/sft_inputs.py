@@ -73,7 +73,7 @@ def make_inputs(folder: Path, settings: dict[str, Any], device: str) -> None:
     Args:
         device: where the model's numbers are drawn.
     """
-    from finetune.planning.flops import flops_per_token
+    from finetune.planning.shapes import shape_of_model
 
     conversations = _write_conversations(folder / "data.jsonl", settings)
     model = write_model(folder / "model", settings, device)
@@ -84,8 +84,9 @@ def make_inputs(folder: Path, settings: dict[str, Any], device: str) -> None:
     _write_for_peers(folder / "ordered", ordered)
     plan = _plan(folder / "model", ordered, settings)
     mean_tokens = sum(step["tokens"] for step in plan["steps"]) // len(ordered)
+    shape = shape_of_model(model)
     plan |= {
-        "flops_per_token": flops_per_token(model, mean_tokens),
+        "flops_per_token": 6 * shape.passed + 12 * shape.query_width * mean_tokens,
         "parameters": model.num_parameters(),
     }
     (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.batching.curriculum_sampler import CurriculumSampler
     from finetune.commands.diagnose.command import diagnose_logs as diagnose
     from finetune.commands.diagnose.findings import Finding
-    from finetune.commands.plan.from_python import plan
+    from finetune.commands.plan.command import plan
     from finetune.config.preference_config import PreferenceConfig
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
@@ -66,7 +66,7 @@ _HOMES = {
     "SFTTrainer": ("finetune.training.sft_trainer", "SFTTrainer"),
     "diagnose": ("finetune.commands.diagnose.command", "diagnose_logs"),
     "follow": ("finetune.runs.follow", "follow"),
-    "plan": ("finetune.commands.plan.from_python", "plan"),
+    "plan": ("finetune.commands.plan.command", "plan"),
     "run": ("finetune.training.run", "run"),
 }
 

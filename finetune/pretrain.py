@@ -131,7 +131,7 @@ class Pretraining(RunKind):
         return pretraining_workload(config, shape, cluster)
 
     def planned_data(self, config: PretrainConfig) -> Any:
-        from finetune.planning.token_data import token_data
+        from finetune.planning.inputs import token_data
 
         return token_data(config)
 

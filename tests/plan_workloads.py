@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
-from finetune.planning.activations import Computing
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import ModelShape, known_config, shape_of_config
-from finetune.planning.workload import Sharding, Workload
+from finetune.planning.workload import Computing, Sharding, Workload
 
 SMALL = {
     "hidden_size": 96,
@@ -28,19 +28,24 @@ def known_shape(name: str) -> ModelShape:
     return shape_of_config(known_config(name), name)
 
 
+def lora_parameters(shape: ModelShape, rank: int, adapted: Collection[str]) -> int:
+    """Two matrices a linear layer (Hu et al. 2021, section 4.1)."""
+    sides = (m.inputs + m.outputs for m in shape.matrices if m.linear and m.name in adapted)
+    return rank * sum(sides)
+
+
 def workload(
     shape: ModelShape, *, lora: bool, sharding: Sharding, devices: int, **changes
 ) -> Workload:
     size = 2
     adapted = shape.adapted("all-linear") if lora else frozenset()
-    adapter = sum(shape.lora_tensors(16, adapted))
+    adapter = lora_parameters(shape, 16, adapted)
     made = Workload(
         shape=shape,
         computing=Computing(
             element_bytes=size,
             weight_bytes=size if lora or sharding.engine else 4,
             adapted=adapted,
-            adapter_rank=16 if lora else 0,
             adapter_bytes=(size if sharding.engine else 4) if lora else 0,
             checkpointing=True,
         ),

@@ -1,4 +1,4 @@
-"""What would have been predicted of a run that has been: its own files, planned again."""
+"""What would have been predicted of a finished run: its own files, planned again."""
 
 from __future__ import annotations
 
@@ -52,45 +52,38 @@ def planned_of_run(
         KeyError: an older version logged less of the start.
     """
     start, execution = last_event(events, "start"), last_event(events, "execution") or {}
-    if start is None or not (run / "run.yaml").exists():
+    path = run / "run.yaml"
+    if start is None or not path.exists():
         raise DataError(
             "this run did not log how it started",
             where=str(run),
             fix="name a run of this version that has begun to train",
         )
-    processes = int(start["world_size"])
-    path = run / "run.yaml"
+    processes, dtype = int(start["world_size"]), start["dtype"]
+    config_class = run_kind(run / "run.yaml").config_class
     chosen = execution.get("chosen", {})  # what the start put where the configuration says auto
-    config = with_values(
-        resolve_object(path, processes, run_kind(path).config_class).config, chosen
-    )
+    config = with_values(resolve_object(path, processes, config_class).config, chosen)
+    if dtype in DTYPE_BYTES:
+        config = config.model_copy(update={"dtype": dtype})
     cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
     work = workload_of(config, shape_for(config, model_config), cluster)
-    if (
-        start["dtype"] in DTYPE_BYTES
-        and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes
-    ):
-        config = config.model_copy(update={"dtype": start["dtype"]})
-        work = workload_of(config, work.shape, cluster)
-    tokens, count = (
-        int(start["plan"]["heaviest_row_tokens"]),
-        int(start["plan"]["rows_per_rank"][2]),
-    )
-    longest = min(work.longest, tokens)
-    work = replace(
-        work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count
-    )
-    return work, cluster
+    tokens = int(start["plan"]["heaviest_row_tokens"])
+    return replace(
+        work,
+        microbatch_tokens=tokens,
+        targets=tokens,
+        longest=min(work.longest, tokens),
+        microbatches=int(start["plan"]["rows_per_rank"][2]),
+    ), cluster
 
 
 def peaks_of(work: Workload, cluster: Cluster) -> dict[str, int]:
-    """Bytes of a process on the `host`, or on a `device` as torch counts them (its context is not
-    in it).
+    """Bytes of a process on the `host`, or on a `device` as torch counts them (without its
+    context).
     """
     memory = memory_of(work)
+    framework = [term for term in memory.terms if term.kind == "framework"]
     if cluster.device_type == "cpu":
-        return {
-            "host": memory.process() + sum(t.bytes for t in memory.terms if t.kind == "framework")
-        }
-    context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
+        return {"host": memory.process() + sum(term.bytes for term in framework)}
+    context = sum(term.bytes for term in framework if term.location == "device")
     return {"device": memory.device() - context}

@@ -5,8 +5,8 @@ weights.
 from __future__ import annotations
 
 import glob
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -15,14 +15,11 @@ from typing import Any
 from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import run_kind
-from finetune.config.paths import is_hub_id, split_revision
+from finetune.config.paths import split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.config.resolution import resolve_object
 from finetune.config.run_config import RunConfig, check_device
-from finetune.errors import ConfigError
-from finetune.planning.activations import Computing
-from finetune.planning.adapters import adapter_numbers
+from finetune.errors import ConfigError, FinetuneError
 from finetune.planning.shapes import (
     KNOWN_MODELS,
     ModelShape,
@@ -31,13 +28,18 @@ from finetune.planning.shapes import (
     shape_of_config,
     shape_of_model,
 )
-from finetune.planning.token_data import document_bytes, stream_vocabulary
 from finetune.planning.traffic import MUONS
-from finetune.planning.workload import Cluster, Sharding, Workload
+from finetune.planning.workload import Cluster, Computing, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.npu_tuning import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DEFAULT_VOCABULARY = 32768  # of `prepare`, if there are no token files yet
+# Of `--train-tokens auto`, which only the tokenizer and the weights decide: a template ends answers
+# with one or two.
+_AUTO_TOKENS = 2
+
+# ---------------------------------------------------------------- the model's shape
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
@@ -65,7 +67,7 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
-    vocabulary = config.vocab_size or stream_vocabulary(config)
+    vocabulary = config.vocab_size or _vocabulary(config)
     made = scratch_config(
         config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len
     )
@@ -74,41 +76,30 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
 
 def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
     """The shape of the model that training starts from."""
+    from huggingface_hub import constants
+
+    from finetune.modeling.hub import folder_of
+
     assert config.model is not None
-    folder = Path(config.model).expanduser()
-    if folder.exists():
+    folder, (name, revision) = folder_of(config.model), split_revision(config.model)
+    if folder is None and revision is None:  # of any commit, if what `main` is was not recorded
+        snapshots = f"models--{name.replace('/', '--')}/snapshots/*"
+        folder = next(
+            iter(sorted(Path(constants.HF_HUB_CACHE).glob(snapshots), reverse=True)), None
+        )
+    if folder is not None and folder.exists():
         return read_shape(folder)
-    if (cached := _cached_config(config.model)) is not None:
-        return read_shape(cached)
-    if (known := known_config(split_revision(config.model)[0])) is not None:
+    if (known := known_config(name)) is not None:
         return shape_of_config(known, config.model)
     raise ConfigError(
         f"the sizes of {config.model} are not known here",
         where="--model",
-        fix=(
-            "give --model-config FILE with the model's config.json (weights are not needed); known"
-            " by name: "
-        )
-        + ", ".join(KNOWN_MODELS),
+        fix="give --model-config FILE with the model's config.json (weights are not needed); known"
+        f" by name: {', '.join(KNOWN_MODELS)}",
     )
 
 
-def _cached_config(name: str) -> Path | None:
-    """The config.json of a model's revision in the hub's cache on this machine; without one, of any
-    that is there.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    if not is_hub_id(name):
-        return None
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    name, revision = split_revision(name)
-    cached = try_to_load_from_cache(name, "config.json", cache_dir=hub, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    return found[-1] if found and revision is None else None
+# ---------------------------------------------------------------- the workload
 
 
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
@@ -117,25 +108,8 @@ def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Work
     return work
 
 
-def workload_of_settings(settings: Mapping[str, Any], *, processes: int) -> Workload:
-    """The same of a run's settings on one node of CPUs, as the benchmark runs them."""
-    config = resolve_object(settings, processes).config
-    return workload_of(
-        config, shape_for(config), Cluster(devices_per_node=processes, device_type="cpu")
-    )
-
-
-def element_bytes(config: BaseConfig, device_type: str) -> int:
-    """Of the compute dtype: `auto` is 16 bit where there is an accelerator
-    (device.choose_dtype).
-    """
-    if config.dtype == "auto":
-        return 2 if device_type in ("cuda", "npu") else 4
-    return DTYPE_BYTES[config.dtype]
-
-
 def recomputes(config: BaseConfig, device_type: str) -> bool:
-    """Whether activations are recomputed; where it is still auto, whether they would be without a
+    """Return whether activations are recomputed; while it is auto, whether they would be without a
     plan.
     """
     choice = config.gradient_checkpointing
@@ -145,32 +119,97 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
     check_device(config, cluster.device_type)
-    size = element_bytes(config, cluster.device_type)
-    engine, lora = bool(config.deepspeed), config.finetuning == "lora"
-    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = adapter_numbers(config, shape, adapted) if lora else 0
+    lora = config.finetuning == "lora"
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
-    accelerator = cluster.device_type in ("cuda", "npu")
-    tokens = config.tokens_per_microbatch
     paths = [source.path for source in (*config.sources, *config.valid_sources)]
-    return Workload(
-        shape=shape,
-        computing=Computing(
-            element_bytes=size,
-            weight_bytes=size if lora or engine else 4,
-            adapted=adapted,
-            adapter_rank=config.lora_r if lora else 0,
-            adapter_bytes=(size if engine else 4) if lora else 0,
-            dropout=lora and config.lora_dropout > 0,
-            checkpointing=recomputes(config, cluster.device_type),
-            flash=accelerator,
-            partitioned=sharding.engine and sharding.stage == 3,
-            fused_lora=lora and config.fused_lora and not config.use_dora,
-            whole_logits=_head_is_wrapped(shape, adapted, config),
-            trained_rows=lora and bool(config.train_tokens),
-            fused_layers=accelerator and config.fused_layers != "off",
-            float32_attention=cluster.device_type == "cpu" and size == 2,
+    muon = config.optimizer in MUONS
+    work = _workload(config, shape, cluster, sharding)
+    # A head with an adapter is no plain linear layer, so that there is no chunked one
+    # (modeling/loss.make_chunked_head).
+    saved = last_parts(config.modules_to_save)
+    wrapped = (saved | work.computing.adapted) & HEADS or (shape.tied and saved & EMBEDDINGS)
+    computing = replace(
+        work.computing,
+        fused_lora=config.fused_lora and not config.use_dora,
+        whole_logits=lora and bool(wrapped or config.train_tokens),
+        trained_rows=lora and bool(config.train_tokens),
+    )
+    return replace(
+        work,
+        computing=computing,
+        longest=config.cutoff_len,
+        microbatches=max(
+            1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))
         ),
+        optimizer="adamw" if muon else config.optimizer,
+        # The others go from tensor to tensor.
+        fused=work.fused or config.optimizer != "adamw",
+        quantization=config.quantization,
+        # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
+        data_bytes=int(1.25 * sum(_size(path) for path in paths)),
+    )
+
+
+def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a run on preferences has in memory: as fine-tuning, with microbatches of
+    whole pairs.
+
+    The reference takes no more: with an adapter its forward is before the one that keeps
+    activations, and of a model that is trained whole it is two values a pair.
+    """
+    asks = config.needs_reference and config.finetuning == "lora"
+    work = fine_tuning_workload(config, shape, cluster)
+    return replace(work, documents=config.documents_per_sample, asks_reference=asks)
+
+
+def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a pretraining run has in memory."""
+    lora = config.finetuning == "lora"
+    on_cuda = cluster.device_type == "cuda"
+    compiled = on_cuda and not lora if config.compile is None else config.compile
+    work = _workload(config, shape, cluster, Sharding())
+    computing = replace(
+        work.computing,
+        fused_lora=config.fused_lora,
+        whole_logits=bool(work.computing.adapted & HEADS),
+        compiled=compiled,
+        # Compiled steps are fused as a whole (training/pretraining/build.py).
+        fused_layers=work.computing.fused_layers and not compiled,
+    )
+    return replace(
+        work,
+        computing=computing,
+        longest=config.max_seq_len,
+        microbatches=config.gradient_accumulation_steps or 1,
+        file_bytes=work.file_bytes if config.model else 0,
+        data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
+    )
+
+
+def _workload(
+    config: RunConfig | PretrainConfig, shape: ModelShape, cluster: Cluster, sharding: Sharding
+) -> Workload:
+    """What all kinds of runs have in common."""
+    device_type, tokens = cluster.device_type, config.tokens_per_microbatch
+    # auto is 16 bits on an accelerator (device.choose_dtype).
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device_type == "cpu" else "bfloat16"
+    lora, size = config.finetuning == "lora", DTYPE_BYTES[dtype]
+    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
+    adapter = adapter_parameters(config, shape, adapted) if lora else 0
+    computing = Computing(
+        element_bytes=size,
+        weight_bytes=size,
+        adapted=adapted,
+        dropout=lora and config.lora_dropout > 0,
+        checkpointing=recomputes(config, device_type),
+        fused_layers=device_type != "cpu" and config.fused_layers != "off",
+        float32_attention=device_type == "cpu" and size == 2,
+    )
+    work = Workload(
+        shape=shape,
+        computing=computing,
         sharding=sharding,
         trained=adapter or shape.total,
         adapter=adapter,
@@ -178,97 +217,76 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         local_processes=cluster.devices_per_node,
         microbatch_tokens=tokens,
         targets=tokens,
-        longest=config.cutoff_len,
-        microbatches=max(
-            1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))
-        ),
         muon=config.optimizer in MUONS,
-        optimizer="adamw" if config.optimizer in MUONS else config.optimizer,
-        # The others go from tensor to tensor.
-        fused=DEVICE_KINDS[cluster.device_type].fused_adamw or config.optimizer != "adamw",
-        device_type=cluster.device_type,
+        fused=DEVICE_KINDS[device_type].fused_adamw,
+        device_type=device_type,
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
-        quantization=config.quantization,
         saves_behind=config.async_save and config.save_steps > 0,
-        # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
-        data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
+    return with_sharding(work, sharding)
 
 
-def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches
-    of whole pairs.
-
-    The reference takes no more: with an adapter its forward is before the one that keeps
-    activations, and of a model that is trained whole it is two numbers a pair.
+def with_sharding(work: Workload, sharding: Sharding) -> Workload:
+    """The same run sharded otherwise: dtypes of weights and adapters follow
+    (training/build_sft.py).
     """
-    asks = config.needs_reference and config.finetuning == "lora"
-    work = fine_tuning_workload(config, shape, cluster)
-    return replace(work, documents=config.documents_per_sample, asks_reference=asks)
+    size, wide = work.computing.element_bytes, 4
+    computing = replace(
+        work.computing,
+        weight_bytes=size if work.adapter or sharding.engine else wide,
+        adapter_bytes=(size if sharding.engine else wide) if work.adapter else 0,
+        partitioned=sharding.stage == 3,
+    )
+    return replace(work, sharding=sharding, computing=computing)
 
 
-def _head_is_wrapped(shape: ModelShape, adapted: frozenset[str], config: RunConfig) -> bool:
-    """Whether the head is no plain linear layer, so that there is no chunked one
-    (modeling/loss.make_chunked_head).
+def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
+    """The same run with so many samples (windows) in a microbatch."""
+    tokens = micro_batch * work.sample_tokens
+    samples = config.tokens_per_step // work.sample_tokens
+    count = max(1, ceil(samples / (micro_batch * work.processes)))
+    return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
+
+
+def adapter_parameters(
+    config: RunConfig | PretrainConfig, shape: ModelShape, adapted: Collection[str]
+) -> int:
+    """Parameters that are trained beside the base, by the names that peft matches (0.21).
+
+    Args:
+        adapted: names of the linear layers that get an adapter.
     """
-    if config.trains_all_weights:
-        return False
-    saved = last_parts(config.modules_to_save)
-    wrapped = (saved | adapted) & HEADS or (shape.tied and saved & EMBEDDINGS)
-    return bool(wrapped or config.train_tokens)
+    beyond = config if isinstance(config, RunConfig) else None
+    ranks = (beyond and beyond.rank_pattern) or {}
+    layers, saved = (beyond.layers_to_transform, beyond.modules_to_save) if beyond else (None, ())
+    # Modules that are trained whole, as copies: one whose name, or that of one around it, ends so.
+    whole = re.compile(rf"({'|'.join(map(re.escape, saved))})(\.|$)") if saved else None
 
+    def is_copied(path: str) -> bool:
+        return whole is not None and whole.search(path) is not None
 
-def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a pretraining run has in memory."""
-    size = element_bytes(config, cluster.device_type)
-    lora = config.finetuning == "lora"
-    compiled = (
-        cluster.device_type == "cuda" and not lora if config.compile is None else config.compile
-    )
-    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
-    tokens = config.tokens_per_microbatch
-    return Workload(
-        shape=shape,
-        computing=Computing(
-            element_bytes=size,
-            weight_bytes=size if lora else 4,
-            adapted=adapted,
-            adapter_rank=config.lora_r if lora else 0,
-            adapter_bytes=4 if lora else 0,
-            dropout=lora and config.lora_dropout > 0,
-            fused_lora=lora and config.fused_lora,
-            whole_logits=bool(adapted & HEADS),
-            checkpointing=recomputes(config, cluster.device_type),
-            compiled=compiled,
-            flash=True,  # a window is one document
-            # Compiled steps are fused as a whole (training/pretraining/build.py).
-            fused_layers=cluster.device_type in ("cuda", "npu")
-            and config.fused_layers != "off"
-            and not compiled,
-            float32_attention=cluster.device_type == "cpu" and size == 2,
-        ),
-        sharding=Sharding(),
-        trained=adapter or shape.total,
-        adapter=adapter,
-        processes=cluster.devices,
-        local_processes=cluster.devices_per_node,
-        microbatch_tokens=tokens,
-        targets=tokens,
-        longest=config.max_seq_len,
-        microbatches=config.gradient_accumulation_steps or 1,
-        muon=config.optimizer in MUONS,
-        fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
-        device_type=cluster.device_type,
-        file_bytes=size if config.model else 0,
-        loader_workers=config.dataloader_num_workers,
-        hccl_bytes=_hccl_bytes(config, cluster),
-        saves_behind=config.async_save and config.save_steps > 0,
-        data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
-        document_bytes=document_bytes(config),
-    )
+    parameters = sum(size for path, size in shape.vectors if is_copied(path))
+    copied_ends = 0
+    for matrix in shape.matrices:
+        if is_copied(matrix.path):
+            copied_ends += matrix.is_end
+            if not (shape.tied and copied_ends == 2 and matrix.is_end):  # a tied head is counted
+                parameters += matrix.size
+        elif matrix.name in adapted and (matrix.linear or matrix.name in HEADS):
+            layer = re.search(r"\.(\d+)\.", matrix.path)
+            if layers is None or (layer is not None and int(layer[1]) in layers):
+                # As peft's get_pattern_key and check_target_module_exists.
+                named = (key for key in ranks if re.match(rf"(.*\.)?({key})$", matrix.path))
+                rank = ranks.get(next(named, ""), config.lora_r)
+                parameters += rank * (matrix.inputs + matrix.outputs)
+                parameters += matrix.outputs * bool(beyond and beyond.use_dora)
+    if beyond is None:
+        return parameters
+    # Rows of embedding and head; a tied head has the embedding's.
+    tokens = _AUTO_TOKENS if "auto" in beyond.train_tokens else len(set(beyond.train_tokens))
+    return parameters + tokens * shape.hidden * (1 if shape.tied else 2)
 
 
 def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
@@ -283,19 +301,27 @@ def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
 
 
 def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:
-    """DeepSpeed's keys as numbers, with its defaults, and what "auto" comes to
-    (config/deepspeed.py).
+    """DeepSpeed's settings as numbers, with its defaults, and what "auto" becomes
+    (config/deepspeed.py; transformers/integrations/deepspeed.py).
     """
     if not deepspeed:
         return Sharding()
     zero = deepspeed.get("zero_optimization", {})
-    stage = int(zero.get("stage", 0))
-    square = shape.hidden * shape.hidden  # transformers/integrations/deepspeed.py: "auto"
+    stage, square = int(zero.get("stage", 0)), shape.hidden * shape.hidden
     threshold = max(100_000, lora_rank * max(shape.hidden, shape.intermediate))
-
-    def number(name: str, auto: int, default: int) -> int:
-        value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))
-        return auto if value == "auto" else int(value)
+    keys = {
+        "reduce_bucket": ("reduce_bucket_size", square),
+        "prefetch_bucket": ("stage3_prefetch_bucket_size", int(0.9 * square)),
+        "persistence_threshold": ("stage3_param_persistence_threshold", threshold),
+        "max_live": ("stage3_max_live_parameters", 1_000_000_000),
+        "max_reuse_distance": ("stage3_max_reuse_distance", 1_000_000_000),
+        "sub_group": ("sub_group_size", 1_000_000_000),
+    }
+    sizes = {"persistence_threshold": threshold}
+    for field, (name, auto) in keys.items():
+        value = zero.get(name, zero.get(name.removeprefix("stage3_")))
+        if value is not None:
+            sizes[field] = auto if value == "auto" else int(value)
 
     def offloads(name: str) -> bool:
         return (zero.get(name) or {}).get("device") in ("cpu", "nvme")
@@ -305,38 +331,51 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
         stage=stage,
         offload_optimizer=offloads("offload_optimizer"),
         offload_param=offloads("offload_param"),
-        reduce_bucket=number("reduce_bucket_size", square, 500_000_000),
-        prefetch_bucket=number("stage3_prefetch_bucket_size", int(0.9 * square), 50_000_000),
-        persistence_threshold=number("stage3_param_persistence_threshold", threshold, threshold),
-        max_live=number("stage3_max_live_parameters", 1_000_000_000, 1_000_000_000),
-        max_reuse_distance=number("stage3_max_reuse_distance", 1_000_000_000, 1_000_000_000),
-        sub_group=number("sub_group_size", 1_000_000_000, 1_000_000_000),
         overlap=bool(zero.get("overlap_comm", stage == 3)),
         hpz=max(1, int(zero.get("zero_hpz_partition_size", 1))) if stage == 3 else 1,
+        **sizes,
     )
 
 
-def with_sharding(work: Workload, sharding: Sharding) -> Workload:
-    """The same run sharded otherwise: dtypes of weights and adapters follow
-    (training/build_sft.py).
+# ---------------------------------------------------------------- data
+
+
+def token_data(config: PretrainConfig) -> dict[str, Any] | None:
+    """The windows of a run's training data, as `plan --json` has them; None without its files.
+
+    Raises:
+        DataError: what the run itself would refuse.
     """
-    how, size = work.computing, work.computing.element_bytes
-    lora = bool(work.adapter)
-    computing = replace(
-        how,
-        weight_bytes=size if lora or sharding.engine else 4,
-        adapter_bytes=(size if sharding.engine else 4) if lora else 0,
-        partitioned=sharding.engine and sharding.stage == 3,
-    )
-    return replace(work, sharding=sharding, computing=computing)
+    from finetune.data.corpus.windows import training_windows
+
+    if not _shards(config):
+        return None
+    windows = training_windows(config, vocab_size=config.vocab_size or _vocabulary(config))
+    return {
+        "tokens": windows.tokens,
+        "windows": len(windows),
+        "window_kind": config.windows,
+        "cut_tokens": windows.cut_tokens,
+        "steps_per_pass": len(windows) / config.global_batch_size,
+    }
 
 
-def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
-    """The same run with so many samples (windows) in a microbatch."""
-    tokens = micro_batch * work.sample_tokens
-    samples = config.tokens_per_step // work.sample_tokens
-    count = max(1, ceil(samples / (micro_batch * work.processes)))
-    return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
+def _vocabulary(config: PretrainConfig) -> int:
+    """The vocabulary in the header of the first token file that has one."""
+    from finetune.data.corpus.shard_header import read_header
+
+    headers = filter(None, map(read_header, _shards(config)))
+    return next((header.vocabulary for header in headers), DEFAULT_VOCABULARY)
+
+
+def _shards(config: PretrainConfig) -> tuple[Path, ...]:
+    """The training files; none if what is named is not there."""
+    from finetune.data.corpus.shard_files import find_shards
+
+    try:
+        return find_shards(config.train_data_path, "train")
+    except FinetuneError:
+        return ()
 
 
 def _size(name: str) -> int:

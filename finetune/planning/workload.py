@@ -1,4 +1,4 @@
-"""What a plan computes with: how a run is sharded, what decides its memory, one use of memory."""
+"""What a plan computes with: the machines, how a run is sharded and computed, one use of memory."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from finetune.planning.activations import Computing
 from finetune.planning.shapes import Matrix, ModelShape
 
 GIB = 2**30
 Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
-# Of a step: weights are gathered, microbatches ("rows", as in the JSON form) go forward and
-# backward, gradients are summed over processes, weights updated.
+# Of a step: weights are gathered, microbatches ("rows", as in `plan --json`) go forward and
+# backward, gradients are summed over processes, weights are updated.
 Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
 STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
 TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
-# Bytes of a number in few bits, without its scale. Those of nf4: a byte for 64 numbers, and float32
-# for 256 of these.
-QUANTISED_BYTES = {"nf4": 0.5, "int8": 1.0}
+# Bytes per parameter of a quantized layer, without its scales. nf4 has a scale byte per 64
+# parameters, and a float32 per 256 of those; int8 has a float32 per output.
+QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
 
@@ -30,9 +29,9 @@ class Cluster:
     """The machines that a run is planned for.
 
     Attributes:
-        device_memory_bytes, host_memory_bytes: of one device, of one node; None where not said.
-        peak_flops: of one device in the compute dtype; None where it is not known.
-        network_bytes_per_second, host_bytes_per_second: of one device; None where not known.
+        device_memory_bytes, host_memory_bytes: of one device, of one node; None if not given.
+        peak_flops: of one device in the compute dtype; None if unknown.
+        network_bytes_per_second, host_bytes_per_second: of one device; None if unknown.
     """
 
     nodes: int = 1
@@ -57,12 +56,12 @@ class Sharding:
 
     Attributes:
         engine: DeepSpeed runs the step; else one process, or DDP.
-        stage: ZeRO stage, 0 to 3. reduce_bucket, prefetch_bucket, persistence_threshold, max_live,
-        max_reuse_distance, sub_group: DeepSpeed's
-            numbers of elements, with its defaults.
+        stage: ZeRO stage, 0 to 3.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse_distance,
+            sub_group: DeepSpeed's settings, in elements, with its defaults.
         overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
-        hpz: `zero_hpz_partition_size`: processes, those of a node, that hold a second copy of all
-            weights; 1 for none.
+        hpz: `zero_hpz_partition_size`: processes of a node that hold a second copy of all weights;
+            1 for none.
     """
 
     engine: bool = False
@@ -95,14 +94,78 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class Computing:
+    """How tensors are held while a microbatch is computed.
+
+    Attributes:
+        element_bytes: of the compute dtype.
+        weight_bytes: of the dtype of the base's weights.
+        adapted: names of the linear layers with an adapter, empty without LoRA.
+        adapter_bytes: of the dtype of adapters.
+        dropout: there is dropout in front of the adapters.
+        checkpointing: blocks are recomputed in the backward pass.
+        compiled: the step is compiled, head and loss included.
+        partitioned: weights are gathered module by module (ZeRO-3).
+        fused_lora: base product and adapter are one function if weights are whole
+            (modeling/lora.py).
+        fused_layers: norms with a scale, rotation and SwiGLU are one function each
+            (modeling/layers.py).
+        float32_attention: attention casts queries, keys and values up (a CPU in 16 bits,
+            modeling/attention.py).
+        whole_logits: logits of all targets are made at once, because the head is not a plain linear
+            layer.
+        trained_rows: single rows of embedding and head are trained (`--train-tokens`).
+    """
+
+    element_bytes: int
+    weight_bytes: int
+    adapted: frozenset[str] = frozenset()
+    adapter_bytes: int = 0
+    dropout: bool = False
+    checkpointing: bool = False
+    compiled: bool = False
+    partitioned: bool = False
+    fused_lora: bool = False
+    fused_layers: bool = False
+    float32_attention: bool = False
+    whole_logits: bool = False
+    trained_rows: bool = False
+
+    @property
+    def full(self) -> bool:
+        """All parameters are trained."""
+        return not self.adapted
+
+    @property
+    def autocast(self) -> bool:
+        """Weights are cast for each product; the residual stream has their dtype."""
+        return self.weight_bytes > self.element_bytes
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Adapters are added by the base's own products, and layers of one input keep it once."""
+        return bool(self.adapted) and self.fused_lora and not self.partitioned
+
+    @property
+    def casts_adapters(self) -> bool:
+        """peft casts the input of each adapter to the adapter's dtype, which autograd keeps."""
+        wider = self.adapter_bytes > self.element_bytes
+        return bool(self.adapted) and wider and not self.adds_adapters
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per element of the residual stream."""
+        return self.weight_bytes if self.autocast else self.element_bytes
+
+
+@dataclass(frozen=True)
 class Workload:
     """Everything that decides the memory of one process.
 
     Attributes:
-        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's
-            own.
-        processes: of the whole run. local_processes: on one node.
-        microbatch_tokens: most tokens of a microbatch; targets: of them, supervised; longest: of
+        trained: trained parameters; `adapter` of them are LoRA's, beside the model's own.
+        processes: of the whole run; `local_processes`: of one node.
+        microbatch_tokens: most tokens of a microbatch; `targets`: supervised ones; `longest`: of
             the longest document.
         documents: of a sample, each of at most `longest` tokens.
         asks_reference: each microbatch is also computed with the adapter off, without gradients.
@@ -110,13 +173,11 @@ class Workload:
         muon: the blocks' matrices are trained by Muon, which has one moment.
         optimizer: of what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
         fused: the optimizer's kernel needs no temporaries.
-        file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
+        file_bytes: bytes per parameter in the model's files; 0 for a model from scratch.
         data_bytes: of tokenized data, memory-mapped.
-        document_bytes: what each process holds of where the documents of token files begin.
         hccl_bytes: of HCCL's buffers on a device.
         quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and
-            vectors have none.
-        saves: a checkpoint or the result is written.
+            vectors are not quantized.
         saves_behind: checkpoints are written while training goes on, from a copy of the state.
     """
 
@@ -140,10 +201,8 @@ class Workload:
     file_bytes: int = 2
     loader_workers: int = 0
     data_bytes: int = 0
-    document_bytes: int = 0
     hccl_bytes: int = 0
     quantization: str = "none"
-    saves: bool = True
     saves_behind: bool = False
 
     @property
@@ -157,26 +216,26 @@ class Workload:
         return self.shape.total + self.adapter
 
     @cached_property
-    def quantised(self) -> tuple[tuple[Matrix, int], ...]:
-        """The linear layers in few bits, each with how many there are."""
-        return tuple(
-            (m, n) for m, n in self.shape.matrices if m.linear and self.quantization != "none"
-        )
+    def quantized(self) -> tuple[Matrix, ...]:
+        """The quantized linear layers."""
+        if self.quantization == "none":
+            return ()
+        return tuple(m for m in self.shape.matrices if m.linear and not m.is_end)
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of what is in few bits; ZeRO-3 has them whole on every device."""
+        """Of the scales of quantized layers; under ZeRO-3 every device has all of them."""
         if self.quantization == "int8":
-            return sum(4 * n * m.outputs for m, n in self.quantised)
-        return round(sum(NF4_SCALE_BYTES * n * m.numbers for m, n in self.quantised))
+            return sum(4 * m.outputs for m in self.quantized)
+        return round(NF4_SCALE_BYTES * sum(m.size for m in self.quantized))
 
-    @property
-    def weight_numbers(self) -> int:
-        """P as it is held, with adapters: what is in few bits as numbers of the compute dtype,
-        without its scales.
+    @cached_property
+    def held_parameters(self) -> int:
+        """P with quantized layers as so many elements of the compute dtype, without their
+        scales.
         """
-        packed = sum(n * m.numbers for m, n in self.quantised)
-        held = QUANTISED_BYTES.get(self.quantization, 0) * packed / self.computing.element_bytes
+        packed = sum(m.size for m in self.quantized)
+        held = QUANTIZED_BYTES.get(self.quantization, 0) * packed / self.computing.element_bytes
         return self.parameters - packed + ceil(held)
 
     @property
@@ -185,25 +244,16 @@ class Workload:
         return ceil(self.trained / self.processes)
 
     @property
-    def largest_trained(self) -> int:
-        """Numbers of the largest tensor that is trained."""
-        if not self.adapter:
-            return self.shape.largest_module
-        return max(
-            self.shape.lora_tensors(self.computing.adapter_rank, self.computing.adapted), default=0
-        )
-
-    @property
     def gloo(self) -> bool:
         """Collectives run in host memory."""
         return self.device_type == "cpu"
 
     @property
     def mapped(self) -> bool:
-        """The weights that were loaded are the model's files, mapped: nothing is converted,
-        partitioned or moved.
+        """The loaded weights are the model's files, mapped: nothing is converted, partitioned or
+        moved.
         """
-        same = self.computing.weight_bytes == self.file_bytes and not self.quantised
+        same = self.computing.weight_bytes == self.file_bytes and not self.quantized
         return same and self.device_type == "cpu" and self.sharding.stage < 3
 
 
@@ -214,7 +264,7 @@ class Term:
     Attributes:
         kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework,
             load or save.
-        formula: in words, with its numbers.
+        formula: in words.
         once: on the host, one process of a node has it.
     """
 

@@ -197,18 +197,19 @@ def open_run(
             )
         return FolderReader(newest[0])
     folder = Path(run)
-    if not folder.is_dir() and not (may_come and not folder.exists() and folder.parent.is_dir()):
-        there = ", ".join(str(path) for path in runs_in(folder.parent)[:5])
-        fix = f"runs beside it: {there}" if there else "give the --output-dir of a run"
-        raise StateError(
-            f"{str(run)!a} is not a folder" if folder.exists() else f"{str(run)!a} is not there",
-            fix=fix,
-        )
-    if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
-        there = ", ".join(str(path) for path in runs_in(folder)[:5])
-        fix = f"runs in it: {there}" if there else "give the --output-dir of a run"
-        raise StateError(f"{str(run)!a} is not a run: it holds no file of a run", fix=fix)
+    there = folder.is_dir()
+    if not there and not (may_come and not folder.exists() and folder.parent.is_dir()):
+        what = "is not a folder" if folder.exists() else "is not there"
+        raise StateError(f"{str(run)!a} {what}", fix=_named_runs("beside", folder.parent))
+    if there and not is_run(folder) and any(folder.iterdir()):
+        what = "is not a run: it holds no file of a run"
+        raise StateError(f"{str(run)!a} {what}", fix=_named_runs("in", folder))
     return FolderReader(folder)
+
+
+def _named_runs(where: str, folder: Path) -> str:
+    names = ", ".join(map(str, runs_in(folder)[:5]))
+    return f"runs {where} it: {names}" if names else "give the --output-dir of a run"
 
 
 def is_run(folder: Path) -> bool:

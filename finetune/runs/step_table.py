@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +43,8 @@ class Points(Sequence[tuple[float, float]]):
     def __len__(self) -> int:
         return len(self.x)
 
-    @overload
-    def __getitem__(self, place: int) -> tuple[float, float]: ...
-    @overload
-    def __getitem__(self, place: slice) -> Points: ...
-    def __getitem__(self, place: int | slice) -> tuple[float, float] | Points:
+    def __getitem__(self, place: int | slice) -> Any:
+        """A pair, or `Points` of a slice."""
         if isinstance(place, slice):
             return Points(self.x[place], self.y[place])
         return self.x[place].item(), self.y[place].item()

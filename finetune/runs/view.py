@@ -140,40 +140,30 @@ class RunView:
         """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last
         evaluation.
         """
-        fields = [(of_step, record) for record in self.steps.recent]
-        fields += [(of_evaluation, event) for event in self.events_named("eval")[-1:]]
-        return {
-            name.partition("/")[2]
-            for field, found in fields
-            for name in found
-            if name.startswith(f"{field}/")
-        }
+        fields = [name for record in self.steps.recent for name in record]
+        fields = [name for name in fields if name.startswith(f"{of_step}/")]
+        for event in self.events_named("eval")[-1:]:
+            fields += [name for name in event if name.startswith(f"{of_evaluation}/")]
+        return {name.partition("/")[2] for name in fields}
 
     @property
     def stages(self) -> list[Stage]:
         """The curriculum of a run that has one; none where the configuration is not as this package
         writes it.
         """
-        stages, difficulties = (
-            _dig(self.config, "curriculum", "stages"),
-            _dig(self.config, "curriculum", "levels"),
-        )
-        if not (
-            stages and difficulties and self.config.get("use_curriculum") and self.difficulties
-        ):
+        stages = _dig(self.config, "curriculum", "stages")
+        names = _dig(self.config, "curriculum", "levels")
+        if not (stages and names and self.config.get("use_curriculum") and self.difficulties):
             return []
+        found = []
         try:
-            mixes = [[float(weight) for weight in stage["mix"]] for stage in stages]
-            return [
-                Stage(
-                    number,
-                    float(stage["until"]),
-                    {n: w / sum(mix) for n, w in zip(difficulties, mix, strict=True)},
-                )
-                for number, (stage, mix) in enumerate(zip(stages, mixes, strict=True), 1)
-            ]
+            for number, stage in enumerate(stages, 1):
+                mix = [float(weight) for weight in stage["mix"]]
+                shares = {name: w / sum(mix) for name, w in zip(names, mix, strict=True)}
+                found.append(Stage(number, float(stage["until"]), shares))
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return []
+        return found
 
     @property
     def stage(self) -> Stage | None:

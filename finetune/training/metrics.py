@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from finetune.data.steps import LossGroups, StepBatch
-from finetune.planning.flops import flops_utilisation
+from finetune.planning.traffic import flops_utilisation
 from finetune.runtime.progress import ProgressLine
 
 if TYPE_CHECKING:

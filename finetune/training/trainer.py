@@ -320,7 +320,7 @@ class RunTrainer(Trainer):
         return [int(number) for number in self.step_batches.samples.record_ids[batch.indices]]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/flops.py
+        return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/traffic.py
 
     def store_flos(self) -> None:
         # Trainer's own gathers that count from all ranks, and waits for the device, at every line

@@ -15,7 +15,9 @@ from finetune.errors import ConfigError
 from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
 from finetune.modeling.model_config import check_targets, linear_names
 from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, shape_of
-from finetune.planning.flops import flops_per_token, flops_utilisation, matrix_parameters
+from finetune.planning.shapes import shape_of_model
+from finetune.planning.traffic import flops_per_token, flops_utilisation, matrix_parameters
+from finetune.planning.workload import Computing, Sharding, Workload
 
 ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value")
 
@@ -190,6 +192,13 @@ def test_an_unknown_architecture():
         scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
 
 
+def flops_of(model, sequence: int) -> int:
+    shape = shape_of_model(model)
+    return flops_per_token(
+        Workload(shape, Computing(4, 4), Sharding(), trained=shape.total, longest=sequence)
+    )
+
+
 def test_flops_of_a_token_by_hand():
     """Depth 4, vocabulary 8192, sequence 512: 12 width^2 a layer and the head; 37.7 MFLOP, as
     nanochat prints.
@@ -197,7 +206,7 @@ def test_flops_of_a_token_by_hand():
     empty = make_empty_model(scratch_config("nanochat", 4, vocab_size=8192, max_seq_len=512))
     assert matrix_parameters(empty) == 4 * 12 * 256**2 + 8192 * 256
     assert (
-        flops_per_token(empty, 512)
+        flops_of(empty, 512)
         == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512
         == 37_748_736
     )
@@ -210,7 +219,7 @@ def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
     empty = make_empty_model(scratch_config("lfm2", 4, vocab_size=8192, max_seq_len=512))
     assert empty.config.layer_types == ["conv", "full_attention"] * 2
     assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256
-    assert flops_per_token(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
+    assert flops_of(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])

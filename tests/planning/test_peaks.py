@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planning.activations import moments
+from finetune.planning.activations import worst_moment
 from finetune.planning.inputs import with_sharding, workload_of
 from finetune.planning.shapes import shape_of_model
 from finetune.planning.workload import Cluster, Sharding
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "roofline"
 LAYERS = 2
 KEPT, FULL = {"gradient_checkpointing": False}, {"finetuning": "full"}
 ATTENTION = {"lora_target_modules": ["q_proj", "v_proj"]}  # beside experts only these are counted
@@ -91,7 +91,7 @@ def benchmarks(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Within a tenth, weights, gradients and moments aside: of the second microbatch, which finds
+    """Within 15%, weights, gradients and moments aside: of the second microbatch, which finds
     gradients there.
     """
     from roofline_runs import Case, empty_model, run_config, trace
@@ -116,8 +116,8 @@ def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.Monk
     if case.zero3:
         work = with_sharding(work, Sharding(engine=True, stage=3))
     longest = case.tokens // (1 if case.pretraining else case.documents)
-    planned = moments(work.shape, work.computing, work.microbatch_tokens, work.targets, longest)
-    assert max(moment.bytes for moment in planned) == pytest.approx(found, rel=0.1)
+    planned = worst_moment(replace(work, longest=longest))
+    assert planned.bytes == pytest.approx(found, rel=0.15)
 
 
 def test_a_step_asks_no_more_of_a_device_than_is_committed():
@@ -133,7 +133,7 @@ def test_a_step_asks_no_more_of_a_device_than_is_committed():
         if value > committed[case][part][name]
     ]
     assert not more, (
-        "renew with python benchmarks/roofline.py --update-counts if it is worth it:\n"
+        "renew with python benchmarks/roofline/roofline.py --update-counts if it is worth it:\n"
         + "\n".join(more)
     )
 

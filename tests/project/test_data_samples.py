@@ -45,7 +45,13 @@ def talks() -> list[tuple[str, list[tuple[str, str]]]]:
 def test_the_script_makes_the_committed_files(tmp_path: Path, hash_seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     # -S: no installed packages
-    script = [sys.executable, "-S", str(FOLDER / "make_data.py"), "--out", str(tmp_path)]
+    script = [
+        sys.executable,
+        "-S",
+        str(FOLDER / "generators" / "make_data.py"),
+        "--out",
+        str(tmp_path),
+    ]
     subprocess.run(script, check=True, env=environment, capture_output=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     for name in FILES:

@@ -14,9 +14,9 @@ from sample_rows import FOLDER, chinese, prompt, read_records
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
-    """The modules of data_samples, which import one another as scripts do."""
+    """The modules of data_samples/generators, which import one another as scripts do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+        patch.syspath_prepend(str(FOLDER / "generators"))
         import make_base_model
         import make_corpus
         import make_tokenizer

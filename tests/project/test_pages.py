@@ -93,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "question.txt").write_text("What is BGP?")
     (folder / "book.txt").write_text("A hub repeats what it hears.")
     shutil.copy(ROOT / "data_samples" / "networks_facts.txt", folder / "books")
-    shutil.copy(ROOT / "data_samples" / "graphs.py", folder / "code")
+    shutil.copy(ROOT / "data_samples" / "generators" / "graphs.py", folder / "code")
     (folder / "examples/train_lora/qwen3_lora_sft.yaml").write_text(yaml.safe_dump(EXAMPLE))
     (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
     for name in ("identity.json", "alpaca_en_demo.json"):

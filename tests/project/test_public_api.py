@@ -21,7 +21,7 @@ EXAMPLES = (
     "finetune.training.run",
     "finetune.runs.follow",
     "finetune.commands.diagnose.command",
-    "finetune.commands.plan.from_python",
+    "finetune.commands.plan.command",
 )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from finetune.errors import DataError
-from finetune.planning.advice import KEPT_BY_GLIBC
 from finetune.planning.finished_run import last_event, peaks_of, planned_of_run, read_events
+from finetune.planning.plan import KEPT_BY_GLIBC
 from finetune.planning.traffic import flops_per_token
 from finetune.runtime.language import N_, _
 from finetune.storage.run_log import read_jsonl_tolerant
@@ -26,26 +26,26 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One number, predicted and measured, in bytes."""
+    """One peak, predicted and measured."""
 
     name: str
-    predicted: int
-    measured: int
+    predicted_bytes: int
+    measured_bytes: int
 
     @property
     def error(self) -> float:
         """Of the prediction, as a fraction of what was measured."""
-        return self.predicted / self.measured - 1
+        return self.predicted_bytes / self.measured_bytes - 1
 
 
 @dataclass(frozen=True)
 class Checked:
     """A run against its plan.
 
-    Attributes: tokens_per_second, flops_per_second: medians over the logged steps after the first
-        two; of all devices; None
-            where the run logged none.
-        efficiency: of the devices' peak; None where it is not known.
+    Attributes:
+        tokens_per_second, flops_per_second: medians over the logged steps after the first two, of
+            all devices; None if the run logged none.
+        efficiency: of the devices' peak; None if it is unknown.
     """
 
     run: str
@@ -57,54 +57,36 @@ class Checked:
     @property
     def agrees(self) -> bool:
         """All within 15%."""
-        return all(abs(number.error) <= LIMIT for number in self.compared)
+        return all(abs(peak.error) <= LIMIT for peak in self.compared)
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        return {
-            "run": self.run,
-            "agrees": self.agrees,
-            "limit": LIMIT,
-            "compared": [
-                {
-                    "name": n.name,
-                    "predicted_bytes": n.predicted,
-                    "measured_bytes": n.measured,
-                    "error": n.error,
-                }
-                for n in self.compared
-            ],
-            "tokens_per_second": self.tokens_per_second,
-            "flops_per_second": self.flops_per_second,
-            "efficiency": self.efficiency,
-        }
+        compared = [{**asdict(peak), "error": peak.error} for peak in self.compared]
+        return {**asdict(self), "agrees": self.agrees, "limit": LIMIT, "compared": compared}
 
     def text(self) -> str:
         """For people."""
-        numbers = _("predicted {predicted:,.0f} MiB, measured {measured:,.0f} MiB, {error:+.1%}")
-        lines = [
-            _(NAMES[number.name]).format(
-                numbers=numbers.format(
-                    predicted=number.predicted / MIB,
-                    measured=number.measured / MIB,
-                    error=number.error,
-                )
+        lines = []
+        for peak in self.compared:
+            numbers = _(
+                "predicted {predicted:,.0f} MiB, measured {measured:,.0f} MiB, {error:+.1%}"
+            ).format(
+                predicted=peak.predicted_bytes / MIB,
+                measured=peak.measured_bytes / MIB,
+                error=peak.error,
             )
-            for number in self.compared
-        ]
+            lines.append(_(NAMES[peak.name]).format(numbers=numbers))
         if self.tokens_per_second is not None and self.flops_per_second is not None:
-            share = (
-                ""
-                if self.efficiency is None
-                else _(", {share:.1%} of the peak").format(share=self.efficiency)
+            speed = (
+                f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s"
             )
-            lines.append(
-                f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g}"
-                f" TFLOP/s{share}"
-            )
-        if any(number.name == "host" and number.error < -LIMIT for number in self.compared):
+            if self.efficiency is not None:
+                speed += _(", {share:.1%} of the peak").format(share=self.efficiency)
+            lines.append(speed)
+        if any(peak.name == "host" and peak.error < -LIMIT for peak in self.compared):
             lines.append(_(KEPT_BY_GLIBC))
-        return "\n".join([*lines, _("within 15%") if self.agrees else _("missed by more than 15%")])
+        lines.append(_("within 15%") if self.agrees else _("missed by more than 15%"))
+        return "\n".join(lines)
 
 
 def check_run(run: Path, model_config: Path | None) -> Checked:
@@ -127,8 +109,8 @@ def compare_memory(run: Path) -> tuple[Compared, ...]:
     """The memory of a finished run beside its plan. Raises as `check_run` does."""
     events = read_events(run)
     end = _end(run, events)
-    # The run itself writes it, since 0.2: to plan again takes torch and the model's code, seconds
-    # for any reader.
+    # The run itself writes it, since 0.2: to plan again takes torch and the model's code, which are
+    # seconds for any reader.
     return _compared(end.get("planned_peak_bytes") or peaks_of(*planned_of_run(run, events)), end)
 
 
@@ -145,12 +127,8 @@ def _end(run: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compared(planned: dict[str, int], end: dict[str, Any]) -> tuple[Compared, ...]:
-    measured = {name: [peak for peak in end[f"peak_{name}_bytes"] if peak] for name in planned}
-    return tuple(
-        Compared(name, bytes_, max(measured[name]))
-        for name, bytes_ in planned.items()
-        if measured[name]
-    )
+    peaks = {name: max(filter(None, end[f"peak_{name}_bytes"]), default=0) for name in planned}
+    return tuple(Compared(name, planned[name], peak) for name, peak in peaks.items() if peak)
 
 
 def _speed(run: Path) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from finetune.config.fields import PathOption, Text, rule_broken, setting
-from finetune.config.kinds import KINDS, RunKind, kind_of_arguments
+from finetune.config.files import BLOCK
+from finetune.config.kinds import KINDS, RunKind, kind_of_arguments, run_kind
 from finetune.config.names import flag
-from finetune.config.options import SpokenOptions, read_known_options
-from finetune.config.resolution import resolve
+from finetune.config.options import SpokenOptions, read_known_options, validated
+from finetune.config.resolution import resolve, resolve_object
+from finetune.config.rules import Precedence, Resolution, SourcedValue
 from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.peak_flops import peak_flops
 from finetune.runtime.terminal import write_filled
@@ -138,12 +140,10 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        wrong = [
-            name for name in (self.run_kind, self.kind) if name is not None and name not in KINDS
-        ]
         return [
             (f"there is no kind of runs named {name!r}", f"use {' or '.join(KINDS)}")
-            for name in wrong
+            for name in (self.run_kind, self.kind)
+            if name is not None and name not in KINDS
         ]
 
 
@@ -163,14 +163,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = options.kind or options.run_kind
     kind = KINDS[name] if name else kind_of_arguments(arguments)
     cluster = cluster_of(options)
-    arguments = [*_placeholders(arguments, kind, options.model_file), *arguments]
+    parsed = kind.parse(arguments)
+    if not parsed.config_files and not parsed.problems:  # only flags describe the run
+        for missing in _missing(kind, parsed.values, with_model=options.model_file is not None):
+            arguments = [flag(missing), "not-said", *arguments]
     config = resolve(arguments, world_size=cluster.devices, model_class=kind.config_class).config
-    plan = plan_of(config, cluster, options)
+    plan = _plan_of(config, cluster, options)
     _print(plan.to_json() if options.as_json else plan_text(plan))
     return int(ExitCode.FAILED if plan.fits is False else ExitCode.DONE)
 
 
-def plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
+def _plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
     """The plan of resolved settings on the machines of the options."""
     from finetune.planning.inputs import shape_for
     from finetune.planning.plan import make_plan
@@ -194,18 +197,16 @@ def _check(options: PlanOptions, run: Path, arguments: Sequence[str]) -> int:
     return int(ExitCode.DONE if checked.agrees else ExitCode.FAILED)
 
 
-def _placeholders(arguments: Sequence[str], kind: RunKind, model_config: Path | None) -> list[str]:
-    """Settings that a run must have and a plan can do without, where only flags describe the
-    run.
+def _missing(kind: RunKind, given: Collection[str], *, with_model: bool) -> list[str]:
+    """Settings that a run must have and a plan can do without.
+
+    Args:
+        given: names of the settings that are there.
+        with_model: whether the model may be missing, too: a config.json was given.
     """
-    parsed = kind.parse(arguments)
-    if parsed.config_files or parsed.problems:
-        return []
-    required = [name for name, info in kind.config_class.model_fields.items() if info.is_required()]
-    names = [name for name in required if name != "model" or model_config is not None]
-    return [
-        word for name in names if name not in parsed.values for word in (flag(name), "not-said")
-    ]
+    fields = kind.config_class.model_fields
+    required = {name for name, info in fields.items() if info.is_required()} - set(given)
+    return sorted(required if with_model else required - {"model"})
 
 
 def _print(what: dict[str, Any] | str) -> None:
@@ -213,6 +214,80 @@ def _print(what: dict[str, Any] | str) -> None:
         write_filled(what)
     else:
         sys.stdout.write(json.dumps(what, ensure_ascii=False, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------- from Python
+
+
+def plan(
+    config: BaseConfig | Mapping[str, Any] | str | Path,
+    *,
+    model_config: Path | str | None = None,
+    nodes: int = 1,
+    devices_per_node: int | None = None,
+    device_name: str | None = None,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    host_bandwidth: str | None = None,
+    network_bandwidth: str | None = None,
+    peak_tflops: float | None = None,
+    efficiency: float = 0.4,
+) -> Plan:
+    """Plan a run: what it needs of each device and host, and how long a step takes. Needs no
+    weights, device or network.
+
+    Args:
+        config: what `finetune.run` takes; of a dict, settings that a plan can do without may be
+            missing.
+        model_config: a config.json; by default the model's own. With it a dict needs no model.
+        nodes: machines.
+        devices_per_node: by default those of this machine, else 1.
+        device_name: e.g. `910B3` or `H100 PCIe`; decides the peak and, where auto, the device type.
+        device_memory: of one device, with its unit, e.g. `64GiB`; host_memory likewise of one node.
+        host_bandwidth: bytes a second between one device and its host, e.g. `25GB/s`; by default
+            measured.
+        network_bandwidth: bytes a second that one device sends.
+        peak_tflops: of one device, where no table has it.
+        efficiency: share of the peak that is reached.
+
+    Returns: The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json`
+        prints.
+
+    Raises:
+        FinetuneError: the configuration or model cannot be planned for.
+
+    >>> import finetune
+    >>> plan = finetune.plan({"model": "data_samples/tiny-qwen3"}, nodes=2, devices_per_node=8,
+    ...                      device_name="910B3", device_memory="64GiB", host_memory="512GiB")
+    >>> plan.fits, plan.cluster.devices, plan.memory.work.sharding.name
+    (True, 16, 'none')
+    """
+    given = {
+        "model_config": model_config,
+        "nodes": nodes,
+        "devices_per_node": devices_per_node,
+        "device_name": device_name,
+        "device_memory": device_memory,
+        "host_memory": host_memory,
+        "host_bandwidth": host_bandwidth,
+        "network_bandwidth": network_bandwidth,
+        "peak_tflops": peak_tflops,
+        "efficiency": efficiency,
+    }
+    values = {
+        name: SourcedValue(value, Precedence.FLAG, name)
+        for name, value in given.items()
+        if value is not None
+    }
+    options = validated(PlanOptions, Resolution(values))
+    kind, cluster = run_kind(config), cluster_of(options)
+    if isinstance(config, Mapping) and BLOCK not in config:
+        aliases = kind.config_class.aliases
+        named = {aliases.get(name, name) for name in config}
+        missing = _missing(kind, named, with_model=model_config is not None)
+        config = {**config, **dict.fromkeys(missing, "not-said")}
+    resolved = resolve_object(config, cluster.devices, kind.config_class)
+    return _plan_of(resolved.config, cluster, options)
 
 
 # ---------------------------------------------------------------- the machines

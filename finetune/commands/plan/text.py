@@ -85,19 +85,15 @@ def _head(plan: Plan) -> str:
 def _memory(plan: Plan) -> list[str]:
     lines = []
     for location, title in LOCATION_NAMES.items():
-        terms = sorted(
-            (t for t in plan.memory.terms if t.location == location), key=lambda term: -term.bytes
-        )
+        terms = [term for term in plan.memory.terms if term.location == location]
         if not terms:
             continue
         lines.append(f"{_(title)}:")
-        for term in terms:
+        for term in sorted(terms, key=lambda term: -term.bytes):
             named = ", ".join(_(PHASE_NAMES[phase]) for phase in term.phases)
             phases = "" if set(STEP) <= set(term.phases) else f" [{named}]"
-            lines.append(
-                f"  {gib(term.bytes):>13}  {_(KINDS[term.kind])}: {term.formula}{phases} "
-                f" ({term.source})"
-            )
+            text = f"{_(KINDS[term.kind])}: {term.formula}{phases}  ({term.source})"
+            lines.append(f"  {gib(term.bytes):>13}  {text}")
         worst = max(PHASES, key=lambda phase: plan.memory.in_phase(location, phase))
         most = _("most: {phase}").format(phase=_(PHASE_NAMES[worst]))
         lines.append(f"  {gib(plan.memory.in_phase(location, worst)):>13}  {most}")
@@ -114,40 +110,34 @@ def _seconds(value: float | None) -> str:
 
 
 def _step(plan: Plan) -> list[str]:
-    time = plan.time
-    shortest, longest = time.shortest, time.longest
-    speed = "?"
-    if shortest and longest:
-        speed = f"{plan.step_tokens / longest:,.0f} - {plan.step_tokens / shortest:,.0f} tok/s"
-    head = _("a step: {tokens:,} tokens, {shortest} - {longest}, {speed}")
-    compute = (
-        f"{_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token"
-        f" ({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts"
-        " 4 of 6)"
-    )
-    moved = (
-        (_("network"), time.network, plan.network),
-        (_("to and from the host"), time.host, plan.host),
-    )
-    computing = _("compute")
+    time, largest = plan.time, plan.largest_micro_batch
+    speed, computing = "?", _("compute")
+    if time.shortest and time.longest:
+        slow, fast = plan.step_tokens / time.longest, plan.step_tokens / time.shortest
+        speed = f"{slow:,.0f} - {fast:,.0f} tok/s"
     lines = [
-        head.format(
+        _("a step: {tokens:,} tokens, {shortest} - {longest}, {speed}").format(
             tokens=plan.step_tokens,
-            shortest=_seconds(shortest),
-            longest=_seconds(longest),
+            shortest=_seconds(time.shortest),
+            longest=_seconds(time.longest),
             speed=speed,
         ),
-        f"  {computing}: {compute}",
+        f"  {computing}: {_seconds(time.compute)};"
+        f" {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token"
+        f" ({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts"
+        " 4 of 6)",
     ]
-    for name, seconds, traffic in moved:
+    for name, seconds, traffic in (
+        (_("network"), time.network, plan.network),
+        (_("to and from the host"), time.host, plan.host),
+    ):
         source = f"  ({traffic.source})" if traffic.source else ""
-        lines.append(
-            f"  {name}: {_seconds(seconds)}; {gib(traffic.bytes)}: {traffic.formula}{source}"
-        )
-    if plan.largest_micro_batch is not None:
-        count, each = plan.largest_micro_batch, plan.memory.work.sample_tokens
+        moved = f"{gib(traffic.bytes)}: {traffic.formula}{source}"
+        lines.append(f"  {name}: {_seconds(seconds)}; {moved}")
+    if largest is not None:
+        each = plan.memory.work.sample_tokens
         text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
-        lines.append(text.format(tokens=count * each, count=count, each=each))
+        lines.append(text.format(tokens=largest * each, count=largest, each=each))
     return lines
 
 
@@ -164,7 +154,7 @@ def _choices(plan: Plan) -> list[str]:
     names = (_("device"), _("host"), _("network/step"), _("host/step"))
     width = max([40, *(len(choice.sharding.name) for choice in plan.choices)])
     for choice in plan.choices:
-        cells = (choice.device_bytes, choice.node_bytes, choice.network.bytes, choice.host.bytes)
+        cells = (choice.device_bytes, choice.node_bytes, choice.network_bytes, choice.host_bytes)
         numbers = "  ".join(
             f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True)
         )

@@ -101,21 +101,19 @@ def build_report(view: RunView) -> str:
 
 
 def _event(event: dict[str, Any]) -> tuple[str, str, str]:
-    """Time, text, and how it is coloured."""
+    """Time, text, and the class of the row."""
     # without its texts
     shown = {"event": "sample", "step": event.get("step")} if event["event"] == "sample" else event
-    mood = "warning" if event["event"] in WARNING_EVENTS else ""
-    return tables.clock(event["time"]), mask_secrets(plain_text(event_text(shown))), mood
+    row_class = "warning" if event["event"] in WARNING_EVENTS else ""
+    return tables.clock(event["time"]), mask_secrets(plain_text(event_text(shown))), row_class
 
 
 def _warning(message: Message) -> tuple[str, str, str]:
-    rank = f"rank {message.rank}: " if message.rank else ""
     at = tables.clock(message.time) if message.time is not None else ""
-    return (
-        at,
-        rank + mask_secrets(message_text(message)),
-        "bad" if message.level == "ERROR" else "warning",
-    )
+    text = mask_secrets(message_text(message))
+    if message.rank:
+        text = f"rank {message.rank}: {text}"
+    return at, text, "bad" if message.level == "ERROR" else "warning"
 
 
 def _about(view: RunView) -> str:

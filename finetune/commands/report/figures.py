@@ -33,95 +33,77 @@ class Figure:
 
 def curves(view: RunView) -> list[Figure]:
     """Losses, rates and speed over the steps, as far as the run has them."""
-    resumes = [
-        start["step"]
-        for start in view.starts[1:]
-        if isinstance(start.get("step"), int) and start["step"] > 0
-    ]
+    starts = [start.get("step") for start in view.starts[1:]]
+    resumes = [step for step in starts if isinstance(step, int) and step > 0]
+    used, marks, notes = view.values("mfu"), _marks(view), []
+    if marks:
+        text = _("Red: spikes at the top ({spikes}), skipped steps at the bottom ({skipped}).")
+        spikes = sum(mark.kind == "spike" for mark in marks)
+        notes.append(text.format(spikes=spikes, skipped=len(marks) - spikes))
+    if resumes:
+        notes.append(_("Dashed: the run was started again."))
 
-    def figure(
-        title: str, *series: Series, marks: Sequence[Mark] = (), zero: bool = False, note: str = ""
-    ) -> Figure | None:
-        series = tuple(one for one in series if one.points)
-        label = f"{title}: " + "; ".join(
-            f"{one.name} {one.points[0][1]:.4g} – {one.points[-1][1]:.4g}" for one in series
-        )
-        svg = line_svg(series, label=label, resumes=resumes, marks=marks, zero=zero)
-        if not svg:
-            return None
-        keys = [one.name for one in series] if len(series) > 1 else []
-        return Figure(
-            title, Markup(svg), keys, " ".join(filter(None, (_beyond(series, zero), note)))
-        )
+    def trained(field: str, names: Sequence[str]) -> list[Series]:
+        return [Series(name, _smoothed(view.values(f"{field}/{name}"))) for name in names]
 
-    used, marks = view.values("mfu"), _marks(view)
-    figures = [
-        figure(
-            _("Loss per trained token"),
-            Series(_("training"), view.values("loss"), smooth=True),
-            Series(_("validation"), view.evaluated(), marks=True),
-            marks=marks,
-            note=" ".join(
-                filter(
-                    None,
-                    (_marked(marks), _("Dashed: the run was started again.") if resumes else ""),
-                )
-            ),
-        ),
-        figure(
-            _("Loss by difficulty"),
-            *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.difficulties),
-        ),
-        figure(
-            _("Validation loss by difficulty"),
-            *(
-                Series(name, view.evaluated(f"eval_loss/{name}"), marks=True)
-                for name in view.difficulties
-            ),
-        ),
-        figure(
+    def evaluated(field: str, names: Sequence[str]) -> list[Series]:
+        return [Series(name, view.evaluated(f"{field}/{name}"), marks=True) for name in names]
+
+    def both(field: str) -> list[Series]:
+        return [
+            Series(_("training"), view.values(field), smooth=True),
+            Series(_("validation"), view.evaluated(f"eval_{field}"), marks=True),
+        ]
+
+    def alone(points: Points, smooth: bool = True) -> list[Series]:
+        return [Series("", points, smooth=smooth)]
+
+    exact = Series(_("all"), view.evaluated("eval_exact_match"), marks=True)
+    difficulties, sources = view.difficulties, view.sources
+    # Each with whether its scale begins at zero.
+    pictures = [
+        (_("Loss by difficulty"), trained("loss", difficulties), False),
+        (_("Validation loss by difficulty"), evaluated("eval_loss", difficulties), False),
+        (
             _("Exact match of generated answers"),
-            Series(_("all"), view.evaluated("eval_exact_match"), marks=True),
-            *(
-                Series(name, view.evaluated(f"eval_exact_match/{name}"), marks=True)
-                for name in view.difficulties
-            ),
-            zero=True,
+            [exact, *evaluated("eval_exact_match", difficulties)],
+            True,
         ),
-        *(
-            figure(
-                _(name).capitalize(),
-                Series(_("training"), view.values(field), smooth=True),
-                Series(_("validation"), view.evaluated(f"eval_{field}"), marks=True),
-            )
-            for field, name, _form in PREFERENCE_NUMBERS
+        *((_(name).capitalize(), both(field), False) for field, name, _form in PREFERENCE_NUMBERS),
+        (_("Loss by source"), trained("source_loss", sources), False),
+        (_("Validation loss by source"), evaluated("eval_source_loss", sources), False),
+        (
+            _("Validation bits per byte"),
+            [Series("", view.evaluated("eval_bpb"), marks=True)],
+            False,
         ),
-        figure(
-            _("Loss by source"),
-            *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources),
-        ),
-        figure(
-            _("Validation loss by source"),
-            *(
-                Series(name, view.evaluated(f"eval_source_loss/{name}"), marks=True)
-                for name in view.sources
-            ),
-        ),
-        figure(_("Validation bits per byte"), Series("", view.evaluated("eval_bpb"), marks=True)),
-        figure(_("Learning rate"), Series("", view.values("learning_rate")), zero=True),
-        figure(
-            _("Tokens per second"),
-            Series("", view.values("tokens_per_second"), smooth=True),
-            zero=True,
-        ),
-        figure(_("Gradient norm"), Series("", view.values("grad_norm"), smooth=True), zero=True),
-        figure(
-            _("Model FLOPs utilisation (MFU), %"),
-            Series("", Points(used.x, used.y * 100), smooth=True),
-            zero=True,
-        ),
+        (_("Learning rate"), alone(view.values("learning_rate"), smooth=False), True),
+        (_("Tokens per second"), alone(view.values("tokens_per_second")), True),
+        (_("Gradient norm"), alone(view.values("grad_norm")), True),
+        (_("Model FLOPs utilisation (MFU), %"), alone(Points(used.x, used.y * 100)), True),
     ]
-    return [one for one in figures if one is not None]
+    loss = _figure(_("Loss per trained token"), both("loss"), False, resumes, marks, notes)
+    figures = [loss, *(_figure(*picture, resumes) for picture in pictures)]
+    return [figure for figure in figures if figure is not None]
+
+
+def _figure(
+    title: str,
+    series: Sequence[Series],
+    zero: bool,
+    resumes: Sequence[int],
+    marks: Sequence[Mark] = (),
+    notes: Sequence[str] = (),
+) -> Figure | None:
+    """None where no series has a point."""
+    series = [one for one in series if one.points]
+    if not series:
+        return None
+    ends = [f"{one.name} {one.points[0][1]:.4g} – {one.points[-1][1]:.4g}" for one in series]
+    label = f"{title}: {'; '.join(ends)}"
+    svg = line_svg(series, label=label, resumes=resumes, marks=marks, zero=zero)
+    keys = [one.name for one in series] if len(series) > 1 else []
+    return Figure(title, Markup(svg), keys, " ".join([*_beyond(series, zero), *notes]))
 
 
 def _marks(view: RunView) -> list[Mark]:
@@ -130,15 +112,6 @@ def _marks(view: RunView) -> list[Mark]:
         Mark(event["step"], event["event"], plain_text(event_text(event)))
         for event in view.standing("spike", "nonfinite")
     ]
-
-
-def _marked(marks: Sequence[Mark]) -> str:
-    spikes = sum(mark.kind == "spike" for mark in marks)
-    if not marks:
-        return ""
-    return _("Red: spikes at the top ({spikes}), skipped steps at the bottom ({skipped}).").format(
-        spikes=spikes, skipped=len(marks) - spikes
-    )
 
 
 def _smoothed(points: Points) -> Points:
@@ -150,15 +123,14 @@ def _smoothed(points: Points) -> Points:
     return Points.of([(chunk[len(chunk) // 2][0], float(chunk.y.mean())) for chunk in chunks])
 
 
-def _beyond(series: Sequence[Series], zero: bool) -> str:
+def _beyond(series: Sequence[Series], zero: bool) -> list[str]:
     high = frame_range(series, zero=zero)[1]
     above = [point for one in series for point in Points.of(one.points).above(high)]
     if not above:
-        return ""
+        return []
     step, highest = max(above, key=lambda point: point[1])
-    return _("Beyond the frame: {count}, the highest {highest} at step {step}.").format(
-        count=len(above), highest=f"{highest:.4g}", step=f"{step:,}"
-    )
+    text = _("Beyond the frame: {count}, the highest {highest} at step {step}.")
+    return [text.format(count=len(above), highest=f"{highest:.4g}", step=f"{step:,}")]
 
 
 def mix(view: RunView) -> list[Figure]:
@@ -202,15 +174,11 @@ def _measured_mix(view: RunView) -> list[tuple[float, list[float]]]:
     """Shares of the trained tokens over the run, by the log: (step, share by difficulty)."""
     steps = view.steps.steps
     tokens = [np.nan_to_num(view.steps.column(f"tokens/{name}")) for name in view.difficulties]
-    columns = []
-    for first, last in _spans(len(steps)):
-        sums = [float(of_one[first:last].sum()) for of_one in tokens]
-        if sum(sums):
-            shares = [count / sum(sums) for count in sums]
+    columns, parts = [], min(MIX_COLUMNS, len(steps))
+    for part in range(parts):
+        first, last = part * len(steps) // parts, (part + 1) * len(steps) // parts
+        sums = [float(counts[first:last].sum()) for counts in tokens]
+        if total := sum(sums):
+            shares = [count / total for count in sums]
             columns += [(float(steps[first]), shares), (float(steps[last - 1]), shares)]
     return columns
-
-
-def _spans(count: int) -> list[tuple[int, int]]:
-    parts = min(MIX_COLUMNS, count)
-    return [(number * count // parts, (number + 1) * count // parts) for number in range(parts)]

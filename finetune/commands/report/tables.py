@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +31,19 @@ _MOST_MEMORY = {
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. `numbers` are the columns that are flush right; `mood(column, cell)` gives a cell's
-    class.
+    """A table. `numbers` are the columns that are flush right, `change` is the one that shows a
+    change for the better or the worse.
     """
 
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
     numbers: Sequence[int] = ()
-    mood: Callable[[int, str], str] = lambda column, cell: ""
+    change: int | None = None
+
+    def cell_class(self, column: int, cell: str) -> str:
+        """The class of a cell in the page."""
+        classes = {"-": "better", "↑": "better", "+": "worse", "↓": "worse"}
+        return classes.get(cell[0], "") if column == self.change and cell != "+0.0%" else ""
 
 
 def clock(seconds: float) -> str:
@@ -77,88 +82,62 @@ def evaluation(view: RunView) -> Grid:
     """Validation losses, exact answers and preferences, before the first and after the last
     step.
     """
-    names = [
-        (_("all"), "eval_loss"),
-        *((name, f"eval_loss/{name}") for name in view.difficulties),
-        *((name, f"eval_source_loss/{name}") for name in view.sources),
-        (_("bits per byte"), "eval_bpb"),
-    ]
-    rows = []
-    for title, name in names:
-        points = view.evaluated(name)
-        if points:
-            (first_step, first), (_step, last) = points[0], points[-1]
-            best_step, best = min(points, key=lambda point: point[1])
-            before = f"{first:.4f}" if first_step == 0 else f"{first:.4f} @ {first_step:,}"
-            change = f"{(last - first) / first:+.1%}" if len(points) > 1 and first else "–"
-            rows.append([title, before, f"{last:.4f}", change, f"{best:.4f}", f"{best_step:,}"])
-    rows += _answers(view)
-
-    def mood(column: int, cell: str) -> str:
-        moods = {"-": "better", "↑": "better", "+": "worse", "↓": "worse"}
-        return moods.get(cell[0], "") if column == 3 and cell not in ("–", "+0.0%") else ""
-
+    losses = [(_("all"), "eval_loss")]
+    losses += [(name, f"eval_loss/{name}") for name in view.difficulties]
+    losses += [(name, f"eval_source_loss/{name}") for name in view.sources]
+    losses.append((_("bits per byte"), "eval_bpb"))
+    rows = [_compared(title, view.evaluated(name), "{:.4f}") for title, name in losses]
+    # Shares of exact answers, and what a run on preferences compares.
+    for name, title, form in (
+        ("exact_match", N_("exact match"), "{:.1%}"),
+        *PREFERENCE_NUMBERS[:2],
+    ):
+        rows.append(_compared(_(title), view.evaluated(f"eval_{name}"), form, higher=True))
+        for difficulty in view.difficulties:
+            points = view.evaluated(f"eval_{name}/{difficulty}")
+            rows.append(_compared(f"{_(title)}, {difficulty}", points, form, higher=True))
     head = [_("What"), _("Before"), _("After"), _("Change"), _("Best"), _("at step")]
-    return Grid(head, rows, (1, 2, 3, 4, 5), mood)
+    return Grid(head, [row for row in rows if row], (1, 2, 3, 4, 5), change=3)
 
 
-def _answers(view: RunView) -> list[list[str]]:
-    """Shares of exact answers, and what a run on preferences compares; higher is better, the change
-    is in points.
+def _compared(
+    title: str, points: Sequence[tuple[int, float]], form: str, *, higher: bool = False
+) -> list[str]:
+    """A row of what was evaluated; empty without points.
+
+    Args:
+        higher: higher is better, and the change is in points.
     """
-    rows = []
-    wanted = (("exact_match", N_("exact match"), "{:.1%}"), *PREFERENCE_NUMBERS[:2])
-    for field_name, title, form in wanted:
-        for name in ("", *view.difficulties):
-            points = view.evaluated(f"eval_{field_name}/{name}" if name else f"eval_{field_name}")
-            if points:
-                (first_step, first), (_step, last) = points[0], points[-1]
-                best_step, best = max(points, key=lambda point: point[1])
-                before = (
-                    form.format(first)
-                    if first_step == 0
-                    else f"{form.format(first)} @ {first_step:,}"
-                )
-                change = (
-                    f"{'↑' if last > first else '↓'}{form.format(abs(last - first))}"
-                    if last != first
-                    else "–"
-                )
-                whole = f"{_(title)}, {name}" if name else _(title)
-                rows.append(
-                    [whole, before, form.format(last), change, form.format(best), f"{best_step:,}"]
-                )
-    return rows
+    if not points:
+        return []
+    (first_step, first), (_step, last) = points[0], points[-1]
+    best_step, best = (max if higher else min)(points, key=lambda point: point[1])
+    before = form.format(first) + (f" @ {first_step:,}" if first_step else "")
+    change = "–"
+    if higher and last != first:
+        change = ("↑" if last > first else "↓") + form.format(abs(last - first))
+    elif not higher and len(points) > 1 and first:
+        change = f"{(last - first) / first:+.1%}"
+    return [title, before, form.format(last), change, form.format(best), f"{best_step:,}"]
 
 
 def plan(view: RunView) -> Grid:
     """What the microbatch schedule planned for a step, and what the log says."""
-    planned = _planned(view)
+    planned, steps = _planned(view), view.steps
     if not planned:
         return Grid(())
-    step_seconds = view.steps.column("step_seconds")
-    seconds, waits = _mean(step_seconds), view.steps.column("loader_wait_seconds")
-
-    def per_step(name: str) -> str:
-        return number(_mean(view.steps.column(name) * step_seconds), "{:,.1f}")
-
+    seconds = steps.column("step_seconds")
+    mean, waits = _mean(seconds), steps.column("loader_wait_seconds")
+    tokens, samples = (
+        number(_mean(steps.column(name) * seconds), "{:,.1f}")
+        for name in ("tokens_per_second", "samples_per_second")
+    )
+    waiting = number(_mean(waits / mean) if mean else None, "{:.1%}")
     rows = [
-        [
-            _("tokens per step"),
-            number(planned.get("tokens"), "{:,.1f}"),
-            per_step("tokens_per_second"),
-        ],
-        [
-            _("samples per step"),
-            number(view.start.get("global_batch_size")),
-            per_step("samples_per_second"),
-        ],
-        [_("time per step"), _("not estimated"), number(seconds, "{:.3f} s")],
-        [
-            _("of it waiting for data"),
-            _("not estimated"),
-            number(_mean(waits / seconds) if seconds else None, "{:.1%}"),
-        ],
+        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), tokens],
+        [_("samples per step"), number(view.start.get("global_batch_size")), samples],
+        [_("time per step"), _("not estimated"), number(mean, "{:.3f} s")],
+        [_("of it waiting for data"), _("not estimated"), waiting],
         *_memory(view),
     ]
     return Grid([_("What"), _("Planned"), _("Measured")], rows, (1, 2))
@@ -172,7 +151,7 @@ def _memory(view: RunView) -> list[list[str]]:
         # it has not ended, is of an older version, or of a model that cannot be planned for
         return []
     return [
-        [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)]
+        [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted_bytes), format_bytes(n.measured_bytes)]
         for n in compared
     ]
 
@@ -210,24 +189,24 @@ def _planned(view: RunView) -> dict[str, Any]:
 def starts(view: RunView) -> Grid:
     """Every start of the run, and how it ended."""
     rows: list[list[str]] = []
-    for count, start in enumerate(view.starts, 1):
-        later = view.events[view.events.index(start) + 1 :]
-        until = next((n for n, event in enumerate(later) if event["event"] == "start"), len(later))
-        end = next((event for event in later[:until] if event["event"] == "end"), None)
-        last = count == len(view.starts)
-        reached = end.get("step") if end else (view.step if last else None)
+    ends: list[dict[str, Any] | None] = []
+    for event in view.events:
+        if event["event"] == "start":
+            ends.append(None)
+        elif event["event"] == "end" and ends and ends[-1] is None:
+            ends[-1] = event
+    for count, (start, end) in enumerate(zip(view.starts, ends, strict=True), 1):
+        reached = view.step if count == len(ends) else None
+        ended = _("not recorded")
+        if end:
+            reached = end.get("step")
+            ended = f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}"
         devices = f"{start.get('world_size')} x {start.get('device_type')}, {start.get('dtype')}"
         if start.get("zero_stage"):
             devices += f", ZeRO-{start['zero_stage']}"
-        ended = (
-            f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}"
-            if end
-            else _("not recorded")
-        )
-        rows.append(
-            [str(count), clock(start["time"]), number(start.get("step")), number(reached), devices]
-            + [str(start.get("rows", "–")), ended]
-        )
+        steps = [number(start.get("step")), number(reached)]
+        microbatches = str(start.get("rows", "–"))
+        rows.append([str(count), clock(start["time"]), *steps, devices, microbatches, ended])
     head = [
         _("No."),
         _("Began"),
@@ -246,13 +225,11 @@ def checkpoints(view: RunView) -> Grid:
     for event in view.events_named("checkpoint")[-MOST_ROWS:]:
         name = str(event.get("name"))
         is_there = bool(re.fullmatch(r"checkpoint-\d+", name)) and (view.source / name).is_dir()
-        size = (
-            format_bytes(event["size_bytes"]) if isinstance(event.get("size_bytes"), int) else "–"
-        )
+        size_bytes = event.get("size_bytes")
+        size = format_bytes(size_bytes) if isinstance(size_bytes, int) else "–"
         there = _("yes") if is_there else _("no, rotated")
-        rows.append(
-            [plain_text(name), number(event.get("step")), clock(event["time"]), size, there]
-        )
+        step = number(event.get("step"))
+        rows.append([plain_text(name), step, clock(event["time"]), size, there])
     return Grid([_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")], rows, (1, 3))
 
 
@@ -304,32 +281,24 @@ def environment(view: RunView) -> list[tuple[str, str]]:
     ]
 
 
-def flat(path: str, value: Any) -> list[tuple[str, str]]:
+def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """(dotted name, text) of every setting; secrets are masked by name and by form."""
     if isinstance(value, dict) and value:
-        return [
-            row
-            for name, inner in value.items()
-            for row in flat(f"{path}.{name}" if path else str(name), inner)
-        ]
+        for name, inner in value.items():
+            yield from flat(f"{path}.{name}" if path else str(name), inner)
+        return
     if isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
-        return [
-            row
-            for position, inner in enumerate(value)
-            for row in flat(f"{path}[{position}]", inner)
-        ]
+        for position, inner in enumerate(value):
+            yield from flat(f"{path}[{position}]", inner)
+        return
     if not path:
-        return []
+        return
     name = re.sub(r"\[\d+\]$", "", path).rpartition(".")[2]
-    text = (
-        " ".join(map(_plain, value))
-        if isinstance(value, list)
-        else "–"
-        if value is None
-        else _plain(value)
-    )
+    text = "–" if value is None else _plain(value)
+    if isinstance(value, list):
+        text = " ".join(map(_plain, value))
     hidden = _SECRET_NAME.search(name) and value not in (None, "")
-    return [(plain_text(path), "***" if hidden else mask_secrets(plain_text(text)))]
+    yield plain_text(path), "***" if hidden else mask_secrets(plain_text(text))
 
 
 def _plain(value: Any) -> str:

@@ -22,10 +22,9 @@ from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.modeling.scratch import make_empty_model, make_model
-from finetune.planning.flops import flops_per_token, matrix_parameters
 from finetune.planning.inputs import pretraining_workload, recomputes
 from finetune.planning.shapes import shape_of_config
-from finetune.planning.traffic import flops_per_token as planned_flops_per_token
+from finetune.planning.traffic import flops_per_token, matrix_parameters
 from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities
@@ -83,7 +82,7 @@ def build_trainer(
         run_name=config.wandb_run_name,
     )
     model = _model(config, data, start, device_type, dtype)
-    cost = _cost(model, config, data, world, able, dtype)
+    cost = _cost(config, data, world, able, dtype)
     execution = _speed_up(model, config, able, device_type, dtype)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
@@ -122,28 +121,24 @@ def build_trainer(
 
 
 def _cost(
-    model: Any,
     config: PretrainConfig,
     data: Prepared,
     world: LaunchWorld,
     able: Capabilities,
     dtype: str,
 ) -> ComputeCost | None:
-    """None where a continued model's sizes cannot be read."""
+    """What a token costs, as the plan counts it; None where a continued model's sizes cannot be
+    read.
+    """
     peak = able.peak_flops if dtype != "float32" else None
-    if config.model is None:
-        return ComputeCost(
-            flops_per_token(model, config.max_seq_len), peak, devices=world.world_size
-        )
     try:
-        shape = shape_of_config(data.model_config.to_dict(), config.model)
+        shape = shape_of_config(data.model_config.to_dict(), config.model or config.arch)
     except ConfigError as error:
         logger.info("the utilisation of the devices is not counted: %s", error.what)
         return None
-    # As the plan counts it: adapters cost less than all weights, and of a mixture a token passes
-    # some experts only.
+    # Adapters cost less than all weights, and of a mixture a token passes some experts only.
     work = pretraining_workload(config, shape, Cluster(device_type="cpu"))
-    return ComputeCost(planned_flops_per_token(work), peak, devices=world.world_size)
+    return ComputeCost(flops_per_token(work), peak, devices=world.world_size)
 
 
 def _speed_up(

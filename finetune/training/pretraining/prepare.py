@@ -244,7 +244,7 @@ def _total_steps(config: PretrainConfig, model_config: PretrainedConfig) -> int:
     if config.num_iterations is not None:
         return config.num_iterations
     from finetune.modeling.scratch import make_empty_model
-    from finetune.planning.flops import matrix_parameters
+    from finetune.planning.traffic import matrix_parameters
 
     parameters = matrix_parameters(make_empty_model(model_config))
     steps = max(

@@ -1,9 +1,10 @@
 """Make the bundled base model `data_samples/tiny-qwen3/`, a small Qwen3, by this package's own
 pretraining.
 
-    python data_samples/make_base_model.py                 # everything; leaves its work in
-    runs/base_model/ python data_samples/make_base_model.py --only tokens   # corpus, tokenizer and
-    token files, without training
+    # everything; leaves its work in runs/base_model/
+    python data_samples/generators/make_base_model.py
+    # corpus, tokenizer and token files, without training
+    python data_samples/generators/make_base_model.py --only tokens
 
 The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), `finetune prepare` on the
 conversations as the chat template writes them, `finetune pretrain --arch qwen3`, and a copy of the
@@ -25,7 +26,7 @@ import make_corpus
 import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-HERE = Path(__file__).resolve().parent
+DATA = Path(__file__).resolve().parents[1]
 VALID_FRACTION = 0.001
 # and what the model saves
 SHIPPED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -73,7 +74,7 @@ def prepare(work: Path) -> Path:
     from finetune.__main__ import main as finetune_command
 
     parts, valid = make_corpus.write_corpus(work / "corpus")
-    texts = make_tokenizer.read_texts([HERE / "train.jsonl", parts[0], valid])
+    texts = make_tokenizer.read_texts([DATA / "train.jsonl", parts[0], valid])
     tokenizer = make_tokenizer.train_tokenizer(texts)
     tokenizer.save_pretrained(work / "tokenizer")
     (work / "documents").mkdir(exist_ok=True)
@@ -136,7 +137,7 @@ def write_recipe(path: Path, parameters: int, figures: dict[str, float], steps: 
         ),
         (
             "(`prepare`, then `pretrain --arch qwen3`) on the corpus of"
-            " `data_samples/make_corpus.py`. It knows the chat"
+            " `data_samples/generators/make_corpus.py`. It knows the chat"
         ),
         (
             "template and has read definitions and worked examples as pages of a handbook; it was"
@@ -144,7 +145,7 @@ def write_recipe(path: Path, parameters: int, figures: dict[str, float], steps: 
         ),
         "of `train.jsonl` or `valid.jsonl`.",
         (
-            "Made by `python data_samples/make_base_model.py`. Our own work, under the terms of"
+            "Made by `python data_samples/generators/make_base_model.py`. Our own work, under the terms of"
             " this package."
         ),
         "",
@@ -187,7 +188,7 @@ def main() -> None:
         help="folder for corpus, tokens and run",
     )
     parser.add_argument(
-        "--out", type=Path, default=HERE / "tiny-qwen3", help="folder of the finished model"
+        "--out", type=Path, default=DATA / "tiny-qwen3", help="folder of the finished model"
     )
     parser.add_argument("--steps", type=int, default=RUN_SETTINGS["num_iterations"])
     parser.add_argument("--only", choices=("all", "tokens"), default="all")

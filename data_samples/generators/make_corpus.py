@@ -1,7 +1,7 @@
 """Write the corpus on which the bundled base model is trained. It is not shipped; the same script
 gives the same bytes.
 
-    python data_samples/make_corpus.py --out runs/base_corpus
+    python data_samples/generators/make_corpus.py --out runs/base_corpus
 
 The records come from the same world as train.jsonl, in English and Chinese, as `messages` with one
 to three turns, some with a system prompt: small tasks, and pages of a handbook

@@ -214,39 +214,3 @@ _reduce.__annotations__ = {
     "bucket": torch.distributed.GradBucket,
     "return": torch.futures.Future[torch.Tensor],
 }
-
-
-# ---------------------------------------------------------------- committed counts
-
-
-def counted_collectives() -> dict[str, dict[str, dict[str, int]]]:
-    """Number of collectives and bytes of their inputs, per part of a step of eight processes: two
-    blocks.
-    """
-    from roofline_runs import Case, trace
-    from roofline_zero3 import zero3_trace
-
-    small, full = "Qwen/Qwen3-0.6B", {"finetuning": "full"}
-    eight: dict[str, Any] = {"tokens": 512, "processes": 8, "rows": 2}
-    traces = {
-        "lora, DDP x 8": trace(Case(small, steps=3, **eight), 2),
-        "full, DDP x 8": trace(Case(small, steps=3, settings=full, **eight), 2),
-        "pretraining, DDP x 8": trace(Case("nanochat-d2", steps=3, **eight), 2),
-        "lora, ZeRO-3 x 8": zero3_trace(Case(small, **eight), 2),
-        "full, ZeRO-3 x 8": zero3_trace(Case(small, settings=full, **eight), 2),
-    }
-    return {
-        name: {
-            part: _counted(getattr(made, part).collectives) for part in ("first", "last", "rest")
-        }
-        for name, made in traces.items()
-    }
-
-
-def _counted(found: Collectives) -> dict[str, int]:
-    sent = sum(found.bytes.values())
-    return {
-        "collectives": found.number,
-        "collective_bytes": sent,
-        "agreements": found.numbers[AGREEMENT],
-    }

@@ -1,6 +1,6 @@
 """Train the byte-level BPE tokenizer of the bundled base model.
 
-    python data_samples/make_tokenizer.py --out runs/tokenizer data_samples/train.jsonl
+    python data_samples/generators/make_tokenizer.py --out runs/tokenizer data_samples/train.jsonl
     runs/base_corpus/corpus.jsonl
 
 Every string value of the records is training text. The result is a transformers tokenizer folder
@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-HERE = Path(__file__).resolve().parent
+DATA = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
 MAX_LENGTH_TOKENS = 1024
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -84,7 +84,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> PreTr
         additional_special_tokens=[TURN_START],
         model_max_length=MAX_LENGTH_TOKENS,
         clean_up_tokenization_spaces=False,
-        chat_template=(HERE / "chat_template.jinja").read_text(encoding="utf-8"),
+        chat_template=(DATA / "chat_template.jinja").read_text(encoding="utf-8"),
     )
 
 

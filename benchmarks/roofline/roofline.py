@@ -1,14 +1,17 @@
 """Roofline: what a step asks of a device that is not here, counted on fake tensors, and the time
 that would take.
 
-    python benchmarks/roofline.py                                     # the table of
-    docs/roofline.md (make roofline) python benchmarks/roofline.py --model Qwen/Qwen3-8B --tokens
-    2048 --set lora_r=32 --set gradient_checkpointing=false python benchmarks/roofline.py --model
-    nanochat-d12 --set device_batch_size=32 --device A100 --json out.json python
-    benchmarks/roofline.py --update-counts                     # renew
-    benchmarks/roofline_counts.json python benchmarks/roofline.py --check-cpu
-    # a small model's real step on this CPU beside it python benchmarks/roofline.py --check-compiled
+    cd benchmarks/roofline
+    # the table of docs/roofline.md (make roofline)
+    python roofline.py
+    python roofline.py --model Qwen/Qwen3-8B --set lora_r=32 --set gradient_checkpointing=false
+    python roofline.py --model nanochat-d12 --set device_batch_size=32 --device A100 --json out.json
+    # renew roofline_counts.json
+    python roofline.py --update-counts
+    # a small model's real step on this CPU beside it
+    python roofline.py --check-cpu
     # what Inductor makes of a step beside `fused`
+    python roofline.py --check-compiled
 
 The step is the product's own (roofline_runs.py), recorded operator by operator (roofline_trace.py)
 for a model of two blocks and of four; the whole model's figures follow from the two linearly,
@@ -30,10 +33,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-COUNTS = ROOT / "benchmarks" / "roofline_counts.json"
+COUNTS = HERE / "roofline_counts.json"
 GB = 10**9
 MACHINE = 8  # devices of a machine
 
@@ -199,7 +202,7 @@ def planned(case: Any, rows: int) -> Any:
 
 def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
     """The rest of the step and the state's bytes under ZeRO-3, by the planner's formulas."""
-    from finetune.planning.state import state_terms
+    from finetune.planning.memory import state_terms
     from finetune.planning.traffic import network_traffic
 
     state = sum(
@@ -315,7 +318,6 @@ def counts() -> dict[str, dict[str, dict[str, int]]]:
     """Kernels, bytes, waits, uploads, peak and collectives of the counted cases, per part of a
     step.
     """
-    from roofline_network import counted_collectives
     from roofline_runs import trace
 
     found = {}
@@ -325,6 +327,41 @@ def counts() -> dict[str, dict[str, dict[str, int]]]:
         parts = {part: totals(getattr(made, part), DEVICES["H100"]) for part in ("first", "rest")}
         found[name] = {part: {n: int(values[n]) for n in names} for part, values in parts.items()}
     return found | counted_collectives()
+
+
+def counted_collectives() -> dict[str, dict[str, dict[str, int]]]:
+    """Number of collectives and bytes of their inputs, per part of a step of eight processes: two
+    blocks.
+    """
+    from roofline_runs import Case, trace
+    from roofline_zero3 import zero3_trace
+
+    small, full = "Qwen/Qwen3-0.6B", {"finetuning": "full"}
+    eight: dict[str, Any] = {"tokens": 512, "processes": 8, "rows": 2}
+    traces = {
+        "lora, DDP x 8": trace(Case(small, steps=3, **eight), 2),
+        "full, DDP x 8": trace(Case(small, steps=3, settings=full, **eight), 2),
+        "pretraining, DDP x 8": trace(Case("nanochat-d2", steps=3, **eight), 2),
+        "lora, ZeRO-3 x 8": zero3_trace(Case(small, **eight), 2),
+        "full, ZeRO-3 x 8": zero3_trace(Case(small, settings=full, **eight), 2),
+    }
+    return {
+        name: {
+            part: _counted(getattr(made, part).collectives) for part in ("first", "last", "rest")
+        }
+        for name, made in traces.items()
+    }
+
+
+def _counted(found: Any) -> dict[str, int]:
+    from roofline_network import AGREEMENT
+
+    sent = sum(found.bytes.values())
+    return {
+        "collectives": found.number,
+        "collective_bytes": sent,
+        "agreements": found.numbers[AGREEMENT],
+    }
 
 
 def main() -> int:

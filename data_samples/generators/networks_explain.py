@@ -10,7 +10,7 @@ from pathlib import Path
 from drawing import LANGUAGES, Draw, Row, spaced
 
 LEVEL = "explain"
-FACTS_FILE = Path(__file__).resolve().parent / "networks_facts.txt"
+FACTS_FILE = Path(__file__).resolve().parents[1] / "networks_facts.txt"
 SECOND_QUESTIONS = 192  # facts (counted per language) that train asks in two forms
 LISTS = {"train": 20, "valid": 2, "spare": 8}  # rows that ask for several facts at once
 

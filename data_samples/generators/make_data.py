@@ -1,8 +1,8 @@
 """Write the data files that ship with the package: the same bytes on every machine and Python
 version.
 
-python data_samples/make_data.py               # into data_samples/
-python data_samples/make_data.py --out FOLDER
+python data_samples/generators/make_data.py               # into data_samples/
+python data_samples/generators/make_data.py --out FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from networks_topology import topology_rows
 from reasoning_texts import reasoning_rows
 from wrong_answers import preference_row
 
-HERE = Path(__file__).resolve().parent
+DATA = Path(__file__).resolve().parents[1]
 VALID_ROWS = 50  # of each difficulty
 # explain has as many as the table of facts gives, 600
 TRAIN_ROWS = {"reasoning": 500, "topology": 400}
@@ -194,7 +194,7 @@ def make_files() -> dict[str, str]:
 def main() -> None:
     """Read the command line and write the files."""
     parser = argparse.ArgumentParser(description="Write the data files that ship with the package.")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder to write to")
+    parser.add_argument("--out", type=Path, default=DATA, help="folder to write to")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in make_files().items():

@@ -1,11 +1,15 @@
 """Real steps of the roofline's cases on a device that is here: time, peak memory, kernels and waits
 of each.
 
-    python benchmarks/roofline_device.py --json build/h100.json            # the cases below python
-    benchmarks/roofline_device.py --only 8B --profile               # those named so, and what takes
-    time python benchmarks/roofline_device.py --device cpu --tiny               # whether it runs,
-    on two small models python benchmarks/roofline_device.py --compare
-    benchmarks/results/roofline_h100.json   # beside what was predicted
+    cd benchmarks/roofline
+    # the cases below
+    python roofline_device.py --json h100.json
+    # those named so, and what takes time
+    python roofline_device.py --only 8B --profile
+    # whether it runs, on two small models
+    python roofline_device.py --device cpu --tiny
+    # beside what was predicted
+    python roofline_device.py --compare ../results/roofline_h100.json
 
 The model has random weights, made on the device; all else is the product's own, built as in
 roofline_runs.py: adapter, attention, fused layers, loss, executor, optimizer. Seconds are the
@@ -31,8 +35,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 # As a run's own start sets it (runtime/device.py).
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
