@@ -35,7 +35,7 @@ from finetune.planning.token_data import document_bytes, stream_vocabulary
 from finetune.planning.traffic import MUONS
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
-from finetune.runtime.npu_tuning import hccl_buffer_bytes
+from finetune.runtime.launch_environment import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -24,7 +24,7 @@ from finetune.planning.workload import (
     Workload,
 )
 from finetune.runtime.device import DEVICE_KINDS
-from finetune.runtime.smi_report import MIB
+from finetune.runtime.host import MIB
 
 SHARD_BYTES = 5 * 10**9
 ONLY_SAVE: tuple[Phase, ...] = ("save",)

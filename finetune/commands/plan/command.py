@@ -21,7 +21,7 @@ from finetune.config.names import flag
 from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, ExitCode
-from finetune.runtime.peak_flops import peak_flops
+from finetune.runtime.device import peak_flops
 from finetune.runtime.terminal import write_filled
 
 if TYPE_CHECKING:
