@@ -49,7 +49,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """What `finetune.runtime.smi_nvml` asks of pynvml; refuses, with the real errors, what the real
+    """What `finetune.runtime.smi` asks of pynvml; refuses, with the real errors, what the real
     one refuses.
     """
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 from pygments.lexers.data import JsonLexer  # noqa: E402
 from sphinx.highlighting import lexers  # noqa: E402
 
-from finetune.runtime.quiet_import import import_bitsandbytes  # noqa: E402
+from finetune.runtime.launch_environment import import_bitsandbytes  # noqa: E402
 from finetune.version import __version__  # noqa: E402
 
 import_bitsandbytes()  # peft, and with it every trainer, would have it complain

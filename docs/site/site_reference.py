@@ -22,7 +22,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import ExitCode
 from finetune.runs import event_texts
 from finetune.runtime.language import speak
-from finetune.runtime.quiet_import import import_bitsandbytes
+from finetune.runtime.launch_environment import import_bitsandbytes
 from finetune.storage import run_log
 
 CAUSES = "## Causes\n"

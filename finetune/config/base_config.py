@@ -30,7 +30,7 @@ from finetune.config.names import flag
 from finetune.config.rules import Rule
 from finetune.config.schedules import PretrainingScheduleName, described
 from finetune.runtime.device import DeviceType
-from finetune.runtime.npu_tuning import npu_variables
+from finetune.runtime.launch_environment import npu_variables
 
 
 class BaseConfig(Settings):

@@ -33,7 +33,7 @@ from finetune.modeling.model_config import (
 )
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.modeling.quantisation import NOTE_NAME, quantized_loading
-from finetune.runtime.quiet_import import import_bitsandbytes
+from finetune.runtime.launch_environment import import_bitsandbytes
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 

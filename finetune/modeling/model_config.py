@@ -32,7 +32,7 @@ from finetune.config.paths import near_folder, split_revision
 from finetune.errors import ConfigError, DataError
 from finetune.modeling import lfm2_value
 from finetune.modeling.adapter_names import check_named, check_patterns, check_saved_of_quantised
-from finetune.runtime.quiet_import import import_bitsandbytes
+from finetune.runtime.launch_environment import import_bitsandbytes
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -26,7 +26,7 @@ from finetune.modeling.model_config import (
     warn_of_text_alone,
 )
 from finetune.modeling.quantisation import compute_exactly, numbers_in, quantized_loading
-from finetune.runtime.quiet_import import import_bitsandbytes
+from finetune.runtime.launch_environment import import_bitsandbytes
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig

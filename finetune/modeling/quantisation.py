@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.runtime.quiet_import import import_bitsandbytes
+from finetune.runtime.launch_environment import import_bitsandbytes
 
 KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the layers of bitsandbytes.nn
 # Beside the adapter of a quantised base: {"quantization": "nf4"}.

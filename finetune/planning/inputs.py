@@ -31,7 +31,7 @@ from finetune.planning.shapes import (
 from finetune.planning.traffic import MUONS
 from finetune.planning.workload import Cluster, Computing, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
-from finetune.runtime.npu_tuning import hccl_buffer_bytes
+from finetune.runtime.launch_environment import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_VOCABULARY = 32768  # of `prepare`, if there are no token files yet

@@ -26,7 +26,7 @@ from finetune.planning.workload import (
     Workload,
 )
 from finetune.runtime.device import DEVICE_KINDS
-from finetune.runtime.smi_report import MIB
+from finetune.runtime.host import MIB
 
 SHARD_BYTES = 5 * 10**9
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent

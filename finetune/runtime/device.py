@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.runtime.host import peak_host_bytes
+from finetune.runtime.host import MIB, peak_host_bytes
 from finetune.runtime.launch_environment import LaunchWorld
-from finetune.runtime.peak_flops import peak_flops
-from finetune.runtime.smi_report import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -156,11 +154,11 @@ class Capabilities:
 
     name: str
     bfloat16: bool  # arithmetic in hardware (on a CPU: supported, though it pays only compiled)
-    fp8: bool  # matrix products of float8 numbers
-    flash: bool  # fused attention without a matrix of scores
-    hopper: bool  # what FlashAttention 3's kernels are written for
-    compile: bool  # whether torch.compile pays without being asked for
-    peak_flops: float | None  # dense 16-bit matrix operations per second; None where it is unknown
+    fp8: bool = False  # matrix products of float8 numbers
+    flash: bool = False  # fused attention without a matrix of scores
+    hopper: bool = False  # what FlashAttention 3's kernels are written for
+    compile: bool = False  # whether torch.compile pays without being asked for
+    peak_flops: float | None = None  # dense 16-bit matrix operations per second; None if unknown
 
 
 def capabilities(device_type: str) -> Capabilities:
@@ -181,26 +179,40 @@ def capabilities(device_type: str) -> Capabilities:
     if device_type == "npu":
         npu = getattr(torch, device_type)
         name = str(getattr(npu, "get_device_name", lambda: "npu")())
-        # Dynamo has backends there, but they are young: asked for by name only.
-        bfloat16 = npu.is_bf16_supported()
-        return Capabilities(
-            name,
-            bfloat16,
-            fp8=False,
-            flash=True,
-            hopper=False,
-            compile=False,
-            peak_flops=peak_flops(name),
-        )
-    return Capabilities(
-        device_type,
-        device_type == "cpu",
-        fp8=False,
-        flash=False,
-        hopper=False,
-        compile=False,
-        peak_flops=None,
-    )
+        # Dynamo has backends there, but they are young: compile only if asked by name.
+        return Capabilities(name, npu.is_bf16_supported(), flash=True, peak_flops=peak_flops(name))
+    return Capabilities(device_type, device_type == "cpu")
+
+
+# Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more
+# specific names first. 910B3 and 910B4 are an eighth of their servers' figures (Atlas 800T A2,
+# Atlas 800I A2).
+PEAK_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A40", 149.7e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("910B3", 313e12),
+    ("910B4", 280e12),
+    ("910A", 256e12),
+)
+
+
+def peak_flops(name: str) -> float | None:
+    """Peak of a device by its name; None for one that is not in the table."""
+    padded = f" {name} ".replace("-", " ").lower()
+    return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in padded), None)
 
 
 def choose_backend(requested: str, device_type: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 # Far beyond what a process here needs, and little for a program that closes all that could be open.
 MOST_OPEN_FILES = 1 << 16

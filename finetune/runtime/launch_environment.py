@@ -1,5 +1,5 @@
-"""Who this process is by its launcher, and the environment that it needs: read and set before torch
-is imported.
+"""Who this process is by its launcher, and the environment that it needs, set before torch is
+imported; imports that need care.
 
 An installed but unloadable torch_npu makes `import torch` itself die, so it is probed in a
 subprocess first.
@@ -13,11 +13,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from finetune.errors import ConfigError
-from finetune.runtime.host import usable_cores
+from finetune.runtime.host import MIB, usable_cores
 from finetune.runtime.ports import free_port
 
 logger = logging.getLogger("finetune")
@@ -160,3 +160,65 @@ def prepare_environment(
         default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", fragmentation)
     default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
     return added
+
+
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes if it is installed, without a message and without a download.
+
+    Call it before peft is imported, which imports bitsandbytes too.
+
+    On some CPUs bitsandbytes asks the package `kernels` to download a kernel for inference, and
+    warns without it (0.50.2, backends/cpu/ops.py). Training computes quantized layers otherwise
+    (modeling/quantisation.py).
+    """
+    if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
+        return
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    loaded = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
+    try:
+        import bitsandbytes  # noqa: F401
+    finally:
+        del sys.modules["kernels"]
+        if loaded is not None:
+            sys.modules["kernels"] = loaded
+
+
+# ---------------------------------------------------------------- tuning of NPUs
+
+# What CANN and torch_npu offer for speed by environment variables. All of it is off unless asked
+# for: no training figure that supports it was seen, and none was measured here. The descriptions
+# are from the Ascend Extension for PyTorch's and HCCL's references of environment variables.
+# name -> (variable, value, what it does)
+TUNINGS = {
+    "core-binding": (
+        "CPU_AFFINITY_CONF",
+        "2",
+        "threads that launch kernels keep to cores beside their NPU",
+    ),
+    "task-queue": (
+        "TASK_QUEUE_ENABLE",
+        "2",
+        "work of launching kernels is split further; may need more memory",
+    ),
+}
+HCCL_BUFFER_MB = 200  # HCCL's own
+
+
+def npu_variables(
+    tuning: Collection[str], hccl_buffer_mb: int | None
+) -> dict[str, tuple[str, str]]:
+    """Return the variables to set: name -> (value, why)."""
+    found = {
+        variable: (value, why) for name, (variable, value, why) in TUNINGS.items() if name in tuning
+    }
+    if hccl_buffer_mb is not None:
+        found["HCCL_BUFFSIZE"] = (str(hccl_buffer_mb), "MB of each communicator's two buffers")
+    return found
+
+
+def hccl_buffer_bytes(hccl_buffer_mb: int | None, communicators: int) -> int:
+    """Return the device memory of HCCL's buffers: each communicator has one to send and one to
+    receive.
+    """
+    return 2 * communicators * (hccl_buffer_mb or HCCL_BUFFER_MB) * MIB

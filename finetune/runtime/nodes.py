@@ -4,6 +4,7 @@ or Slurm.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -15,7 +16,6 @@ from finetune.errors import ConfigError, raise_problems
 
 SCONTROL_SECONDS = 20
 _Default = TypeVar("_Default", int, None)
-_GROUP = re.compile(r"([^,\[]*)\[([^\]]+)\]([^,\[]*)")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ def expand_nodelist(nodelist: str) -> list[str]:
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", nodelist):
-        made = _expand(part)
+        pieces = re.split(r"\[([^\]]+)\]", part)  # texts and ranges in turn
+        choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        made = ["".join(words) for words in itertools.product(*choices)]
         if not part or any("[" in host or "]" in host for host in made):
             raise ConfigError(
                 f"the Slurm node list {nodelist!r} cannot be read",
@@ -140,15 +142,6 @@ def expand_nodelist(nodelist: str) -> list[str]:
             )
         hosts.extend(made)
     return hosts
-
-
-def _expand(part: str) -> list[str]:
-    found = _GROUP.search(part)
-    if found is None:
-        return [part]
-    before, ranges, _after = found.groups()
-    start, rest = part[: found.start()] + before, part[found.end(2) + 1 :]
-    return [start + number + end for number in _numbers(ranges) for end in _expand(rest)]
 
 
 def _numbers(ranges: str) -> list[str]:

@@ -1,8 +1,9 @@
-"""Workers never outlive their launcher: torch elastic starts them in sessions of their own, so they
-would train on.
+"""Nothing waits for ever: workers never outlive their launcher, and calls that hang are given up.
 
-They are told to stop, finish their step, save and end, however long that takes; one that does not
-get on any more (its peers are gone, and it waits in a collective for them) is ended.
+torch elastic starts workers in sessions of their own, so they would train on after their launcher
+is killed. They receive a signal to stop, finish their step, save and end, however long that takes.
+A worker that makes no progress any more (its peers are gone, and it waits in a collective for them)
+is killed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from finetune.runtime.launch_environment import LaunchWorld
+
+_T = TypeVar("_T")
 
 PARENT_CHECK_SECONDS = 2.0
 # Without a sign of progress, at least. A hung process holds its devices for so long.
@@ -139,3 +145,37 @@ def _moved_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+# ---------------------------------------------------------------- calls that may never return
+
+
+def in_thread(call: Callable[[], _T], name: str | None = None) -> Future[_T]:
+    """Begin a call in a daemon thread, which does not keep the process from ending.
+
+    Returns:
+        The future with its result or error.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def call_with_timeout(call: Callable[[], _T], seconds: float) -> _T:
+    """Return the result of a call into a library that may never return (a lost device, a pulled
+    cable). Signals are handled meanwhile.
+
+    Raises:
+        TimeoutError: it took longer. The call stays in its thread and is abandoned.
+    """
+    future = in_thread(call)
+    if not wait([future], timeout=max(0.0, seconds)).done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return future.result()

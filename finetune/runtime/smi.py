@@ -1,29 +1,413 @@
-"""Devices as their drivers see them, without torch: they answer where torch cannot be imported, and
-know who holds memory. NPUs by their tool `npu-smi`, NVIDIA GPUs by the driver's library (NVML).
+"""Devices as their drivers see them, without torch: NPUs by `npu-smi info`, NVIDIA GPUs by NVML.
+
+Drivers answer even where torch cannot be imported, and they know which processes hold memory.
+
+The table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P) has two lines for a
+chip. The second line ends with the memory that a program gets: HBM where there is a column for it,
+else DDR. Cards with two chips count programs' devices by chip ("Phy-ID"). A container may see only
+some of them and counts those from 0, so a device's index is its place in the list.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, TypeVar
 
-from finetune.runtime.smi_npu import read_npus
-from finetune.runtime.smi_report import SmiDevice, SmiProcess, SmiReport, visible
+import psutil
 
-__all__ = ["SmiDevice", "SmiProcess", "SmiReport", "read_devices", "visible"]
+from finetune.runtime.host import MIB
+from finetune.runtime.parent_watchdog import call_with_timeout
+
+try:
+    import pynvml
+except ImportError:  # an environment from before it was required: doctor must be able to report it
+    pynvml = None
+
+_T = TypeVar("_T")
+
+TIMEOUT_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class SmiProcess:
+    """A process on a device.
+
+    Attributes:
+        memory_bytes: None if the driver does not report it (no permission, not supported).
+    """
+
+    pid: int
+    name: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class SmiDevice:
+    """One device that a program can use: a chip of an NPU card, a GPU, or a MIG slice of one.
+
+    Attributes:
+        index: its number in the order that visible-device variables count by.
+        label: what the vendor's tool calls it, e.g. "NPU 2 chip 1" or "GPU 0".
+        health: the driver's own word ("OK", "Warning", "Alarm", "Critical", "ECC errors: 3"); empty
+            if unknown.
+        total_bytes, used_bytes: device memory; None if the driver does not report it.
+        processes: the processes on it; None if the driver does not report them.
+    """
+
+    index: int
+    name: str
+    label: str
+    health: str = ""
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    utilization_percent: float | None = None
+    temperature_celsius: float | None = None
+    processes: tuple[SmiProcess, ...] | None = None
+
+    @property
+    def free_bytes(self) -> int | None:
+        if self.total_bytes is None or self.used_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.used_bytes)
+
+
+@dataclass(frozen=True)
+class SmiReport:
+    """What one driver reports."""
+
+    device_type: str  # "npu" or "cuda"
+    driver_version: str = ""  # empty if unknown
+    # newest CUDA that the driver can run; empty for npu, and if unknown
+    runtime_version: str = ""
+    devices: tuple[SmiDevice, ...] = ()
+    # why there are no devices, in the driver's own words; empty if there are some
+    problem: str = ""
 
 
 def read_devices() -> list[SmiReport]:
-    """A report for each driver that is installed here, NPU first; empty on a machine without
+    """Return a report for each driver that is installed here, NPU first; empty on a machine without
     accelerators.
     """
-    return [report for report in (read_npus(), _read_gpus()) if report is not None]
+    return [report for report in (read_npus(), read_gpus()) if report is not None]
+
+
+def visible(devices: Sequence[SmiDevice], variable: str | None) -> list[SmiDevice]:
+    """Return the devices that a visible-device variable leaves, renumbered as a program sees them.
+
+    Ids from the first that does not exist on are dropped, as the runtimes do. If an entry is not a
+    number (GPU-... and MIG-... names), all devices are returned: only the runtime can resolve it.
+    """
+    if variable is None:
+        return list(devices)
+    ids = [word.strip() for word in variable.split(",") if word.strip()]
+    if any(not word.lstrip("-").isdigit() for word in ids):
+        return list(devices)
+    by_index = {device.index: device for device in devices}
+    existing = takewhile(by_index.__contains__, map(int, ids))
+    return [replace(by_index[index], index=place) for place, index in enumerate(existing)]
+
+
+# ---------------------------------------------------------------- NPUs
+
+_VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
+_FIRST = re.compile(r"(\d+)\s+(\S.*)")  # "0     910B3", "2     Ascend910"
+# What npu-smi prints instead of a table, in lower case.
+_FAILURES = ("dcmi", "drvmnggetconsoleloglevel", "failed", "error", "permission")
+
+
+@dataclass
+class _Chip:
+    npu: int
+    name: str
+    health: str
+    temperature: float | None
+    chip: int = 0
+    utilization: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    processes: list[SmiProcess] = field(default_factory=list)
+
+
+def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+    """Run `npu-smi info`; None if it is not installed. It is killed if it hangs (a lost device)."""
+    program = shutil.which("npu-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "info"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return SmiReport("npu", problem=f"npu-smi did not answer in {timeout_seconds:g} s")
+    except OSError as error:
+        return SmiReport("npu", problem=f"npu-smi cannot be run: {error.strerror or error}")
+    return parse_info(done.stdout, done.stderr, done.returncode)
+
+
+def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
+    """Make a report from what `npu-smi info` printed to stdout and stderr."""
+    chips: list[_Chip] = []
+    pending: _Chip | None = None
+    has_process_table = False
+    for line in text.splitlines():
+        cells = _cells(line)
+        if not cells:
+            continue
+        if "Process id" in line:
+            has_process_table = True
+            continue
+        if has_process_table:
+            _add_process(cells, chips)
+            continue
+        if len(cells) == 4:  # on 950, and with a Phy-ID: a cell more
+            cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
+        if pending is not None and len(cells) >= 3:
+            _add_second_line(pending, cells)
+            chips.append(pending)
+            pending = None
+        else:
+            pending = _first_line(cells)
+    version = _VERSION.search(text)
+    devices = tuple(
+        _npu_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips)
+    )
+    problem = "" if devices else _no_npus(text, errors, exit_code)
+    return SmiReport("npu", version[2] if version else "", devices=devices, problem=problem)
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a whole table line; none for rules, other lines and a line cut off."""
+    line = line.strip()
+    if len(line) < 2 or not (line.startswith("|") and line.endswith("|")):
+        return []
+    return [cell.strip() for cell in line[1:-1].split("|")]
+
+
+def _first_line(cells: Sequence[str]) -> _Chip | None:
+    """Read `| 0     910B3 | OK | 93.6  40  0 / 0 |`, or on 950 `| 0 | Ascend950 | OK | ... |`; None
+    for a heading.
+    """
+    found = _FIRST.fullmatch(cells[0]) if len(cells) == 3 else None
+    if found is None or found[2].startswith("Name"):
+        return None
+    _power, temperature, *_rest = [*cells[2].split(), "-", "-"]
+    return _Chip(int(found[1]), found[2].strip(), cells[1], _number(temperature))
+
+
+def _add_second_line(chip: _Chip, cells: Sequence[str]) -> None:
+    """Read `| 0     4 | 0000:C1:00.0 | 12   0 / 0   3161 / 65536 |`: chip (and Phy-ID), bus, use,
+    memory.
+    """
+    ids = re.findall(r"\d+", cells[0])
+    chip.chip = int(ids[0]) if ids else 0
+    chip.utilization = _number(cells[-1])
+    pairs = _PAIR.findall(cells[-1])
+    if pairs and int(pairs[-1][1]) > 0:
+        chip.used_bytes, chip.total_bytes = (int(value) * MIB for value in pairs[-1])
+
+
+def _add_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
+    """Read `| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container.
+
+    Other lines have no process.
+    On 950 the first cell is the NPU alone. In a container the tool may give the host's process id
+    in the second column.
+    """
+    if len(cells) < 4 or not cells[1].isdigit():
+        return
+    ids = [int(word) for word in cells[0].split() if word.isdigit()]
+    inside = cells[4] if len(cells) > 4 else ""
+    size = _number(cells[3])
+    process = SmiProcess(
+        pid=int(inside if inside.isdigit() else cells[1]),
+        name=cells[2],
+        memory_bytes=None if size is None else int(size * MIB),
+    )
+    for chip in chips:
+        if ids and chip.npu == ids[0] and (len(ids) < 2 or chip.chip == ids[1]):
+            chip.processes.append(process)
+            return
+
+
+def _npu_device(
+    index: int, chip: _Chip, chips: Sequence[_Chip], has_process_table: bool
+) -> SmiDevice:
+    several = [other.npu for other in chips].count(chip.npu) > 1
+    return SmiDevice(
+        index=index,
+        name=chip.name,
+        label=f"NPU {chip.npu} chip {chip.chip}" if several else f"NPU {chip.npu}",
+        health=chip.health,
+        total_bytes=chip.total_bytes,
+        used_bytes=chip.used_bytes,
+        utilization_percent=chip.utilization,
+        temperature_celsius=chip.temperature,
+        processes=tuple(chip.processes) if has_process_table else None,
+    )
+
+
+def _no_npus(text: str, errors: str, exit_code: int) -> str:
+    """Return why there is no device, in the tool's own words."""
+    lines = [line.strip() for line in f"{text}\n{errors}".splitlines() if line.strip()]
+    for word in _FAILURES:
+        for line in lines:
+            if word in line.lower():
+                return line
+    if exit_code == 0:
+        return "npu-smi lists no device"
+    return lines[-1] if lines else f"npu-smi ended with {exit_code}"
+
+
+def _number(cell: str) -> float | None:
+    """Return the number that a cell begins with, e.g. 12 of "12   0 / 0"; None for "-" and "NA"."""
+    found = _NUMBER.match(cell)
+    return None if found is None else float(found[0])
+
+
+# ---------------------------------------------------------------- NVIDIA GPUs
+
+
+def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+    """Ask the NVIDIA driver; None if it is not installed. A call on a lost device may never
+    return.
+    """
+    if pynvml is None:
+        problem = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        return SmiReport("cuda", problem=problem) if shutil.which("nvidia-smi") else None
+    try:
+        return call_with_timeout(_read_gpus, timeout_seconds)
+    except TimeoutError:
+        return SmiReport(
+            "cuda", problem=f"the NVIDIA driver did not answer in {timeout_seconds:g} s"
+        )
 
 
 def _read_gpus() -> SmiReport | None:
+    driver = cuda = ""
     try:
-        from finetune.runtime.smi_nvml import read_gpus
-    # an environment from before it was required: doctor says so, and must be able to
-    except ImportError:
-        problem = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
-        return SmiReport("cuda", problem=problem) if shutil.which("nvidia-smi") else None
-    return read_gpus()
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        no_driver = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        return None if no_driver else SmiReport("cuda", problem=_reason(error))
+    try:
+        driver = _query_or_none(pynvml.nvmlSystemGetDriverVersion) or ""
+        version = _query_or_none(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        cuda = "" if version is None else f"{version // 1000}.{version % 1000 // 10}"
+        devices = _gpus()
+    except pynvml.NVMLError as error:
+        return SmiReport("cuda", driver, cuda, problem=_reason(error))
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return SmiReport(
+        "cuda", driver, cuda, devices, problem="" if devices else "No devices were found"
+    )
+
+
+def _reason(error: pynvml.NVMLError) -> str:
+    problems = {  # if the library's own words do not tell the user what to do
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+        pynvml.NVML_ERROR_NO_PERMISSION: "no permission to ask the NVIDIA driver",
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+            "Driver/library version mismatch: the driver was changed under the loaded kernel module"
+        ),
+    }
+    return f"NVML: {problems.get(error.value, error)}"
+
+
+def _query_or_none(question: Callable[..., _T], *arguments: Any) -> _T | None:
+    """Return the answer; None if the device or driver does not support the question, or the user
+    may not ask it.
+
+    Raises:
+        NVMLError: the device is lost; nothing else that it answers is worth having.
+    """
+    try:
+        return question(*arguments)
+    except pynvml.NVMLLibraryMismatchError:  # a driver from before this function
+        return None
+    except pynvml.NVMLError as error:
+        if error.value in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED):
+            raise
+        return None
+
+
+def _gpus() -> tuple[SmiDevice, ...]:
+    """Return the GPUs; if any has MIG slices, only the slices, as CUDA counts them."""
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+    slices = [
+        (f"GPU {gpu} MIG {number}", f"{_gpu_name(handle)} MIG", slice_handle)
+        for gpu, handle in enumerate(handles)
+        for number, slice_handle in _mig_slices(handle)
+    ]
+    gpus = [(f"GPU {index}", _gpu_name(handle), handle) for index, handle in enumerate(handles)]
+    return tuple(_gpu_device(index, *found) for index, found in enumerate(slices or gpus))
+
+
+def _gpu_name(handle: Any) -> str:
+    return _query_or_none(pynvml.nvmlDeviceGetName, handle) or ""
+
+
+def _mig_slices(handle: Any) -> Iterator[tuple[int, Any]]:
+    """Yield (number, handle) of a GPU's MIG slices; numbers may have gaps."""
+    mode = _query_or_none(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return
+    for number in range(_query_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        found = _query_or_none(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+        if found is not None:
+            yield number, found
+
+
+def _gpu_device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
+    memory = _query_or_none(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    use = _query_or_none(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    errors = _query_or_none(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected)
+    return SmiDevice(
+        index=index,
+        name=name,
+        label=label,
+        health="" if errors is None else f"ECC errors: {errors}" if errors else "OK",
+        total_bytes=None if memory is None else memory.total,
+        used_bytes=None if memory is None else memory.used,
+        utilization_percent=None if use is None else float(use.gpu),
+        temperature_celsius=_query_or_none(
+            pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+        ),
+        processes=_gpu_processes(handle),
+    )
+
+
+def _gpu_processes(handle: Any) -> tuple[SmiProcess, ...] | None:
+    """Return the processes that compute; those that only draw hold little and are the desktop's."""
+    computing = _query_or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    if computing is None:
+        return None
+    return tuple(
+        SmiProcess(one.pid, _process_name(one.pid), one.usedGpuMemory) for one in computing
+    )
+
+
+def _process_name(pid: int) -> str:
+    """Return the name of a process; empty if it cannot be seen (another container's)."""
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return ""

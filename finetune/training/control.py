@@ -36,8 +36,7 @@ from finetune.runtime.collectives import (
     name_ranks,
     plain,
 )
-from finetune.runtime.parent_watchdog import progress
-from finetune.runtime.timeouts import in_thread
+from finetune.runtime.parent_watchdog import in_thread, progress
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 

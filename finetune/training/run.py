@@ -39,12 +39,12 @@ from finetune.config.resolution import Resolved, format_config, resolve, resolve
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.launch_environment import (
     LaunchWorld,
+    import_bitsandbytes,
     launch_world,
     prepare_environment,
     probe_torch_npu,
 )
 from finetune.runtime.parent_watchdog import die_with_launcher
-from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
 

@@ -18,10 +18,10 @@ from finetune.errors import ConfigError
 from finetune.runtime.launch_environment import (
     LaunchWorld,
     launch_world,
+    npu_variables,
     prepare_environment,
     probe_torch_npu,
 )
-from finetune.runtime.npu_tuning import npu_variables
 from finetune.runtime.ports import free_port
 
 ONE = LaunchWorld(0, 0, 1, 1, launched=False)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from launching import environment
 from run_helpers import Materials
 
 from finetune.runtime import parent_watchdog
-from finetune.runtime.parent_watchdog import Progress, Stop
+from finetune.runtime.parent_watchdog import Progress, Stop, call_with_timeout
 from finetune.storage.checkpoint_files import verify
 
 
@@ -217,3 +218,13 @@ def test_ranks_with_different_data_do_not_train(materials, tmp_path):
     )
     assert "rank 1" in ranks.output() and "data" in ranks.output()
     assert not (output_dir / "trainer_log.jsonl").exists()
+
+
+def test_a_call_that_never_returns_is_given_up():
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="within 0 s"):
+        call_with_timeout(never.wait, 0.1)
+    with pytest.raises(ZeroDivisionError):
+        call_with_timeout(lambda: 1 / 0, 5)
+    assert call_with_timeout(lambda: 3, 5) == 3
+    never.set()

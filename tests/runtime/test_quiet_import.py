@@ -6,7 +6,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from finetune.runtime import quiet_import
+from finetune.runtime import launch_environment
 
 
 def test_bitsandbytes_finds_no_kernels_while_it_is_imported(tmp_path, monkeypatch, capfd) -> None:
@@ -21,7 +21,9 @@ def test_bitsandbytes_finds_no_kernels_while_it_is_imported(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     del sys.modules["bitsandbytes"]
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(quiet_import, "find_spec", lambda name: ModuleSpec(name, None))
-    quiet_import.import_bitsandbytes()
+    monkeypatch.setattr(
+        launch_environment.importlib.util, "find_spec", lambda name: ModuleSpec(name, None)
+    )
+    launch_environment.import_bitsandbytes()
     assert sys.modules["bitsandbytes"].kernels is None and sys.modules["kernels"] is kernels
     assert "Failed" not in capfd.readouterr().err

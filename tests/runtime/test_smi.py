@@ -17,10 +17,16 @@ import pynvml
 import pytest
 from smi_tools import OUTPUTS, FakeGpu, FakeNvml
 
-from finetune.runtime.smi import SmiDevice, SmiReport, read_devices, visible
-from finetune.runtime.smi_npu import parse_info, read_npus
-from finetune.runtime.smi_nvml import read_gpus
-from finetune.runtime.smi_report import MIB
+from finetune.runtime.host import MIB
+from finetune.runtime.smi import (
+    SmiDevice,
+    SmiReport,
+    parse_info,
+    read_devices,
+    read_gpus,
+    read_npus,
+    visible,
+)
 
 
 def text(name: str) -> str:

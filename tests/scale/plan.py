@@ -152,7 +152,7 @@ def step_costs(devices: int, *, whole: bool) -> tuple[float, float]:
     from finetune.planning.shapes import known_config, shape_of_config
     from finetune.planning.traffic import EFFICIENCY, computed_flops_per_token, network_traffic
     from finetune.planning.workload import Cluster
-    from finetune.runtime.peak_flops import peak_flops
+    from finetune.runtime.device import peak_flops
 
     model = "Qwen/Qwen3-8B"
     values = {

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.launch.attempt_result import AttemptResult
-from finetune.commands.launch.rendezvous import RendezvousError, RendezvousResult
 from finetune.errors import FinetuneError
 from finetune.runtime.collectives import broadcast_plain, largest_of_all, name_ranks
-from finetune.runtime.nodes import Nodes
 from finetune.runtime.ports import LOOPBACK, hold_port
 
 sys.path.append(str(Path(__file__).parent))
@@ -27,19 +24,18 @@ from gloo_store import CountingStore, gloo_traffic, real_groups
 def test_a_node_that_comes_costs_node_0_some_requests():
     for nodes in (16, 128):
         made = start.come(nodes)
-        assert [made.results[rank].first_rank for rank in range(nodes)] == [
-            8 * rank for rank in range(nodes)
-        ]
+        assert made.results == dict.fromkeys(range(nodes))
         assert made.server.requests.total() <= 14 * nodes + 30, made.server.requests
-        assert made.seconds < 1.0
+        assert made.seconds < 3.0
 
 
-def test_nodes_that_wait_for_a_late_one_ask_every_few_seconds_and_it_is_named():
+def test_nodes_that_wait_for_a_late_one_ask_each_second_and_it_is_named():
     nodes, late = 32, 300.0
     made = start.come(nodes, after={5: late, 30: late})
-    assert all(isinstance(result, RendezvousResult) for result in made.results.values())
-    assert made.server.requests.total() <= nodes * (14 + 0.8 * late), made.server.requests
-    assert [missing for _, missing in made.late] == [[5, 30]] * 4
+    assert made.results == dict.fromkeys(range(nodes))
+    # beside that: each minute who is missing, key by key
+    assert made.server.requests.total() <= nodes * (14 + late + nodes * late / 60)
+    assert [message for _, message in made.late] == ["still waiting for 2 of 32 nodes: 5, 30"] * 4
     assert made.late[0][0] < 70 and made.seconds < 7.0
 
 
@@ -47,50 +43,17 @@ def test_ten_dead_nodes_are_named_on_all_others_when_the_time_is_over():
     dead = [3, 17, *range(40, 48)]
     made = start.come(64, absent=dead, timeout=120.0)
     assert made.results.keys() == set(range(64)) - set(dead)
-    told = {(result.kind, tuple(result.facts["nodes"])) for result in made.results.values()}
-    assert told == {("nodes_missing", tuple(dead))}
+    for error in made.results.values():
+        assert "node(s) 3, 17, 40-47 of 64 did not come within 120.0 s" in str(error)
     assert made.seconds < 120.0 + 2
-    (line,) = AttemptResult(problem="nodes_missing", facts={"nodes": dead, "refused": []}).lines(
-        Nodes(64, 0, "node-0", 29500), (29500, 29501), 120
-    )
-    assert "node(s) 3, 17, 40-47 of 64 did not come within 120 s" in line
 
 
 def test_without_node_0_the_others_knock_seldom():
     made = start.come(32, absent=[0], timeout=120.0)
-    assert {
-        result.kind for result in made.results.values() if isinstance(result, RendezvousError)
-    } == {"nothing_found"}
-    assert made.server.requests["connect"] <= 31 * 10 * (120 / 3 + 5)
-
-
-def test_a_heartbeat_is_one_record_and_one_look_at_all_others():
-    requests, sent = start.heartbeat_load(32)
-    assert requests <= 32 * 3.3
-    assert sent <= 32 * 32 * 250
-
-
-@pytest.mark.parametrize("silent", [(5,), (5, 6), tuple(range(3, 13))])
-def test_nodes_that_fall_silent_are_named_by_all_others_within_the_time_promised(
-    silent: tuple[int, ...],
-):
-    told = start.after_loss(16, silent=silent, timeout=20.0)
-    others = set(range(16)) - set(silent)
-    assert others <= told.keys()
-    for rank in others:
-        assert told[rank].lost == list(silent)
-        # the workers' own timeout, the grace, and a look at the others
-        assert told[rank].seconds <= 20.0 + 15.0 + 16.0
-    lines = AttemptResult({0: 1}, lost_nodes=dict.fromkeys(silent, 75)).lines(
-        Nodes(16, 0, "a", 29500), (29500,), 60
-    )
-    assert len(lines) == 2 and f"node {name_ranks(silent)}: no heartbeat for 75 s" in lines[1]
-
-
-def test_nodes_whose_workers_fail_are_known_to_all_others():
-    told = start.after_loss(16, failing=(2, 9))
-    assert all({2, 9} - {rank} <= set(named.ended) for rank, named in told.items())
-    assert max(named.seconds for named in told.values()) < 40.0
+    assert len(made.results) == 31
+    for error in made.results.values():
+        assert "no launch of this run answered at node-0000 port 29500" in str(error)
+    assert made.server.requests["connect"] <= 31 * (120 + 5)
 
 
 # ---------------------------------------------------------------- ranks

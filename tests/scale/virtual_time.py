@@ -121,11 +121,6 @@ class World:
         for task in list(self._tasks.values()):
             task.turn.release()
 
-    def thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> Any:
-        """In the place of threading.Thread: a task on the node of whoever makes it."""
-        node = self.current.node
-        return SimpleNamespace(start=lambda: self.start(target, node=node))
-
 
 @dataclass(frozen=True)
 class Wire:
@@ -305,19 +300,15 @@ class Client:
 
         return self._value("compare_set", 25 + len(key) + len(expected) + len(desired), deal)
 
-    def delete_key(self, key: str) -> bool:
-        def deal() -> int:
-            self.server.values.pop(key, None)
-            return 8
-
-        self._call("delete_key", 10 + len(key), deal)
-        return True
+    def list_keys(self) -> list[str]:
+        self._call("list_keys", 1, lambda: sum(8 + len(key) for key in self.server.values))
+        return list(self.server.values)
 
 
 @contextlib.contextmanager
 def launch_in(world: World, server: Server) -> Iterator[None]:
     """The modules of the launch see this world's clock, threads, host names and store."""
-    from finetune.commands.launch import elastic_agent, heartbeat, rendezvous
+    from finetune.commands.launch import rendezvous
 
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
 
@@ -334,11 +325,7 @@ def launch_in(world: World, server: Server) -> Iterator[None]:
         return server.up
 
     with contextlib.ExitStack() as stack:
-        for module in (rendezvous, heartbeat, elastic_agent):
-            stack.enter_context(patch.object(module, "time", clock))
-        stack.enter_context(
-            patch.object(heartbeat, "threading", SimpleNamespace(Thread=world.thread))
-        )
+        stack.enter_context(patch.object(rendezvous, "time", clock))
         stack.enter_context(
             patch.object(rendezvous, "call_with_timeout", lambda call, seconds: call())
         )

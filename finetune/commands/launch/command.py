@@ -3,8 +3,8 @@ devices, and look after it.
 
 Checks first, sets what the workers' environment lacks (each variable with its reason), holds a
 port, starts torch elastic's workers, keeps a log, restarts what a restart can cure, and explains
-what failed. The same command on each of several nodes, with its own NODE_RANK; under srun with
-nothing further.
+what failed. The same command runs on each of several nodes, with its own NODE_RANK; under srun it
+needs nothing further.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from finetune.commands.launch.log import LaunchLog
 from finetune.commands.launch.options import read_launch_options
 from finetune.commands.launch.supervise import Supervisor
 from finetune.config.resolution import Resolved, format_config
-from finetune.errors import ExitCode
+from finetune.errors import ExitCode, StateError
 from finetune.runtime.language import _
+from finetune.runtime.nodes import Nodes
 from finetune.runtime.ports import (
     LOOPBACK,
     HeldPort,
-    candidates,
     hold_port,
     listening_address,
     own_addresses,
@@ -64,30 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(spec: LaunchSpec) -> None:
-    """--dry-run: the environment and the command."""
+    """Print the environment and the command, for --dry-run."""
     nodes = spec.nodes
     node = f"node {nodes.rank} of {nodes.count}"
     if nodes.count > 1:
-        node += (
-            f", MASTER_ADDR={nodes.address}, ports"
-            f" {candidates(nodes.port)[0]}-{candidates(nodes.port)[-1]}"
-        )
+        node += f", MASTER_ADDR={nodes.address}, port {nodes.port}"
     command = json.dumps([sys.executable, *spec.worker_arguments(1)], ensure_ascii=False)
-    shown = [
-        *spec.notes,
-        *_variable_lines(spec),
-        f"{node}: {spec.processes} x {spec.device_type}: {command}",
-    ]
-    sys.stdout.write("".join(f"[INFO] {line}\n" for line in shown))
+    last = f"{node}: {spec.processes} x {spec.device_type}: {command}"
+    for line in (*_notes(spec), last):
+        sys.stdout.write(f"[INFO] {line}\n")
 
 
-def _variable_lines(spec: LaunchSpec) -> list[str]:
+def _notes(spec: LaunchSpec) -> list[str]:
     line = _("environment: {name}={value}: {why}")
-    return [line.format(name=name, value=value, why=why) for name, value, why in spec.added]
+    return [*spec.notes, *(line.format(**variable._asdict()) for variable in spec.added)]
 
 
 def quick_checks(spec: LaunchSpec) -> list[Check]:
-    """Doctor's quick checks of this machine and run: those that fail or warn."""
+    """Run doctor's quick checks of this machine and run; return those that fail or warn."""
     from finetune.commands.doctor import command as doctor
 
     environment = {**spec.environment, "NNODES": str(spec.nodes.count)}
@@ -101,18 +95,37 @@ def _check_text(check: Check) -> str:
 
 def _launch(spec: LaunchSpec, checks: Sequence[Check], log_dir: Path) -> int:
     nodes = spec.nodes
-    address = LOOPBACK if nodes.count == 1 else listening_address(nodes.address)
-    held = hold_port(nodes.port, address=address) if nodes.rank == 0 else None
+    held = _hold_port(nodes) if nodes.rank == 0 else None
+    environment = dict(spec.environment)
+    os.environ.clear()
+    os.environ.update(environment)  # the workers inherit it
     node = f"-node{nodes.rank}" if nodes.count > 1 else ""
     path = log_dir / f"{time.strftime('%Y%m%d-%H%M%S')}{node}-{os.getpid()}.log"
     with LaunchLog(path) as log:
         _introduce(log, spec, held)
         for check in checks:
             log.warning(_check_text(check))
-        code = Supervisor(spec, held, log, LaunchRecord(path, spec.output_dir)).run()
-    if held is not None:
-        held.close()
-    return code
+        return Supervisor(spec, held, log, LaunchRecord(path, spec.output_dir)).run()
+
+
+def _hold_port(nodes: Nodes) -> HeldPort:
+    """Hold node 0's port.
+
+    Raises:
+        StateError: it is taken and other nodes look for it, or none of ten is free.
+    """
+    address = LOOPBACK if nodes.count == 1 else listening_address(nodes.address)
+    held = hold_port(nodes.port, address=address)
+    if held.taken and nodes.count > 1:
+        raise StateError(
+            f"port {nodes.port} is taken on this machine, and the other nodes look for it",
+            where="MASTER_PORT or --master-port",
+            fix=(
+                f"give another --master-port, the same on all nodes ({held.number} is free here),"
+                f" or end the run that holds it (ss -ltnp 'sport = :{nodes.port}')"
+            ),
+        )
+    return held
 
 
 def _introduce(log: LaunchLog, spec: LaunchSpec, held: HeldPort | None) -> None:
@@ -128,7 +141,7 @@ def _introduce(log: LaunchLog, spec: LaunchSpec, held: HeldPort | None) -> None:
         stale = _("{names} set by another launcher or an old script: ignored. fix: unset {bare}")
         names = " ".join(f"{name}={value}" for name, value in spec.stale.items())
         log.warning(stale.format(names=names, bare=" ".join(spec.stale)))
-    for line in (*spec.notes, *_variable_lines(spec)):
+    for line in _notes(spec):
         log.info(line)
     if held is None:
         return
@@ -140,8 +153,5 @@ def _introduce(log: LaunchLog, spec: LaunchSpec, held: HeldPort | None) -> None:
         )
         log.warning(not_here.format(address=nodes.address))
     if held.taken:
-        others = _(" (the other nodes find it by themselves)") if nodes.count > 1 else ""
-        taken = _("port {taken} is taken; {number} is used instead{others}")
-        log.warning(
-            taken.format(taken=", ".join(map(str, held.taken)), number=held.number, others=others)
-        )
+        taken = _("port {taken} is taken; {number} is used instead")
+        log.warning(taken.format(taken=", ".join(map(str, held.taken)), number=held.number))

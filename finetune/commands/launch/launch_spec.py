@@ -7,34 +7,48 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from finetune.commands.launch.environment import (
-    SHUTDOWN_SECONDS,
-    LaunchFacts,
-    Variable,
-    interface_to,
-    variables,
-    without_stale,
-)
+import psutil
+
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
-from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
 from finetune.config.base_config import BaseConfig
 from finetune.config.files import given_values
 from finetune.config.kinds import KINDS, RunKind
 from finetune.config.resolution import Resolved, resolve
 from finetune.errors import ConfigError
 from finetune.runtime.device import DEVICE_KINDS
+from finetune.runtime.host import usable_cores
 from finetune.runtime.language import _
 from finetune.runtime.launch_environment import probe_torch_npu
 from finetune.runtime.nodes import Nodes, nodes_here, number_of
 from finetune.storage.checkpoint_files import newest_valid, step_of
 from finetune.storage.run_folder import STATUS_NAME
 
+SHUTDOWN_SECONDS = 600
+# What HCCL accepts, in seconds (CANN's environment variable reference); it ends a run for a value
+# outside.
+HCCL_CONNECT_SECONDS = (120, 7200)
+_ALLOCATORS = {"npu": "PYTORCH_NPU_ALLOC_CONF", "cuda": "PYTORCH_CUDA_ALLOC_CONF"}
+_INTERFACES = {"npu": "HCCL_SOCKET_IFNAME", "cuda": "NCCL_SOCKET_IFNAME"}
+# What only a launcher sets for its workers. Left by an old script, it would tell ours something
+# wrong.
+STALE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_PORT",
+    "MASTER_ADDR",
+)
+OLD_SECRET = "FINETUNE_RENDEZVOUS_SECRET"  # of 0.1 launches, which had a rendezvous of their own
 PROBE_SECONDS = 300
 _PROBE = (
     "import json; from finetune.runtime import device; kind = device.available_device_types()[0]; "
@@ -59,17 +73,10 @@ class LaunchSpec:
     # variables that another launcher left, which are ignored
     stale: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what else people should know
-    # shared by the nodes; not in the environment of the workers
-    secret: str = field(default="", repr=False)
 
     @property
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
-
-    @property
-    def command(self) -> str:
-        """What is run, for people on other nodes."""
-        return f"{self.module} {' '.join(self.flags)}"
 
     @property
     def digest(self) -> str:
@@ -132,7 +139,6 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         return resolved
     config = resolved.config
     environment = without_stale(os.environ)
-    secret = _secret(environment.pop(SECRET_NAME, ""))
     trackers = getattr(config, "report_to", "auto")
     facts = LaunchFacts(
         device_type=device_type,
@@ -145,6 +151,12 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
     )
     added = variables(facts, environment)
     more, notes = _compile_flags(config)
+    if environment.pop(OLD_SECRET, ""):
+        unused = _(
+            "{name} is set and not used any more: torch's store has no secret. Keep its port inside"
+            " the cluster (docs/launching.md, Trusted networks)"
+        )
+        notes = (*notes, unused.format(name=OLD_SECRET))
     return LaunchSpec(
         module=kind.module,
         flags=(*flags, *more),
@@ -164,21 +176,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
             if name in os.environ
         },
         notes=notes,
-        secret=secret if nodes.count > 1 else "",
     )
-
-
-def _secret(text: str) -> str:
-    if text and len(text) < SECRET_CHARACTERS:
-        raise ConfigError(
-            f"{SECRET_NAME} has {len(text)} characters: it could be found by trying",
-            where=SECRET_NAME,
-            fix=(
-                f"give one of {SECRET_CHARACTERS} or more, the same on all nodes: openssl rand"
-                " -hex 16"
-            ),
-        )
-    return text
 
 
 def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -249,3 +247,112 @@ def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
             fix="make devices visible, or add --device-type cpu",
         )
     return found, devices or 1
+
+
+# ---------------------------------------------------------------- the environment of the workers
+# Each variable that the launch sets, with the reason. The user's own always stay.
+#
+# Not set, though old scripts do: TORCHELASTIC_USE_AGENT_STORE, which torch elastic sets for each
+# worker itself, whatever the value was; NCCL_TIMEOUT, which neither torch nor NCCL reads;
+# WORLD_SIZE and RANK, which the workers get. USE_LIBUV=0 helps only if torch was built without
+# libuv: `rendezvous`, which has torch, sets it then.
+
+
+class Variable(NamedTuple):
+    """A variable that the launch sets, and why."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What the environment depends on."""
+
+    device_type: str  # npu, cuda, mps or cpu
+    processes: int  # workers on this node
+    nodes: int
+    timeout_seconds: int
+    # Network interface that leads to the first node; None where it is not known or is this
+    # machine's own.
+    interface: str | None = None
+    report_to: tuple[str, ...] = ()  # trackers of the run
+    # What the run asks for on NPUs: name -> (value, why).
+    npu_variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def variables(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variable]:
+    """Return what to set: nothing that the user set already (an empty value is the user's too)."""
+    cores, seconds, device = usable_cores(), facts.timeout_seconds, facts.device_type
+    threads = _("{cores} cores for {processes} process(es); torch elastic would set 1")
+    found = [
+        Variable(
+            "OMP_NUM_THREADS",
+            str(max(1, cores // facts.processes)),
+            threads.format(cores=cores, processes=facts.processes),
+        ),
+        Variable(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            str(SHUTDOWN_SECONDS),
+            _("seconds to save a checkpoint after a signal"),
+        ),
+    ]
+    if device in _ALLOCATORS:
+        why = _("less fragmentation with microbatches of many lengths")
+        found.append(Variable(_ALLOCATORS[device], "expandable_segments:True", why))
+    if device == "npu":
+        limit = _("--timeout-seconds, as for the process group")
+        lowest, highest = HCCL_CONNECT_SECONDS
+        connect = min(max(seconds, lowest), highest)
+        found.append(Variable("HCCL_CONNECT_TIMEOUT", str(connect), limit))
+        found.append(Variable("HCCL_EXEC_TIMEOUT", str(seconds), limit))
+        found += [Variable(name, value, why) for name, (value, why) in facts.npu_variables.items()]
+    if facts.nodes > 1 and facts.interface:
+        # else gloo takes the address of the host name, often 127.0.1.1
+        why = _("the interface that leads to the first node")
+        found.append(Variable("GLOO_SOCKET_IFNAME", facts.interface, why))
+        if device in _INTERFACES:
+            found.append(Variable(_INTERFACES[device], f"={facts.interface}", why))
+    if "wandb" not in facts.report_to:
+        found.append(Variable("WANDB_MODE", "disabled", _("the run does not report to wandb")))
+    elif "WANDB_API_KEY" not in environment and not has_wandb_login(environment):
+        why = _(
+            "no wandb login here, and asking for one would stop the run; `wandb sync` uploads later"
+        )
+        found.append(Variable("WANDB_MODE", "offline", why))
+    return [variable for variable in found if variable.name not in environment]
+
+
+def has_wandb_login(environment: Mapping[str, str]) -> bool:
+    """Return whether `wandb login` was done on this machine: it writes a line into .netrc. The key
+    itself is not read.
+    """
+    path = Path(environment.get("NETRC") or Path(environment.get("HOME", "/")) / ".netrc")
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any("wandb" in line.split("password")[0] for line in lines)
+
+
+def without_stale(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what another launcher left behind."""
+    return {name: value for name, value in environment.items() if name not in STALE}
+
+
+def interface_to(address: str) -> str | None:
+    """Return the network interface that leads to an address; None if none does, or only the
+    loopback.
+    """
+    try:
+        family, *_rest, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: the system only chooses the route
+            ours = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if name != "lo" and any(known.address.partition("%")[0] == ours for known in addresses):
+            return name
+    return None

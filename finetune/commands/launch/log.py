@@ -7,12 +7,14 @@ stuck or gone can stop or fail them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,12 +34,12 @@ _INSIDE = re.compile(
 # What torch elastic and C++ print of their own work: of use in the file, not on the console.
 _TORCH_OUTPUT = re.compile(
     rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S*"
-    rb" \S+\.(?:cpp|hpp|h):\d+\]"
+    rb" \S+\.(?:cpp|hpp|h):\d+\]|^<omitting python frames>$"
 )
 
 
 class TracebackFold:
-    """Leaves out tracebacks, but for the line that names the error, rank by rank.
+    """Leaves out tracebacks except for the line that names the error, rank by rank.
 
     Attributes:
         folded: lines left out.
@@ -48,7 +50,7 @@ class TracebackFold:
         self._inside: set[bytes] = set()
 
     def shows(self, line: bytes) -> bool:
-        """Whether this line, the next of the log, is for the console."""
+        """Return whether this line, the next of the log, is for the console."""
         found = _RANK.match(line)
         rank = found[0] if found else b""
         text = line[len(rank) :]
@@ -65,19 +67,21 @@ class TracebackFold:
 class LaunchLog:
     """The log file, made new.
 
-    A context manager: while it is entered, the console shows what is written.
+    A context manager: while it is entered, the console shows what is written. With standard output
+    as the console, what this process and those that it starts print goes into the file.
 
     Args:
-        path: the file; its folder is made where it is not there.
+        path: the file; its folder is made if it is not there.
         console: where to copy it; standard output by default.
     """
 
     def __init__(self, path: Path, console: BinaryIO | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self.descriptor = os.open(path, flags, 0o666)
-        self._console = sys.stdout.buffer if console is None else console
+        self._outputs = [os.dup(1), os.dup(2)] if console is None else []
+        self._console = os.fdopen(os.dup(1), "wb") if console is None else console
         self._follower = LineFollower(path)
         self._fold = TracebackFold()
         self._turn = threading.Lock()
@@ -85,56 +89,49 @@ class LaunchLog:
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
 
     def __enter__(self) -> LaunchLog:
+        self._redirect([self.descriptor] * len(self._outputs))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        self._redirect(self._outputs)
         self._show()
         os.close(self.descriptor)
 
+    def _redirect(self, targets: Sequence[int]) -> None:
+        """Let standard output and error, if there are targets, write to these descriptors."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, target in zip((1, 2), targets, strict=False):
+            os.dup2(target, descriptor)
+
     def write(self, tag: str, text: str) -> None:
         """Write `[TAG] text`; further lines of the text are indented."""
-        os.write(
-            self.descriptor,
-            (f"[{tag}] " + text.replace("\n", "\n  ") + "\n").encode("utf-8", "replace"),
-        )
+        lines = f"[{tag}] " + text.replace("\n", "\n  ") + "\n"
+        os.write(self.descriptor, lines.encode("utf-8", "replace"))
 
-    def info(self, text: str) -> None:
-        self.write("INFO", text)
-
-    def warning(self, text: str) -> None:
-        self.write("WARNING", text)
-
-    def error(self, text: str) -> None:
-        self.write("ERROR", text)
+    info = functools.partialmethod(write, "INFO")
+    warning = functools.partialmethod(write, "WARNING")
+    error = functools.partialmethod(write, "ERROR")
 
     @property
     def size_bytes(self) -> int:
         return os.fstat(self.descriptor).st_size
 
     def folded(self) -> int:
-        """Lines left out on the console since the last call, up to what the file holds now."""
+        """Return how many lines the console left out since the last call."""
         self._show()
         count, self._fold.folded = self._fold.folded, 0
         return count
 
     @contextlib.contextmanager
     def since(self, offset_bytes: int) -> Iterator[Path]:
-        """A file that holds what was written after an offset, with the same line numbers as the
-        log.
-        """
-        if offset_bytes == 0:
-            yield self.path
-            return
-        with tempfile.NamedTemporaryFile(suffix=".log") as copy, self.path.open("rb") as log:
-            left = offset_bytes
-            while left > 0 and (block := log.read(min(left, 1 << 20))):
-                left -= len(block)
-                copy.write(b"\n" * block.count(b"\n"))
-            while block := log.read(1 << 20):
-                copy.write(block)
+        """Give a file of what was written after an offset, with the log's line numbers."""
+        with self.path.open("rb") as log, tempfile.NamedTemporaryFile(suffix=".log") as copy:
+            copy.write(b"\n" * log.read(offset_bytes).count(b"\n"))
+            shutil.copyfileobj(log, copy)
             copy.flush()
             yield Path(copy.name)
 

@@ -53,7 +53,7 @@ class LaunchOptions(Options):
     master_port: int | None = _from_environment(
         "PORT",
         "MASTER_PORT, else 29500",
-        "Port of the rendezvous; if it is taken, the next of ten that is free.",
+        "Port of the rendezvous; with one node, the next free of ten if it is taken.",
     )
     max_restarts: int | None = _from_environment(
         "N",

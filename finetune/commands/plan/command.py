@@ -23,7 +23,7 @@ from finetune.config.options import SpokenOptions, read_known_options, validated
 from finetune.config.resolution import resolve, resolve_object
 from finetune.config.rules import Precedence, Resolution, SourcedValue
 from finetune.errors import ConfigError, ExitCode
-from finetune.runtime.peak_flops import peak_flops
+from finetune.runtime.device import peak_flops
 from finetune.runtime.terminal import write_filled
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from finetune.commands.doctor.devices import (
 )
 from finetune.config.run_config import RunConfig
 from finetune.runtime.language import speaking
-from finetune.runtime.smi import SmiDevice, SmiReport
-from finetune.runtime.smi_npu import parse_info
+from finetune.runtime.smi import SmiDevice, SmiReport, parse_info
 
 OUTPUTS = Path(__file__).parents[2] / "smi_outputs"
 GIB = 1 << 30

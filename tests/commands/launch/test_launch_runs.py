@@ -13,10 +13,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import run_helpers
 from launching import ROOT, environment
+
+from finetune.runtime.ports import free_port
 
 WORKERS = ROOT / "tests" / "commands" / "launch" / "workers"
 WAIT_SECONDS = 120
@@ -24,12 +25,13 @@ WAIT_SECONDS = 120
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, what: str, processes: int = 1, *more: str, **variables: str
+    folder: Path, what: str, processes: int = 1, *more: str, node: str = "", **variables: str
 ) -> Iterator[subprocess.Popen]:
     """`drive.py` at work; whatever is left of it at the end is killed, as its record tells."""
+    variables |= {"NODE": node} if node else {}
     env = environment({"PYTHONPATH": f"{WORKERS}:{ROOT}", **variables})
     words = [sys.executable, str(WORKERS / "drive.py"), str(folder), what, str(processes), *more]
-    with (folder / "console.txt").open("wb") as console:
+    with (folder / f"console{node[:1]}.txt").open("wb") as console:
         process = subprocess.Popen(
             words, env=env, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -38,7 +40,7 @@ def launched(
     finally:
         process.kill()
         process.wait()
-        run_helpers.send(left_over(folder), signal.SIGKILL)
+        run_helpers.send(left_over(folder, node[:1]), signal.SIGKILL)
 
 
 def run(folder: Path, what: str, processes: int = 1, *more: str) -> int:
@@ -46,18 +48,18 @@ def run(folder: Path, what: str, processes: int = 1, *more: str) -> int:
         return process.wait(WAIT_SECONDS)
 
 
-def said(folder: Path) -> str:
-    return (folder / "console.txt").read_text()
+def said(folder: Path, node: str = "") -> str:
+    return (folder / f"console{node}.txt").read_text()
 
 
-def record(folder: Path) -> dict:
-    return json.loads((folder / "logs" / "launch.processes.json").read_text())
+def record(folder: Path, node: str = "") -> dict:
+    return json.loads((folder / "logs" / f"launch{node}.processes.json").read_text())
 
 
-def left_over(folder: Path) -> list[int]:
+def left_over(folder: Path, node: str = "") -> list[int]:
     """Recorded processes that still run."""
     with contextlib.suppress(FileNotFoundError):
-        return run_helpers.alive([process["pid"] for process in record(folder)["processes"]])
+        return run_helpers.alive([process["pid"] for process in record(folder, node)["processes"]])
     return []
 
 
@@ -79,7 +81,7 @@ def test_done_and_what_is_recorded(tmp_path: Path):
     facts = record(tmp_path)
     assert facts["ended_at"] is not None and facts["log"] == "launch.log"
     assert [(p["role"], p["rank"], p["attempt"]) for p in facts["processes"]] == [
-        ("supervisor", None, None), ("agent", None, 1), ("worker", 0, 1), ("worker", 1, 1)
+        ("supervisor", None, None), ("worker", 0, 1), ("worker", 1, 1)
     ]  # fmt: skip
 
 
@@ -172,7 +174,7 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_the_workers_save(tmp_path
     with launched(tmp_path, "wait", 1) as process:
         run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
         roles = [entry["role"] for entry in record(tmp_path)["processes"]]
-        assert roles == ["supervisor", "agent", "worker"] and len(left_over(tmp_path)) == 3
+        assert roles == ["supervisor", "worker"] and len(left_over(tmp_path)) == 2
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         run_helpers.wait_for(lambda: not left_over(tmp_path), WAIT_SECONDS, what="the end of all")
@@ -180,23 +182,82 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_the_workers_save(tmp_path
     assert record(tmp_path)["ended_at"] is None
 
 
-def test_a_killed_agent_is_said_and_the_workers_save_waited_for(tmp_path: Path):
-    with launched(tmp_path, "wait", 1, SAVE_SECONDS="1.5") as process:
-        run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
-        (agent,) = [
-            entry["pid"] for entry in record(tmp_path)["processes"] if entry["role"] == "agent"
-        ]
-        psutil.Process(agent).kill()
-        assert process.wait(WAIT_SECONDS) == 1
-        assert not left_over(tmp_path) and notes(tmp_path)[-1] == "1 saved", (
-            "the launch ended before its worker"
+# ---------------------------------------------------------------- two nodes
+
+
+@contextlib.contextmanager
+def two_nodes(folder: Path, what: str) -> Iterator[list[subprocess.Popen]]:
+    """Node 0 with two workers, node 1 with one."""
+    port = free_port()
+    with (
+        launched(folder, what, 2, node=f"0:{port}") as first,
+        launched(folder, what, 1, node=f"1:{port}") as second,
+    ):
+        if what == "wait":
+            run_helpers.wait_for(lambda: len(waiting(folder)) == 3, WAIT_SECONDS)
+        yield [first, second]
+
+
+def waiting(folder: Path) -> list[int]:
+    """Process ids of the workers that wait, by rank."""
+    if (said(folder, "0") + said(folder, "1")).count("[INFO] waiting\n") < 3:
+        return []
+    return [int(started(folder, rank)[-1].split()[2]) for rank in range(3)]
+
+
+def test_nodes_are_started_again_together(tmp_path: Path):
+    """The last rank, on node 1, runs out of memory."""
+    with two_nodes(tmp_path, "exit4") as nodes:
+        assert [node.wait(WAIT_SECONDS) for node in nodes] == [0, 0]
+    assert [len(started(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
+    assert "[ERROR] on node 1 the workers ended with exit code 4" in said(tmp_path, "0")
+    assert "[ERROR] rank 2 ended with exit code 4" in said(tmp_path, "1")
+    for node in ("0", "1"):
+        assert "restart 1 of 2: out of memory: it resumes with smaller" in said(tmp_path, node)
+
+
+def test_a_node_that_is_refused_stops_the_others(tmp_path: Path):
+    with two_nodes(tmp_path, "exit2") as nodes:
+        assert [node.wait(WAIT_SECONDS) for node in nodes] == [2, 2]
+    assert [len(started(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
+
+
+def test_a_failure_on_one_node_ends_the_workers_of_the_other(tmp_path: Path, monkeypatch):
+    with two_nodes(tmp_path, "wait") as nodes:
+        os.kill(waiting(tmp_path)[2], signal.SIGKILL)
+        # node 0's would wait for ever: they are ended, and all nodes start again
+        run_helpers.wait_for(lambda: len(started(tmp_path, 2)) == 2, WAIT_SECONDS)
+        run_helpers.wait_for(lambda: len(started(tmp_path, 0)) == 2, WAIT_SECONDS)
+        assert "[ERROR] rank 2 was ended by SIGKILL" in said(tmp_path, "1")
+        assert "on node 1 the workers ended with exit code 1" in said(tmp_path, "0")
+        run_helpers.wait_for(
+            lambda: (said(tmp_path, "0") + said(tmp_path, "1")).count("[INFO] waiting\n") == 6,
+            WAIT_SECONDS,
         )
-    assert "the process that starts this node's workers was ended by SIGKILL" in said(tmp_path)
-    assert "1 of them save and stop" in said(tmp_path)
-    assert "not started again: the process that starts the workers was lost" in said(tmp_path)
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        assert [node.wait(WAIT_SECONDS) for node in nodes] == [3, 3]
 
 
-def test_an_agent_that_ends_before_there_are_workers_is_said(tmp_path: Path):
-    assert run(tmp_path, "no-agent") == 1
-    assert "the process that starts the workers ended by itself (1)" in said(tmp_path)
-    assert "Traceback" not in said(tmp_path) and record(tmp_path)["ended_at"] is not None
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_launch_lets_its_workers_save(tmp_path: Path, killed: int):
+    with two_nodes(tmp_path, "wait") as nodes:
+        nodes[killed].kill()
+        ranks = [0, 1] if killed == 0 else [2]
+        run_helpers.wait_for(
+            lambda: not left_over(tmp_path, str(killed)),
+            WAIT_SECONDS,
+            what="the end of its workers",
+        )
+        assert [notes(tmp_path, rank)[-1] for rank in ranks] == ["1 saved"] * len(ranks)
+        # in training all ranks save together; here those of the other node are told by hand
+        nodes[1 - killed].send_signal(signal.SIGTERM)
+        assert nodes[1 - killed].wait(WAIT_SECONDS) == 3
+
+
+def test_a_stop_before_all_nodes_are_there(tmp_path: Path):
+    with launched(tmp_path, "done", 1, node=f"0:{free_port()}") as process:
+        run_helpers.wait_for(lambda: "waiting for 1 other" in said(tmp_path, "0"), WAIT_SECONDS)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_SECONDS) == 128 + signal.SIGINT
+    assert not started(tmp_path)

@@ -1,11 +1,8 @@
-"""Two nodes as network namespaces: a pulled cable, a taken port, a run that resumes; with two
-processes each.
-"""
+"""Two nodes as network namespaces: a pulled cable, a run that resumes; with two processes each."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +29,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
-    """Fine-tuning under ZeRO-3, a process on each; the port that both nodes were told is taken on
-    the first.
-    """
+    """Fine-tuning under ZeRO-3, a process on each."""
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
     settings = materials.settings(
@@ -46,26 +41,26 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
     )
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
-    with nodes.port_taken(29500):
-        first = nodes.launch(
-            ["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0", NPROC_PER_NODE="1"
-        )
-        run_helpers.wait_for(
-            lambda: (run / "checkpoint-4").exists(),
-            WAIT_SECONDS,
-            what="the fourth step's checkpoint",
-        )
-        nodes.cable("down")
-        codes = [launched.wait(WAIT_SECONDS) for launched in first]
+    first = nodes.launch(
+        ["--config", str(config)],
+        tmp_path,
+        **SLOW,
+        MAX_RESTARTS="0",
+        NPROC_PER_NODE="1",
+    )
+    run_helpers.wait_for(
+        lambda: (run / "checkpoint-4").exists(),
+        WAIT_SECONDS,
+        what="the fourth step's checkpoint",
+    )
+    nodes.cable("down")
+    codes = [launched.wait(WAIT_SECONDS) for launched in first]
     said = [launched.said() for launched in first]
     logs = sorted((tmp_path / "logs").glob("*.log"), key=lambda log: log.name.partition("-node")[2])
     assert codes == [1, 1], "\n".join(said)
-    assert "port 29500 is taken; 29501 is used instead" in said[0]
     for node in (0, 1):
-        assert "at port 29501" in said[node]
-        assert re.search(
-            rf"node {1 - node}: no heartbeat for \d+ s: the connection between", said[node]
-        )
+        assert "at port 29500" in said[node]
+        assert f"node {1 - node} did not report how it ended: the connection between" in said[node]
         assert "Traceback" not in said[node] and "Traceback" in logs[node].read_text()
         assert "1. collective_timeout" in said[node]
         assert "not started again: no restarts are left" in said[node]
@@ -81,7 +76,7 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
     assert len(run_helpers.sample_ids(run)) == len(run_helpers.losses(run)) == STEPS
     for log in (tmp_path / "logs").glob("*.processes.json"):
         roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
-        assert roles[:3] == ["supervisor", "agent", "worker"]
+        assert roles[:2] == ["supervisor", "worker"]
 
 
 def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
@@ -105,4 +100,4 @@ def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
     assert "[SUCCESS] done: 4 steps" in launched[0].said()
     for log in (tmp_path / "logs").glob("*.processes.json"):
         roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
-        assert roles == ["supervisor", "agent", "worker", "worker"]
+        assert roles == ["supervisor", "worker", "worker"]

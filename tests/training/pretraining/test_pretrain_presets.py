@@ -20,7 +20,7 @@ from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.pretrain import KIND, main
 from finetune.runtime import device as devices
-from finetune.runtime.peak_flops import peak_flops
+from finetune.runtime.device import peak_flops
 from finetune.training.pretraining.prepare import prepare_data
 
 # preset: processes, accumulation there and the guides' numbers, written here from the guides.

@@ -1,4 +1,7 @@
-"""`drive.py FOLDER WHAT PROCESSES [RESUME]`: the supervisor with workers that train nothing."""
+"""`drive.py FOLDER WHAT PROCESSES [RESUME]`: the supervisor with workers that train nothing.
+
+With NODE=RANK:PORT in the environment it is that one of two nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from finetune.runtime.ports import LOOPBACK, hold_port
 from finetune.storage.launch_record import LaunchRecord
 
 folder, what, processes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-if what == "no-agent":
-    sys.executable = "/bin/false"  # what starts the workers ends before it has read a word
-held = hold_port(None, address=LOOPBACK)
+rank, _, port = os.environ.get("NODE", "").partition(":")
+nodes = Nodes(2, int(rank), LOOPBACK, int(port)) if port else Nodes(1, 0, LOOPBACK, None)
+held = hold_port(nodes.port, address=LOOPBACK) if nodes.rank == 0 else None
 spec = LaunchSpec(
     module="worker",
     flags=(str(folder), what),
@@ -27,12 +30,12 @@ spec = LaunchSpec(
         timeout_seconds=60,
     ),
     device_type="cpu",
-    nodes=Nodes(1, 0, "127.0.0.1", None),
+    nodes=nodes,
     processes=processes,
     max_restarts=2,
     shutdown_seconds=60,
     environment=os.environ,
 )
-with LaunchLog(folder / "logs" / "launch.log") as log:
+with LaunchLog(folder / "logs" / f"launch{rank}.log") as log:
     code = Supervisor(spec, held, log, LaunchRecord(log.path, folder)).run()
 sys.exit(code)
