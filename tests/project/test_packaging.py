@@ -26,6 +26,8 @@ PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 DATA = (
     "py.typed",
     "locale/zh/LC_MESSAGES/finetune.mo",
+    "config/deepspeed_names.json",
+    "config/names_elsewhere.json",
     "commands/report/page.css",
     "commands/report/page.html.jinja",
     "commands/serve/static/index.html",

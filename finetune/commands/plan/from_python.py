@@ -77,7 +77,7 @@ def plan(
         for name, value in given.items()
         if value is not None
     }
-    options = validated(PlanOptions, Resolution(values))
+    options = validated(PlanOptions, Resolution(PlanOptions, values=values))
     cluster = cluster_of(options)
     if isinstance(config, Mapping):
         config = _with_placeholders(config, kind, may_lack_model=model_config is not None)
