@@ -37,13 +37,11 @@ class BaseConfig(Settings):
     """The settings that fine-tuning and pretraining share; a subclass adds its own.
 
     Attributes:
-        command: how the run is started, for the help.
         rules: resolve settings that depend on one another.
         machine_fields: settings that follow from the number of processes: resolved for this
             machine, never written to run.yaml.
     """
 
-    command: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = ()
     machine_fields: ClassVar[frozenset[str]] = frozenset()
 

@@ -244,11 +244,13 @@ class Settings(Strict):
     """What a command line sets: the settings of a run, or the options of a command.
 
     Attributes:
+        command: how a run is started.
         groups: headings of the help, in order.
         aliases: other spelling -> field.
         positional: fields that stand without a flag, in order; the last may be a list.
     """
 
+    command: ClassVar[str] = ""
     groups: ClassVar[tuple[str, ...]] = GROUPS
     aliases: ClassVar[Mapping[str, str]] = {}
     positional: ClassVar[tuple[str, ...]] = ()

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from finetune.config.base_config import BaseConfig
 from finetune.config.deepspeed import KNOWN, REMOVED, decides, split
+from finetune.config.fields import Settings
 from finetune.config.flags import Parsed
 from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
 from finetune.config.rules import Precedence, Resolution, SourcedValue
@@ -227,18 +227,16 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"{value!r} has no counterpart in JSON")
 
 
-def given_values(parsed: Parsed, model_class: type[BaseConfig]) -> dict[str, Any]:
+def given_values(parsed: Parsed, model_class: type[Settings]) -> dict[str, Any]:
     """Return what the files and flags of a command line set, before anything is resolved."""
-    resolution = Resolution()
+    resolution = Resolution(model_class)
     for path in parsed.config_files:
-        add_file(resolution, path, Precedence.FILE, model_class)
+        add_file(resolution, path, Precedence.FILE)
     given = resolution.values | parsed.values
     return {name: sourced.value for name, sourced in given.items()}
 
 
-def add_file(
-    resolution: Resolution, path: str | Path, precedence: int, model_class: type[BaseConfig]
-) -> None:
+def add_file(resolution: Resolution, path: str | Path, precedence: int) -> None:
     """Add the values of a `--config` file. Whatever is wrong with it becomes a problem."""
     content = _read(resolution, path)
     if content is None:
@@ -250,31 +248,26 @@ def add_file(
         resolution.problems.append(ConfigError(what, str(path), fix))
         resolution.unread = True
         return
-    add_values(resolution, content, str(path), precedence, model_class)
+    add_values(resolution, content, str(path), precedence)
 
 
-def add_deepspeed_file(
-    resolution: Resolution, path: str, precedence: int, model_class: type[BaseConfig]
-) -> None:
+def add_deepspeed_file(resolution: Resolution, path: str, precedence: int) -> None:
     """Add a `--deepspeed` file: DeepSpeed's keys, and the numbers among them that are ours."""
     keys = _read_deepspeed(resolution, path)
     if keys is not None:
-        _add_deepspeed(resolution, keys, path, path, {}, precedence, model_class)
+        _add_deepspeed(resolution, keys, path, path, {}, precedence)
 
 
 def add_values(
-    resolution: Resolution,
-    content: Mapping[str, Any],
-    label: str,
-    precedence: int,
-    model_class: type[BaseConfig],
+    resolution: Resolution, content: Mapping[str, Any], label: str, precedence: int
 ) -> None:
     """Add the names and values of one source, sorted into ours and DeepSpeed's.
 
     Args:
         label: the source in messages.
     """
-    names = {*model_class.model_fields, *model_class.aliases}
+    fields, aliases = resolution.model_class.model_fields, resolution.model_class.aliases
+    names = {*fields, *aliases}
     problems = resolution.problems
     in_block = is_deepspeed(content, names)
     own, keys = content, content.get("deepspeed")
@@ -295,17 +288,19 @@ def add_values(
         keys = _read_deepspeed(resolution, where)
     ours: dict[str, SourcedValue] = {}
     for written, value in own.items():
-        name = model_class.aliases.get(written, written)
+        name = aliases.get(written, written)
         location = f"{prefix}{written}"
         if name == "deepspeed" and not in_block:
             continue
-        if name in model_class.model_fields and name != "deepspeed":
+        if name in fields and name != "deepspeed":
             ours[name] = SourcedValue(plain_paths(value), precedence, label, location)
-        elif name != "kind" or not model_class.command.endswith(f".{value}"):
-            problems.append(_not_a_setting(name, value, location, model_class, in_block=in_block))
+        elif name != "kind" or not resolution.model_class.command.endswith(f".{value}"):
+            problems.append(
+                _not_a_setting(name, value, location, resolution.model_class, in_block=in_block)
+            )
     resolution.values |= ours
     if isinstance(keys, Mapping) and keys:
-        _add_deepspeed(resolution, keys, label, where, ours, precedence, model_class)
+        _add_deepspeed(resolution, keys, label, where, ours, precedence)
     elif keys is not None and not isinstance(keys, Mapping):
         fix = "give DeepSpeed's keys, the path of a DeepSpeed JSON, or null"
         problems.append(ConfigError(f"deepspeed is {keys!r}", label, fix))
@@ -333,7 +328,7 @@ def is_deepspeed(content: Mapping[str, Any], names: set[str]) -> bool:
 
 
 def _not_a_setting(
-    name: str, value: Any, location: str, model_class: type[BaseConfig], *, in_block: bool
+    name: str, value: Any, location: str, model_class: type[Settings], *, in_block: bool
 ) -> ConfigError:
     """Return the problem of a name that is not a setting where it is written."""
     if name == "kind":
@@ -386,14 +381,14 @@ def _add_deepspeed(
     where: str,
     ours: Mapping[str, SourcedValue],
     precedence: int,
-    model_class: type[BaseConfig],
 ) -> None:
     """Add DeepSpeed's keys, and the numbers among them that `ours` does not give."""
     numbers, handed_on = split(keys, where, ours, resolution)
     for name, (value, location) in numbers.items():
-        if name not in model_class.model_fields:
-            what = f"{name} has no counterpart in {model_class.command}"
-            fix = f'write "auto", or remove it; {model_class.command} has other settings for this'
+        if name not in resolution.model_class.model_fields:
+            command = resolution.model_class.command
+            what = f"{name} has no counterpart in {command}"
+            fix = f'write "auto", or remove it; {command} has other settings for this'
             resolution.problems.append(ConfigError(what, location, fix))
         elif name not in ours or not decides(ours[name].value):
             resolution.values[name] = SourcedValue(value, precedence, location)

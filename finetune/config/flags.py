@@ -124,6 +124,13 @@ def flags_of(model_class: type[Settings]) -> Mapping[str, Flag]:
     }
 
 
+def typed_flags(model_class: type[Settings]) -> dict[str, Flag]:
+    """Return every flag that may be typed, including those that are no fields."""
+    apart = {*model_class.positional, *ONLY_IN_FILES}
+    flags = {name: found for name, found in flags_of(model_class).items() if name not in apart}
+    return flags | (EXTRA if issubclass(model_class, BaseConfig) else HELP)
+
+
 def _flag(name: str, schema: Mapping[str, Any], *, is_required: bool) -> Flag:
     branches: list[Mapping[str, Any]] = schema.get("anyOf", [schema])
     kinds: set[str] = set()
@@ -211,11 +218,8 @@ def parse(
     """
     parsed, words = Parsed(), list(arguments)
     is_run = issubclass(model_class, BaseConfig)
-    fields = flags_of(model_class)
-    waiting = [fields[name] for name in model_class.positional]
-    apart = {*model_class.positional, *ONLY_IN_FILES}
-    flags = {name: found for name, found in fields.items() if name not in apart}
-    flags |= EXTRA if is_run else HELP
+    flags = typed_flags(model_class)
+    waiting = [flags_of(model_class)[name] for name in model_class.positional]
 
     def take(found: Flag, typed: str, values: list[str]) -> None:
         """Give what follows a flag to what it sets."""

@@ -210,7 +210,9 @@ def read_known_options(
     if parsed.help:
         sys.stdout.write(options_help(options_class))
         raise SystemExit(0)
-    options = validated(options_class, Resolution(parsed.values, problems=parsed.problems))
+    options = validated(
+        options_class, Resolution(options_class, values=parsed.values, problems=parsed.problems)
+    )
     if isinstance(options, SpokenOptions):
         speak(pick_language(options.lang))
     return options, parsed.rest

@@ -128,7 +128,7 @@ def resolve_continued(resolution: Resolution) -> None:
     if not isinstance(model, str):
         return
     for name in OF_THE_MODEL:
-        value, own = resolution.value(name), CONTINUED.get(name, resolution.defaults.get(name))
+        value, own = resolution.value(name), CONTINUED.get(name, resolution.default(name))
         if resolution.is_given(name) and value != own:
             what = f"{name} is {value}, and model is {model}: a model that is continued has its own"
             if name in CONTINUED:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic_core import PydanticUndefined
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import ordered_fields, shown_of
@@ -72,17 +71,18 @@ def resolve(
     if parsed.help:
         sys.stdout.write(help_text(model_class))
         raise SystemExit(0)
-    resolution = _defaults(model_class, world_size)
+    resolution = Resolution(model_class, world_size)
+    resolution.add_defaults()
     for number, path in enumerate(parsed.config_files):
-        add_file(resolution, path, Precedence.FILE + number, model_class)
+        add_file(resolution, path, Precedence.FILE + number)
     if parsed.deepspeed is not None and parsed.deepspeed.lower() == "none":
         none = SourcedValue(None, Precedence.DEEPSPEED, "--deepspeed")
         resolution.values["deepspeed"] = none
     elif parsed.deepspeed is not None:
-        add_deepspeed_file(resolution, parsed.deepspeed, Precedence.DEEPSPEED, model_class)
+        add_deepspeed_file(resolution, parsed.deepspeed, Precedence.DEEPSPEED)
     resolution.values |= parsed.values
     resolution.problems += parsed.problems
-    add_values(resolution, overrides or {}, "override", Precedence.OVERRIDE, model_class)
+    add_values(resolution, overrides or {}, "override", Precedence.OVERRIDE)
     return _resolved(resolution, model_class, parsed.print_config)
 
 
@@ -102,14 +102,15 @@ def resolve_object(
     Raises:
         ConfigError: one thing is wrong; `Problems` for several.
     """
-    resolution = _defaults(model_class, world_size)
+    resolution = Resolution(model_class, world_size)
+    resolution.add_defaults()
     if isinstance(source, str | os.PathLike):
-        add_file(resolution, Path(source), Precedence.FILE, model_class)
+        add_file(resolution, Path(source), Precedence.FILE)
     elif isinstance(source, model_class):
         values, label = source.model_dump(include=source.model_fields_set), model_class.__name__
-        add_values(resolution, values, label, Precedence.FILE, model_class)
+        add_values(resolution, values, label, Precedence.FILE)
     elif isinstance(source, Mapping):
-        add_values(resolution, source, "the dict", Precedence.FILE, model_class)
+        add_values(resolution, source, "the dict", Precedence.FILE)
     else:
         what = f"a configuration cannot be made of a {type(source).__name__}"
         fix = f"give a {model_class.__name__}, a dict, or the path of a file"
@@ -117,22 +118,11 @@ def resolve_object(
     return _resolved(resolution, model_class)
 
 
-def _defaults(model_class: type[BaseConfig], world_size: int) -> Resolution:
-    assert world_size >= 1, f"world_size is {world_size}"
-    fields = model_class.model_fields.items()
-    defaults = {
-        name: info.default for name, info in fields if info.default is not PydanticUndefined
-    }
-    values = {
-        name: SourcedValue(value, Precedence.DEFAULT, "default") for name, value in defaults.items()
-    }
-    return Resolution(values, world_size, defaults)
-
-
 def _resolved(
     resolution: Resolution, model_class: type[BaseConfig], print_config: bool = False
 ) -> Resolved:
     """Resolve what depends on one another, and check the result."""
+    assert resolution.world_size >= 1, f"world_size is {resolution.world_size}"
     for rule in model_class.rules:
         rule(resolution)
     config = validated(model_class, resolution)

@@ -4,11 +4,12 @@ settings that more than one type of run has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+from finetune.config.fields import Settings
 from finetune.config.names import flag
 from finetune.errors import ConfigError
 
@@ -55,20 +56,30 @@ class Resolution:
     """What the sources give, while one configuration is made of it.
 
     Args:
-        values: the winning value of every field, including defaults that depend on nothing else.
+        model_class: the settings that are made.
         world_size: number of processes.
-        defaults: the defaults alone.
+        values: the winning value of every field that has one.
         derived: names that were computed here rather than decided by anyone.
         unread: whether a file could not be read at all, so that nothing is known of what it sets.
     """
 
-    values: dict[str, SourcedValue] = field(default_factory=dict)
+    model_class: type[Settings]
     world_size: int = 1
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    values: dict[str, SourcedValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
     derived: set[str] = field(default_factory=set)
     unread: bool = False
+
+    def add_defaults(self) -> None:
+        """Add the defaults that depend on nothing else."""
+        for name, info in self.model_class.model_fields.items():
+            if not info.is_required() and info.default_factory is None:
+                self.values[name] = SourcedValue(info.default, Precedence.DEFAULT, "default")
+
+    def default(self, name: str) -> Any:
+        """Return the default of a setting."""
+        return self.model_class.model_fields[name].default
 
     def value(self, name: str) -> Any:
         """Return the winning value, None if there is none."""

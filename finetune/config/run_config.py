@@ -145,8 +145,8 @@ def resolve_length(resolution: Resolution) -> None:
         resolution.notes.append(
             f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins"
         )
-    elif (
-        epochs.precedence > Precedence.DEFAULT and epochs.value != resolution.defaults["num_epochs"]
+    elif epochs.precedence > Precedence.DEFAULT and epochs.value != resolution.default(
+        "num_epochs"
     ):
         resolution.notes.append(
             f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins"

@@ -226,7 +226,7 @@ def test_what_we_pass_deepspeed_takes() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
         "wall_clock_breakdown": False,
     }
-    resolution = Resolution()
+    resolution = Resolution(RunConfig)
     _, handed_on = split(user, "ds.json", {}, resolution)
     assert resolution.problems == []
     assert handed_on["bf16"] == {"enabled": "auto"}

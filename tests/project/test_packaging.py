@@ -28,6 +28,8 @@ DATA = (
     "locale/zh/LC_MESSAGES/finetune.mo",
     "commands/convert/tables/hugging_face.toml",
     "commands/convert/tables/llama_factory.toml",
+    "config/deepspeed_names.json",
+    "config/names_elsewhere.json",
     "commands/report/page.css",
     "commands/report/page.html.jinja",
     "commands/serve/static/index.html",

@@ -4,26 +4,20 @@ a shell.
 
 from __future__ import annotations
 
-import io
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import ClassVar, Literal
 
-from finetune.config.fields import setting
-from finetune.config.flags import flags_of
+from finetune.config.fields import Settings, setting
+from finetune.config.flags import typed_flags
 from finetune.config.kinds import KINDS
 from finetune.config.names import flag
 from finetune.config.options import Options, read_options
 from finetune.errors import ExitCode
 
-# Flag -> its choices; none where other values are possible.
+# Flag -> its choices; none if other values are possible.
 Flags = Mapping[str, tuple[str, ...]]
-# `  --dtype auto|float32  Number format ...`; `  --config FILE...`; behind a wide head the
-# description is a line below.
-_FLAG_LINE = re.compile(r"^  (--[\w-]+)(?: (\S+))?", re.MULTILINE)
 
 
 class CompletionOptions(Options):
@@ -50,35 +44,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def flags_of_commands() -> dict[str, Flags]:
-    """The flags of every command, as its help lists them; with those of runs where it takes
-    them.
-    """
+    """Return the flags of every command, with those of runs if it takes them."""
     # Not imported above: it imports commands.
     table: Mapping[str, tuple[str, str]] = import_module("finetune.__main__").COMMANDS
-    of_runs = {
-        flag(name): found.choices
-        for kind in KINDS.values()
-        for name, found in flags_of(kind.config_class).items()
-    }
-    found = {}
-    for command, (module, _what) in table.items():
-        said = io.StringIO()
-        with redirect_stdout(said), suppress(SystemExit):
-            import_module(module).main(["--help"])
-        own = {name: _choices(value) for name, value in _FLAG_LINE.findall(said.getvalue())}
-        takes_runs = re.search(r"flags\s+of\s+(training|the\s+run)", said.getvalue(), re.IGNORECASE)
-        own = {**own, "--help": ()}
-        found[command] = {**of_runs, **own} if takes_runs and command not in KINDS else own
-    return found
+    for module, _what in table.values():
+        import_module(module)
+    found = {name: _choices(kind.config_class) for name, kind in KINDS.items()}
+    of_runs = {name: words for flags in found.values() for name, words in flags.items()}
+    for options in _classes_of_options(Options):
+        command = options.usage.split()[3]  # python -m finetune NAME ...
+        takes_runs = "[flags of" in options.usage.lower()
+        found[command] = {**(of_runs if takes_runs else {}), **_choices(options)}
+    return {command: found[command] for command in table}
 
 
-def _choices(value: str) -> tuple[str, ...]:
-    words = tuple(value.strip("[]").split("|"))
-    return (
-        words
-        if len(words) > 1 and all(re.fullmatch(r"[a-z0-9_-]+", word) for word in words)
-        else ()
-    )
+def _classes_of_options(base: type[Options]) -> Iterator[type[Options]]:
+    """Yield the classes of options that belong to a command."""
+    for found in base.__subclasses__():
+        if hasattr(found, "usage"):
+            yield found
+        yield from _classes_of_options(found)
+
+
+def _choices(settings: type[Settings]) -> Flags:
+    choices = {}
+    for name, found in typed_flags(settings).items():
+        stands_alone = found.kinds == {"boolean"} and found.default != "true"
+        words = found.switch_words if found.is_switch else found.choices
+        choices[flag(name)] = () if stands_alone else words
+    return choices
 
 
 def bash(commands: Mapping[str, Flags]) -> str:

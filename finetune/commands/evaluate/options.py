@@ -168,14 +168,8 @@ class EvalOptions(ModelOptions):
     def _something_to_measure(self) -> Self:
         if not (self.data or self.text or self.tasks):
             fix = "give --data FILE (held-out records), --text FILE or --tasks NAME"
-            raise rule_broken([("there is nothing to evaluate on", fix)])
+            raise rule_broken(("there is nothing to evaluate on", fix))
         if self.tasks_path is not None and not self.tasks:
-            raise rule_broken(
-                [
-                    (
-                        f"tasks_path is {self.tasks_path}, but no task of it is named",
-                        "give --tasks NAME",
-                    )
-                ]
-            )
+            what = f"tasks_path is {self.tasks_path}, but no task of it is named"
+            raise rule_broken((what, "give --tasks NAME"))
         return self

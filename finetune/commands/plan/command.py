@@ -42,14 +42,12 @@ def bytes_of(text: str) -> int:
         PydanticCustomError: not a size above 0; in a command's options it becomes a ConfigError.
     """
     if not isinstance(text, str):  # a number of a caller in Python
-        raise rule_broken(
-            [(f"{text!r} has no unit", "write for example '64GiB', '512GB' or '25GB'")]
-        )
+        raise rule_broken((f"{text!r} has no unit", "write for example '64GiB', '512GB' or '25GB'"))
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
         raise rule_broken(
-            [(f"{text!r} is not a size above 0", "write for example 64GiB, 512GB or 25GB")]
+            (f"{text!r} is not a size above 0", "write for example 64GiB, 512GB or 25GB")
         )
     return int(float(match.group(1)) * unit)
 
