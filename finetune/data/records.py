@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.fields import DataSource
-from finetune.data.formats import Conversation, detect_format, to_conversation
-from finetune.data.media import MediaLeftOut, has_media, without_media
-from finetune.data.problems import RecordProblem
+from finetune.data.formats import (
+    Conversation,
+    MediaLeftOut,
+    detect_format,
+    has_media,
+    to_conversation,
+    without_media,
+)
 from finetune.data.reading.files import read_records
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 

@@ -36,7 +36,7 @@ def token_data(config: PretrainConfig) -> dict[str, Any] | None:
 
 def stream_vocabulary(config: PretrainConfig) -> int:
     """The vocabulary in the header of the first token file that has one."""
-    from finetune.data.corpus.shard_header import read_header
+    from finetune.data.corpus.token_shards import read_header
 
     headers = filter(None, map(read_header, _shards(config)))
     return next((header.vocabulary for header in headers), DEFAULT_VOCABULARY)
@@ -44,7 +44,7 @@ def stream_vocabulary(config: PretrainConfig) -> int:
 
 def document_bytes(config: PretrainConfig) -> int:
     """What a process holds to know where windows begin, by the indexes of the files."""
-    from finetune.data.corpus.shard_header import index_path
+    from finetune.data.corpus.token_shards import index_path
 
     each = BYTES_PER_DOCUMENT[config.windows]
     indexes = map(index_path, _shards(config) if each else ())
@@ -53,7 +53,7 @@ def document_bytes(config: PretrainConfig) -> int:
 
 def _shards(config: PretrainConfig) -> tuple[Path, ...]:
     """The training files; none where what is named is not there."""
-    from finetune.data.corpus.shard_files import find_shards
+    from finetune.data.corpus.token_shards import find_shards
 
     try:
         return find_shards(config.train_data_path, "train")

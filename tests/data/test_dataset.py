@@ -26,7 +26,7 @@ from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer, render
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 from finetune.storage import durable_files
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.dataset import PreferenceSamples, prepare_samples
 from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
-from finetune.data.preference.records import Preference, PreferenceReader
+from finetune.data.preference.reader import Preference, PreferenceReader
 from finetune.data.preference.render import PreferenceRenderer
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n1.é什🙂"), min_size=1, max_size=8).filter(str.strip)

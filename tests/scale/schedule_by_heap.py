@@ -1,8 +1,4 @@
-"""The plan of a global batch one sample at a time: what `schedule_microbatches` was before it
-placed many at once.
-
-A reference for tests: the same plan by the plainest means.
-"""
+"""The plan of a global batch one sample at a time, by the plainest means: a reference for tests."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Tools, squeezed, written_out
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree
