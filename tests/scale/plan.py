@@ -276,8 +276,8 @@ PART=plan`
 
 {table}
 
-- Samples chosen, plan: processor time of the fastest of {steps} steps, one core of this machine. A step is planned before it begins
-  or, with `--dataloader-num-workers`, during the step before.
+- Samples chosen, plan: processor time of the fastest of {steps} steps. A step is planned before it begins or, with
+  `--dataloader-num-workers`, during the step before.
 - At its start a run plans steps to find its largest microbatch and for its table: some 2 million samples for each of
   the two, {start_seconds:.1f} s at 10,000 devices.
 - Fill: of the microbatches' room (padded: of what is computed). Imbalance: busiest device / mean; lockstep: the same
