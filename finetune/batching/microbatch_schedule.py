@@ -158,10 +158,10 @@ def _pack(
                 " lower cutoff_len"
             ),
         )
-    fewest = _multiple(_fewest_microbatches(descending, budget), world_size)
+    count = _multiple(_min_microbatches(descending, budget), world_size)
     # The bound may be too low to be packed: add the microbatches that the samples left over would
     # fill, until all fit; then bisect the last gap, as that step may have been too large.
-    failed, count = fewest - world_size, fewest
+    failed = count - world_size
     while True:
         microbatches = _longest_first(descending, count, budget)
         if len(microbatches) == len(descending):
@@ -180,7 +180,7 @@ def _pack(
     return microbatches, count
 
 
-def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
+def _min_microbatches(descending: np.ndarray, budget: int) -> int:
     """No packing has fewer microbatches: the bound L2 of Martello and Toth (1990), and simpler
     ones.
     """

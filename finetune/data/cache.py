@@ -1,9 +1,9 @@
-"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and
-checked when read.
+"""Folders that are made once: by content fingerprint, under a lock, atomically, and verified when
+read.
 
-Of the processes that a launcher starts on a node one reads all of an entry to check it, and the
-others take its word: hundreds would read the same gigabytes one after another. Nodes check side by
-side.
+One of the processes that a launcher starts on a node reads all of an entry to verify it, and the
+others rely on its result: hundreds would read the same gigabytes one after another. Nodes verify
+side by side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune.storage.shared_storage import has_name, looks, make_folder
 logger = logging.getLogger("finetune")
 
 META_FILE = "meta.json"
-_COMPARED_ENTRIES = 50  # how many older entries are looked at to say what changed
+_COMPARED_ENTRIES = 50  # older entries that are compared to find what changed
 
 
 def default_cache_dir() -> Path:
@@ -95,7 +95,7 @@ def open_or_make(
 
 
 def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
-    """The folder for `parts` where it is there, whole."""
+    """The folder for `parts`, or None if it is missing or damaged."""
     folder = cache_dir / key_of(parts)
     return folder if _fault(folder) is None else None
 
@@ -235,7 +235,7 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
                 for change in _changes(name, older.get(name, ""), now)
             ]
         except (OSError, ValueError, KeyError, AttributeError):
-            continue  # a damaged entry says nothing; it is remade when its turn comes
+            continue  # skip a damaged entry; it is made again when it is asked for
         if nearest is None or len(changed) < len(nearest):
             nearest = changed
     if nearest is None:
@@ -265,16 +265,17 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file
-    stays.
+    """Hold an flock on the file.
 
-    Where the file system has no locks that all machines see, a claim (storage/run_lock.py) stands
-    for it.
+    The lock ends with its process, so a killed process blocks no other; the file stays.
+
+    Where the file system has no locks that all machines see, a claim (storage/run_lock.py) replaces
+    it.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
         is_locked = try_flock(file.fileno(), mode, path)
-        # what is there whole is only read, and made under another name
+        # a complete entry is only read, and made under another name
         if is_locked is None and not shared:
             stack.enter_context(claimed(path.with_suffix(".claim"), what))
         elif is_locked is False:

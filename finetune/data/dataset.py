@@ -60,9 +60,9 @@ def prepare_samples(
     Args:
         entries: files, folders and globs, in order, or sources that say more of theirs.
         tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
-        cutoff_len: most tokens of a sample.
+        cutoff_len: maximum tokens of a sample.
         template: a template's name or file, set on the tokenizer first; None: as it is.
-        difficulties: the difficulties' names, in order; None: difficulties are not looked at.
+        difficulties: the difficulties' names, in order; None: difficulties are ignored.
         difficulty_field: the key that holds a record's difficulty.
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.

@@ -69,7 +69,7 @@ class Part:
 
 
 def byte_parts(path: Path, kind: str, part_bytes: int) -> Iterator[Part]:
-    """Cut a file every `part_bytes`, without looking at what is there."""
+    """Cut a file every `part_bytes`, regardless of its content."""
     size_bytes = path.stat().st_size
     for start in range(0, size_bytes, part_bytes):
         stop = min(start + part_bytes, size_bytes)

@@ -171,7 +171,7 @@ class PartJob:
 
 
 class _Kept:
-    """The samples of a part that are kept, and what the report says of them."""
+    """The samples of a part that are kept, and their counts in the report."""
 
     def __init__(self, difficulties: tuple[str, ...]) -> None:
         self._levels = {name: number for number, name in enumerate(difficulties)}
@@ -253,7 +253,7 @@ class Preparation:
 
     files: tuple[DataFile, ...]
     renderer: Renderer  # is sent to the processes that tokenize
-    difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
+    difficulties: tuple[str, ...] | None  # their names; None: difficulties are ignored
     difficulty_field: str  # the key that holds a record's difficulty
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
     num_proc: int | None = None  # processes that tokenize; None: as many as pay
@@ -288,7 +288,7 @@ class Preparation:
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays; what a killed process finished there is kept.
 
-        Returns: what belongs beside the arrays; `files` are hashes that are known already.
+        Returns: the meta data of the arrays; `files` are hashes that are known already.
 
         Raises:
             DataError: bad records (unless they are dropped), no records, or none left.

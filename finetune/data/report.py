@@ -42,6 +42,11 @@ class RecordProblem(Exception):
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ProblemLog:
     """The bad records of one reading: the first ten as file:line with the reason, all of them
     counted by reason.
@@ -141,11 +146,11 @@ class DataReport:
     cut_answers: int = 0  # samples whose answer was too long and lost its end
     dropped_turns: int = 0  # answers left out from the ends of long conversations
     dropped: dict[str, int] = field(default_factory=dict)  # records not kept, by reason
-    duplicates: int = 0  # records not kept because an earlier one says the same
+    duplicates: int = 0  # records not kept because they repeat an earlier one
     other_side: int = 0  # records not kept because they are on the other side of the split
     left_out_media: int = 0  # records not kept because they have images, video or sound
     without_media: int = 0  # records read without theirs
-    # Kept records, in the order of the difficulties; empty where difficulties are not looked at.
+    # Kept records, in the order of the difficulties; empty if difficulties are ignored.
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
     difficulty_field_found: bool = False  # whether any record has a difficulty
     unended_samples: int = 0  # samples in which no whole answer ends with a special token
@@ -267,7 +272,7 @@ class Pace:
     Args:
         what: the job, for people.
         total: how much there is to do, in bytes of input or in records.
-        begun: how much of it was done before, in records.
+        begun: records that were done before.
     """
 
     def __init__(self, what: str, total: int, begun: int = 0) -> None:

@@ -2,7 +2,7 @@
 sample costs a slice, and all of them no memory.
 
 A shard is finished by its state, a JSON file with what is needed to resume after it and what its
-files hash to. What belongs to no finished shard is written anew. In the end the rows of all shards
+files hash to. What belongs to no finished shard is written again. In the end the rows of all shards
 become one array for each of their fields.
 """
 
@@ -80,7 +80,7 @@ class SampleWriter:
             and `files` (size in bytes and SHA-256 by name).
     """
 
-    _files: list[ShardFile]  # of the shard that is begun
+    _files: list[ShardFile]  # of the unfinished shard
     _samples: int
     _tokens: int
 
@@ -185,11 +185,11 @@ class Samples:
         record_ids: int64 (N,), the input record it came from, counted from 0 through the files in
             order.
         difficulty_names: the difficulties given to `prepare_samples`; empty if none were.
-        fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
+        fingerprint: hash of the samples themselves: equal for equal data, wherever it is stored.
         highest_id: of all tokens.
         report: what became of the records.
-        source_starts: the first sample of each entry of `data`, and the number of samples: an
-            entry's samples lie one after another.
+        source_starts: the first sample of each entry of `data`, and the number of samples: the
+            samples of an entry are consecutive.
     """
 
     def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:
@@ -240,9 +240,7 @@ class Samples:
         return f"{self._files[self._file_numbers[index]].path}:{self._lines[index]}"
 
     def first_above(self, limit: int) -> tuple[int, str]:
-        """The first token id that is `limit` or more, and where its record lies; there is one (see
-        `highest_id`).
-        """
+        """The first token id that is `limit` or more (see `highest_id`), and its record's place."""
         shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
         place = int(np.argmax(self._tokens[shard] >= limit))
         sample = int(np.searchsorted(self._offsets, self._first_tokens[shard] + place, "right")) - 1

@@ -1,9 +1,10 @@
 """Which records of the data are trained on and which validate: a split by hash, and exact
 duplicates left out.
 
-A record is known by the hash of what it says, its turns and tools, whatever its other keys and its
-form: equal ones are duplicates, and fall on one side of a split. Two different records of 64 bits
-are taken for equal about once in a thousand billion pairs of ten million records (n * n / 2**65).
+A record is identified by the hash of its content (turns and tools), regardless of its other keys
+and its form: equal records are duplicates, and fall on one side of a split. The hash has 64 bits:
+among ten million records, two different ones are taken for equal with a probability of about 3 in a
+million (n * n / 2**65).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
-# Of a record that can be used: its number, hash of what it says, hash that decides its side,
+# Of a record that can be used: its number, hash of its content, hash that decides its side,
 # whether it is labelled.
 KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labelled", "?")])
 
@@ -37,7 +38,7 @@ class Selection:
         valid_split: below 1 the share of the records that validate, else their number; None: no
             split.
         split_by: key of a record whose equal values stay on one side.
-        drop_duplicates: whether records that say the same as an earlier one are left out.
+        drop_duplicates: whether records that repeat an earlier one are left out.
     """
 
     side: Literal["train", "valid"] = "train"

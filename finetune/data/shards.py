@@ -18,8 +18,8 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ShardFile:
-    """A file of bare numbers under a temporary name; what a killed writer left there is begun
-    anew.
+    """A file of bare numbers under a temporary name; what a killed writer left there is
+    overwritten.
     """
 
     def __init__(self, path: Path) -> None:

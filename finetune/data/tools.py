@@ -42,7 +42,7 @@ def read_tools(given: Any, where: str) -> Tools:
     """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
 
     Args:
-        given: a list of such objects, or of what stands under `function` alone; or the JSON text of
+        given: a list of such objects, or of the values of `function` alone; or the JSON text of
             one.
 
     Raises:

@@ -54,7 +54,7 @@ def ordered_map(
         option: what sets the number of processes, for the message.
 
     Raises:
-        FinetuneError: a process was killed; and whatever `job` raises.
+        FinetuneError: a process was killed; and what `job` raises.
     """
     if num_workers == 1:
         yield lambda items: ((item, job(item)) for item in items)

@@ -39,7 +39,7 @@ logger = logging.getLogger("finetune")
 BATCH_RECORDS = 256
 # A process holds the tokens of a row group: above this, several of them are felt.
 LARGE_GROUP_BYTES = 1 << 30
-# Pages of a column are read through a buffer of this size, instead of all of a row group's at once.
+# Pages of a column are read through a buffer of this size, not a whole row group at once.
 _BUFFER_BYTES = 1 << 20
 
 
@@ -122,7 +122,7 @@ def read_texts(path: Path, group: int, text_field: str) -> Iterator[tuple[int, A
     `RecordProblem` for no UTF-8.
 
     Raises:
-        DataError: what is stored there cannot be read, or the column is not there.
+        DataError: the row group cannot be read, or the column is missing.
     """
     import pyarrow.parquet
 
@@ -254,7 +254,7 @@ def _expand(given: str) -> list[Path]:
 
 
 def _warn_of_notes(given: str, files: Sequence[Path]) -> None:
-    """A data set from a hub has a README beside its parquet files."""
+    """A data set from a hub has a README next to its parquet files."""
     others = [path for path in files if path.suffix.lower() != ".parquet"]
     if others and len(others) < len(files):
         logger.warning(

@@ -1,14 +1,14 @@
 """From a corpus to a folder of token shards and their tokenizer: in three passes, resumed where it
 was stopped.
 
-1. Every document is looked at: what cannot be used is refused before anything is written, and the
-  split is decided.
+1. Every document is read: what cannot be used is refused before anything is written, and the split
+  is decided.
 2. The tokenizer is trained on training documents (at most `TOKENIZER_TEXT_BYTES` of them), or taken
   over.
 3. Every document becomes tokens; finished shards are kept through kills, by the positions in their
   headers.
 
-Nothing here depends on how many processes work, on where files lie, or on how often the work was
+Nothing here depends on how many processes work, where the files are, or how often the work was
 stopped: the same documents in the same files and the same settings give the same bytes.
 """
 
@@ -83,7 +83,7 @@ class PrepareSettings:
     tokenizer: str | None = None
     valid_fraction: float = 0.01  # share of the documents for validation
     seed: int = 42
-    shard_tokens: int = 100_000_000  # most tokens of a shard
+    shard_tokens: int = 100_000_000  # maximum tokens of a shard
     text_field: str = "text"  # the field of JSON and parquet records that holds the text
     # leave out what cannot be used and count it, instead of refusing it
     drop_bad_rows: bool = False
@@ -92,7 +92,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What lies in the folder."""
+    """What the folder holds."""
 
     folder: Path
     scan: Scan
@@ -118,7 +118,7 @@ def prepare_tokens(
     Raises:
         DataError: no documents, records without text, files that changed meanwhile, an unusable
             tokenizer.
-        StateError: the folder holds something else, or was begun with other data or settings.
+        StateError: the folder holds something else, or was started with other data or settings.
         FinetuneError: a file could not be written, or a worker was killed: run again to resume.
     """
     with RunLock(folder, _LOCK_WAIT_SECONDS):
@@ -315,7 +315,7 @@ class _Preparation:
         self.settings = settings
         self.progress = progress
         self.begun = read_plan(folder)
-        # what we wrote ourselves is no data, where the folder lies in that of the data
+        # our own files are no data, even if the output folder is inside the data folder
         inside = folder.resolve()
         self.files = tuple(
             path for path in find_files(data) if inside not in path.resolve().parents
@@ -399,13 +399,13 @@ class _Preparation:
         }
 
     def _settings_of_result(self, borrowed: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The settings that the result depends on; a tokenizer counts by what it does, not by where
-        it lies.
+        """The settings that the result depends on; a tokenizer counts by what it does, not by its
+        path.
         """
         kept = asdict(self.settings)
         del kept["drop_bad_rows"]  # the documents that are left are compared
         if not self.settings.special_tokens:
-            del kept["special_tokens"]  # as in folders that were begun before there was a choice
+            del kept["special_tokens"]  # folders from before this setting existed do not have it
         if borrowed is not None:
             kept |= {"tokenizer": tokenizer_hash(borrowed), "vocab_size": None}
         return kept
@@ -432,7 +432,7 @@ class _Preparation:
             self._counted_units(), self.settings.text_field, self.settings.seed, self.bound, share
         )
         if self.settings.special_tokens:
-            # they are ids of their own, not to be merged from pieces
+            # they have their own ids and must not be merged from pieces
             texts = map(without_special_tokens, texts)
         return train_tokenizer(texts, self.settings.vocab_size)
 
@@ -453,7 +453,7 @@ class _Preparation:
     ) -> dict[str, list[TokenHeader]]:
         """Make what is missing after the finished shards, and return all."""
         if self.begun is not None and self.begun.finished is not None:
-            # nobody may take the folder for whole while it is repaired
+            # the folder must not look complete while it is repaired
             self.plan.write(self.folder)
         for split, kept in splits.items():
             remove_unfinished(self.folder, split, len(kept))
@@ -496,7 +496,7 @@ def _kind(tokenizer: PreTrainedTokenizerBase, shard_tokens: int) -> ShardKind:
 
 
 def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str, Any]:
-    """What the plan says when all is there."""
+    """What the plan of a finished folder records."""
     facts: dict[str, Any] = {
         name: getattr(kind, name) for name in ("tokenizer_hash", "vocabulary", "separator_id")
     }

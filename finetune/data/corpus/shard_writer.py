@@ -1,5 +1,7 @@
-"""Writing token shards: whole or not at all, one after another, and resumed after a kill; with
-`prepare.json`, which says what a folder was begun with and whether it is finished.
+"""Write token shards one after another, each atomically, and resume after a kill.
+
+`prepare.json` records which settings and data a folder was started with, and whether it is
+finished.
 """
 
 from __future__ import annotations
@@ -75,15 +77,15 @@ def shard_path(folder: Path, split: str, number: int) -> Path:
 class ShardWriter:
     """Documents -> shards of one split, in order.
 
-    A shard ends before the document that would bring it above `shard_tokens`; a longer document has
-    one of its own.
+    A shard ends before the document that would bring it above `shard_tokens`; a longer document
+    fills a shard alone.
 
     Args:
         folder: where the shards go; only this writer writes shards of its split there.
-        finished: headers of the shards that are there already; writing resumes after them.
+        finished: headers of the existing shards; writing resumes after them.
     """
 
-    _file: ShardFile | None  # of the shard that is begun
+    _file: ShardFile | None  # of the unfinished shard
     _tokens: int
     _starts: array[int]
 
@@ -156,7 +158,7 @@ class ShardWriter:
 
 
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
-    """The finished shards of a split up to the first that is not there whole, verified by SHA-256.
+    """The finished shards of a split up to the first that is missing or damaged, by SHA-256.
 
     A damaged shard is logged; it and all after it are to be made again: each begins where the one
     before it ended.
@@ -201,7 +203,7 @@ class Plan:
 
     settings: dict[str, Any]  # those that the result depends on, by name
     corpus: dict[str, Any]  # its SHA-256, documents and bytes
-    finished: dict[str, Any] | None = None  # None until everything is there; then what there is
+    finished: dict[str, Any] | None = None  # what there is; None until everything is written
 
     def write(self, folder: Path) -> None:
         """Put the plan into its folder, replacing an older one."""
@@ -215,7 +217,7 @@ class Plan:
         )
 
     def check_settings(self, folder: Path, now: dict[str, Any]) -> None:
-        """StateError: the folder was begun with other settings."""
+        """StateError: the folder was started with other settings."""
         before = self.settings
         changed = [
             f"{name} was {before.get(name)}, now {now.get(name)}"
@@ -230,7 +232,7 @@ class Plan:
             )
 
     def check_corpus(self, folder: Path, now: dict[str, Any]) -> None:
-        """StateError: the folder was begun with other documents."""
+        """StateError: the folder was started with other documents."""
         if self.corpus != now:
             raise StateError(
                 f"the output folder was begun with other data: {_described(self.corpus)} then,"
@@ -249,10 +251,10 @@ def _described(corpus: dict[str, Any]) -> str:
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """The plan of a folder that was begun; None for one with nothing in it.
+    """Read the plan of a folder; None for an empty one.
 
     Raises:
-        StateError: the folder holds other things, or a plan that is none.
+        StateError: the folder holds other things, or a damaged plan.
     """
     names = {path.name for path in folder.iterdir() if not is_still_open(path.name)}
     begun = PLAN_FILE in names

@@ -31,8 +31,8 @@ from finetune.errors import DataError, FinetuneError, raise_problems
 from finetune.storage.durable_files import hash_file, read_bytes
 
 FORMAT = "finetune tokens"
-# What `python -m finetune prepare` writes beside the shards; its "finished" is null until all is
-# there.
+# What `python -m finetune prepare` writes next to the shards; its "finished" is null until all is
+# written.
 PLAN_FILE, PLAN_FORMAT, PLAN_VERSION = "prepare.json", "finetune prepared data", 1
 TOKENIZER_FOLDER = "tokenizer"
 VERSION = 1
@@ -44,7 +44,7 @@ _MAKE_AGAIN = "delete the shard's .bin, .index and .json and run `python -m fine
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The name of the smallest of our number formats that holds every id of a vocabulary."""
+    """The name of the smallest data type that holds every id of a vocabulary."""
     return "uint16" if vocabulary <= IDS_OF_UINT16 else "uint32"
 
 
@@ -458,7 +458,7 @@ class TokenShards:
         """Tokens `start` to `stop` of the stream as int32 `(stop - start,)`, across shards.
 
         Raises:
-            IndexError: the interval does not lie in the stream.
+            IndexError: the interval is not inside the stream.
             DataError: an id beyond the vocabulary, with its place; or a file that shrank.
         """
         if not 0 <= start <= stop <= self.tokens:
@@ -524,6 +524,6 @@ class TokenShards:
 def tokenizer_folder(
     source: str | Path | Sequence[str | Path], split: str | None = None
 ) -> Path | None:
-    """The tokenizer that `prepare` saved beside the shards; None where there is none."""
+    """The tokenizer that `prepare` saved next to the shards, or None."""
     folder = find_shards(source, split)[0].parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None

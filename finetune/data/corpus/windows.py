@@ -166,8 +166,8 @@ class Windows:
 
 
 class BestFitWindows(Windows):
-    """Windows that each begin with a document's separator and are filled as `best_fit` says;
-    otherwise as `Windows`.
+    """Windows that each begin with a document's separator and are filled as `pack_best_fit`
+    does; otherwise as `Windows`.
 
     No token is in two windows. `cut_tokens` are those in none.
     """
@@ -189,8 +189,8 @@ class BestFitWindows(Windows):
 
 
 class JoinedWindows:
-    """Windows of several streams, one stream after another; as `Windows` for whoever trains on
-    them.
+    """Windows of several streams, one stream after another; to training
+    they look like `Windows`.
 
     Attributes:
         sources: int64 `(N,)`: the stream of each window, counted from 0.

@@ -93,7 +93,7 @@ class Encoder:
 
 
 def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
-    """The boundaries of turns that lie inside a token and must be cut at, in order."""
+    """The boundaries of turns that are inside a token and must be cut at, in order."""
     cuts = set()
     for turn in turns:
         if ((encoded.starts < turn.start) & (turn.start < encoded.ends)).any():
@@ -194,7 +194,7 @@ def _cut(
 
 
 def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The contents that lie before token `end`, and their lengths, int64."""
+    """The contents before token `end`, and their lengths, int64."""
     inside = [content for content in contents if len(content) and content[-1] < end]
     return inside, np.array([len(content) for content in inside], dtype=np.int64)
 
@@ -459,7 +459,7 @@ class Renderer:
     def _prompt_contents(
         self, template: ChatTemplate, rendering: Rendering, encoded: Encoded, supervised: np.ndarray
     ) -> list[np.ndarray]:
-        """Tokens that lie wholly inside contents that are not trained; found only for samples that
+        """Tokens that are wholly inside contents that are not trained; found only for samples that
         are too long.
         """
         if len(encoded.ids) <= self.cutoff_len:

@@ -79,7 +79,7 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def file_kind(path: Path) -> str:
-    """parquet, arrow, csv, array or lines: how the records of a file are told apart. May raise as
+    """parquet, arrow, csv, array or lines: how the records of a file are separated. May raise as
     `open_text`.
     """
     suffix = _suffixes(path)[0]
@@ -89,8 +89,8 @@ def file_kind(path: Path) -> str:
 
 
 def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` tells an array of
-    records from lines.
+    """The first byte that is no white space; empty where there is none. `[` starts an array
+    of records.
     """
     with open_text(path) as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
@@ -142,7 +142,7 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of a parquet file in batches of at most so many.
+    """The records of a parquet file in batches of at most `records`.
 
     Raises:
         DataError: it is none.

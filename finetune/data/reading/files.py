@@ -35,7 +35,7 @@ from finetune.errors import DataError, FinetuneError, raise_problems
 logger = logging.getLogger("finetune")
 
 _BATCH_RECORDS = 1024  # of parquet and arrow
-# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the data.
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write next to the data.
 _STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
@@ -113,7 +113,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def glob_files(pattern: Path) -> list[Path]:
-    """The files that a glob names, sorted by name; ** stands for folders at any depth."""
+    """The files that a glob names, sorted by name; ** matches folders at any depth."""
     return sorted(
         path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file()
     )
@@ -191,7 +191,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     and arrow).
 
     A file whose first character is `[` is one JSON array, any other text file but .csv is JSON
-    Lines, whatever its suffix. All are streamed; blank lines are no records.
+    Lines, regardless of its suffix. All are streamed; blank lines are no records.
 
     Raises:
         DataError: an array that is broken (records after the break cannot be told apart), or an
@@ -246,7 +246,7 @@ def line_records(
 
 
 def decode_record(raw: bytes) -> Any:
-    """The record on a line of JSON Lines, or the RecordProblem that says why there is none."""
+    """The record on a line of JSON Lines, or the RecordProblem that explains why there is none."""
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
