@@ -280,9 +280,10 @@ class Preparation:
             "drop_bad_rows": self.drop_bad_records,
             "on_media": self.on_media,
             "train_thinking": self.renderer.train_thinking,
-            "preference": self.preference,
             **asdict(self.selection),
         }
+        if self.preference is not None:
+            options["preference"] = self.preference
         return json.dumps(options)
 
     def write_samples(self, folder: Path) -> dict[str, Any]:

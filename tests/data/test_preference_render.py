@@ -360,7 +360,7 @@ def test_samples_of_fine_tuning_are_as_before(tmp_path: Path) -> None:
     )
     (meta,) = (tmp_path / "cache").glob("*/meta.json")
     assert sorted(file.stem.split("-")[0] for file in meta.parent.glob("*.*")) == [
-        "lengths", "levels", "meta", "offsets", "order", "places", "row_ids",
+        "files", "lengths", "levels", "lines", "meta", "offsets", "order", "row_ids",
         "supervised", "supervised_counts", "tokens",
     ]  # fmt: skip
     assert "preference" not in json.loads(meta.read_text())["parts"]["options"]
