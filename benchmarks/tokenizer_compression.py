@@ -25,7 +25,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from finetune.data.corpus.documents import find_files, units_of
-from finetune.data.corpus.passes import UnitReader, split_bound, tokenizer_texts
+from finetune.data.corpus.preparation import UnitReader, split_bound, tokenizer_texts
 from finetune.data.corpus.tokenizer import DocumentEncoder, train_tokenizer
 from finetune.errors import FinetuneError
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.version import __version__
 
 if TYPE_CHECKING:
+    from finetune.batching.collate import PackedCollator
     from finetune.batching.curriculum_sampler import CurriculumSampler
     from finetune.commands.diagnose.command import diagnose_logs as diagnose
     from finetune.commands.diagnose.findings import Finding
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from finetune.config.preference_config import PreferenceConfig
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
-    from finetune.data.packed_collator import PackedCollator
     from finetune.errors import FinetuneError
     from finetune.planning.plan import Plan
     from finetune.runs.follow import follow
@@ -55,7 +55,7 @@ _HOMES = {
     "CurriculumSampler": ("finetune.batching.curriculum_sampler", "CurriculumSampler"),
     "Finding": ("finetune.commands.diagnose.findings", "Finding"),
     "FinetuneError": ("finetune.errors", "FinetuneError"),
-    "PackedCollator": ("finetune.data.packed_collator", "PackedCollator"),
+    "PackedCollator": ("finetune.batching.collate", "PackedCollator"),
     "Plan": ("finetune.planning.plan", "Plan"),
     "PreferenceConfig": ("finetune.config.preference_config", "PreferenceConfig"),
     "PreferenceTrainer": ("finetune.training.preferences.trainer", "PreferenceTrainer"),

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune.data.reading.files import expand_sources
+
 FOLDER = Path(__file__).resolve().parent.parent / "data_samples"
 
 
@@ -19,6 +21,11 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def expand_paths(paths: list[str | Path]) -> tuple[Path, ...]:
+    """The files of some entries of `--data`."""
+    return tuple(file.path for file in expand_sources(paths))
 
 
 def read_preferences() -> list[dict[str, Any]]:

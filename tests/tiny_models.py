@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from finetune.data.collate import Microbatch, collate
+from finetune.batching.collate import Microbatch, collate
 from finetune.modeling import lfm2_value
 from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES, choose_attention
 

@@ -155,7 +155,7 @@ def build_trainer(
     import numpy as np
     from safetensors.torch import save_file
 
-    from finetune.data.steps import LossGroups, StepBatches
+    from finetune.batching.steps import LossGroups, StepBatches
     from finetune.modeling.scratch import make_model
     from finetune.training import build
     from finetune.training.arguments import training_arguments

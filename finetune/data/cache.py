@@ -1,9 +1,9 @@
-"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and
-checked when read.
+"""Folders that are made once: by content fingerprint, under a lock, atomically, and verified when
+read.
 
-Of the processes that a launcher starts on a node one reads all of an entry to check it, and the
-others take its word: hundreds would read the same gigabytes one after another. Nodes check side by
-side.
+One of the processes that a launcher starts on a node reads all of an entry to verify it, and the
+others rely on its result: hundreds would read the same gigabytes one after another. Nodes verify
+side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,13 +26,14 @@ from finetune.errors import DataError
 from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
+from finetune.storage.durable_files import hash_files, replace_file
 from finetune.storage.run_lock import claimed, try_flock
 from finetune.storage.shared_storage import has_name, make_folder, poll_attempts
 
 logger = logging.getLogger("finetune")
 
 META_FILE = "meta.json"
-_COMPARED_ENTRIES = 50  # how many older entries are looked at to say what changed
+_COMPARED_ENTRIES = 50  # older entries that are compared to find what changed
 
 
 def default_cache_dir() -> Path:
@@ -70,7 +72,7 @@ def open_or_make(
     """
     key = key_of(parts)
     folder = cache_dir / key
-    with said_if_unwritable(folder, what):
+    with wrap_write_errors(folder, what):
         make_folder(cache_dir, parents=True)
         with locked(cache_dir / f"{key}.{socket.gethostname()}.lock", what) as note:
             if _verified_in_this_start(note, folder):
@@ -80,19 +82,26 @@ def open_or_make(
             if fault is None:
                 logger.info("%s: reusing %s", what, folder)
             else:
-                _make_anew(cache_dir, key, parts, make, what)
+                with locked(cache_dir / f"{key}.lock", what):
+                    fault = _fault(folder)  # another node may have made it meanwhile
+                    if fault is not None:
+                        why = fault or _what_changed(cache_dir, parts)
+                        logger.info("%s: making %s (%s)", what, folder, why)
+                        if fault:
+                            durable_files.remove_tree(folder)
+                        _make(cache_dir, key, parts, make)
             _note_verified(note, folder)
     return folder
 
 
 def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
-    """The folder for `parts` where it is there, whole."""
+    """The folder for `parts`, or None if it is missing or damaged."""
     folder = cache_dir / key_of(parts)
     return folder if _fault(folder) is None else None
 
 
 @contextlib.contextmanager
-def said_if_unwritable(folder: Path, what: str = "tokenized data") -> Iterator[None]:
+def wrap_write_errors(folder: Path, what: str = "tokenized data") -> Iterator[None]:
     """Turn the system's errors into DataError."""
     try:
         yield
@@ -107,25 +116,6 @@ def said_if_unwritable(folder: Path, what: str = "tokenized data") -> Iterator[N
 def read_meta(folder: Path) -> dict[str, Any]:
     """What `make` returned, and `parts` and `files` (SHA-256 by name)."""
     return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-
-
-def _make_anew(
-    cache_dir: Path,
-    key: str,
-    parts: Mapping[str, str],
-    make: Callable[[Path], Mapping[str, Any]],
-    what: str,
-) -> None:
-    folder = cache_dir / key
-    with locked(cache_dir / f"{key}.lock", what):
-        fault = _fault(folder)  # another node may have made it meanwhile
-        if fault is not None:
-            logger.info(
-                "%s: making %s (%s)", what, folder, fault or _what_changed(cache_dir, parts)
-            )
-            if fault:
-                durable_files.remove_tree(folder)
-            _make(cache_dir, key, parts, make)
 
 
 def this_start() -> list[Any] | None:
@@ -144,8 +134,7 @@ def this_start() -> list[Any] | None:
 
 def _seen(folder: Path) -> dict[str, list[int]]:
     """Of each file what would differ had it been written to since."""
-    states = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
-    return {name: [state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states}
+    return {path.name: state_of(path) for path in sorted(folder.iterdir())}
 
 
 def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
@@ -248,7 +237,7 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
                 for change in _changes(name, older.get(name, ""), now)
             ]
         except (OSError, ValueError, KeyError, AttributeError):
-            continue  # a damaged entry says nothing; it is remade when its turn comes
+            continue  # skip a damaged entry; it is made again when it is asked for
         if nearest is None or len(changed) < len(nearest):
             nearest = changed
     if nearest is None:
@@ -278,19 +267,116 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file
-    stays.
+    """Hold an flock on the file.
 
-    Where the file system has no locks that all machines see, a claim (storage/run_lock.py) stands
-    for it.
+    The lock ends with its process, so a killed process blocks no other; the file stays.
+
+    Where the file system has no locks that all machines see, a claim (storage/run_lock.py) replaces
+    it.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
         is_locked = try_flock(file.fileno(), mode, path)
-        # what is there whole is only read, and made under another name
+        # a complete entry is only read, and made under another name
         if is_locked is None and not shared:
             stack.enter_context(claimed(path.with_suffix(".claim"), what))
         elif is_locked is False:
             logger.info("%s: another process is making or checking it; waiting", what)
             fcntl.flock(file, mode)
         yield file
+
+
+# ---------------------------------------------------------------- hashes of the data files
+#
+# Remembered on each node, so that a start looks at the state of the files instead of reading them
+# all. As git's index does: a file counts as unchanged while its size, times and inode are what they
+# were when it was hashed. A file written to twice within one tick of its file system's clock would
+# look unchanged, so a file that was young when it was hashed is hashed again ("racy" in git's
+# words), but not by the processes of the same start.
+
+# More than the ticks of file systems' clocks (two seconds on FAT), and some seconds for a server
+# whose clock is late.
+YOUNG_SECONDS = 10
+
+# Name of a file -> [its state, SHA-256, "old" or, of a young one, what the processes of that start
+# have in common].
+Notes = dict[str, list[Any]]
+
+
+def state_of(path: Path) -> list[int]:
+    """What differs when a file was written to or replaced: size, times of content and of inode,
+    inode.
+    """
+    state = path.stat()
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+
+
+def source_hashes(sources: Sequence[Path], cache_dir: Path) -> list[str]:
+    """SHA-256 of each file; those that are not known are read by one process of the node, the
+    others wait for it.
+
+    Raises:
+        DataError: a file cannot be read.
+        OSError: the cache folder cannot be written.
+    """
+    try:
+        paths = [path.resolve(strict=True) for path in sources]
+        notes = cache_dir / f"sources.{socket.gethostname()}.json"
+        known = _known(_read(notes), paths)
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(known) < len(set(paths)):
+        with locked(notes.with_suffix(".lock")):
+            known = _hash_the_rest(notes, paths)
+    return [known[path] for path in paths]
+
+
+def _hash_the_rest(notes: Path, paths: Sequence[Path]) -> dict[Path, str]:
+    written = _read(notes)
+    known = _known(written, paths)
+    rest = sorted(set(paths) - set(known))
+    now = time.time_ns()
+    try:
+        before = [state_of(path) for path in rest]
+        digests = hash_files(rest)
+        after = [state_of(path) for path in rest]
+    except OSError as error:
+        raise _unreadable(error) from error
+    for path, state, digest, later in zip(rest, before, digests, after, strict=True):
+        if state != later:
+            raise DataError(
+                "the file was changed while it was read", str(path), "start again when it is whole"
+            )
+        is_young = max(state[1:3]) > now - YOUNG_SECONDS * 10**9
+        written[str(path)] = [state, digest, this_start() if is_young else "old"]
+    if rest:
+        there = {name: note for name, note in written.items() if Path(name).exists()}
+        replace_file(notes, json.dumps(there).encode())
+    return known | dict(zip(rest, digests, strict=True))
+
+
+def _read(notes: Path) -> Notes:
+    try:
+        written = json.loads(notes.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    notes_of_files = written.items() if isinstance(written, dict) else ()
+    return {
+        name: note for name, note in notes_of_files if isinstance(note, list) and len(note) == 3
+    }
+
+
+def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
+    """The hashes that still hold."""
+    start = this_start()
+    found = {}
+    for path in paths:
+        state, digest, hashed_by = notes.get(str(path), (None, "", None))
+        if state == state_of(path) and hashed_by is not None and hashed_by in ("old", start):
+            found[path] = digest
+    return found
+
+
+def _unreadable(error: OSError) -> DataError:
+    what = f"the file cannot be read: {error.strerror}"
+    return DataError(what, where=str(error.filename), fix="check its permissions")

@@ -15,36 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.fields import DataSource
-from finetune.data import (
-    cache,
-    formats,
-    media,
-    parts,
-    passes,
-    preparation,
-    problems,
-    records,
-    report,
-    sample_shards,
-    samples,
-    tools,
-)
-from finetune.data import selection as selections
-from finetune.data.encoding import encode, render, spans, thinking, truncate
+from finetune.data import cache
+from finetune.data.cache import source_hashes
 from finetune.data.encoding.render import Renderer
 from finetune.data.encoding.templates import template_source
-from finetune.data.preference import records as preference_records
-from finetune.data.preference import render as preference_render
-from finetune.data.preference.records import PreferenceForm
+from finetune.data.passes import Preparation
+from finetune.data.preference.reader import PreferenceForm
 from finetune.data.preference.render import PreferenceRenderer
-from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.preparation import Preparation
-from finetune.data.reading import file_kinds, json_array, sources
-from finetune.data.reading import files as data_files
-from finetune.data.reading.sources import expand_sources
-from finetune.data.samples import Samples
+from finetune.data.reading.files import expand_sources
+from finetune.data.samples import PreferenceSamples, Samples
 from finetune.data.selection import Selection, selection_of
-from finetune.data.source_hashes import source_hashes
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,9 +60,9 @@ def prepare_samples(
     Args:
         entries: files, folders and globs, in order, or sources that say more of theirs.
         tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
-        cutoff_len: most tokens of a sample.
+        cutoff_len: maximum tokens of a sample.
         template: a template's name or file, set on the tokenizer first; None: as it is.
-        difficulties: the difficulties' names, in order; None: difficulties are not looked at.
+        difficulties: the difficulties' names, in order; None: difficulties are ignored.
         difficulty_field: the key that holds a record's difficulty.
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
@@ -116,17 +96,17 @@ def prepare_samples(
         preference=preference,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
-    prepared = _made_or_cached(task, tokenizer, folder_of_caches)
+    prepared = _load_or_prepare(task, tokenizer, folder_of_caches)
     for warning in prepared.report.warnings():
         logger.warning("%s", warning)
     return prepared
 
 
-def _made_or_cached(
+def _load_or_prepare(
     task: Preparation, tokenizer: PreTrainedTokenizerBase, folder_of_caches: Path
 ) -> Samples:
     """The samples of a task, of data files that do not change while they are read."""
-    with cache.said_if_unwritable(folder_of_caches):
+    with cache.wrap_write_errors(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
         hashes = source_hashes(task.paths, folder_of_caches)
 
@@ -218,23 +198,10 @@ def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries
     that they lean on.
     """
-    modules = (
-        *(
-            data_files,
-            file_kinds,
-            json_array,
-            problems,
-            formats,
-            media,
-            records,
-            spans,
-            thinking,
-            encode,
-            truncate,
-        ),
-        *(render, report),
-        *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
-        *(preference_records, preference_render),
-    )
-    code = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
+    here = Path(__file__).parent
+    code = [
+        path.read_text(encoding="utf-8")
+        for path in sorted(here.rglob("*.py"))
+        if path.parent.name != "corpus"
+    ]
     return _hash(*code, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.fields import DataSource
-from finetune.data.formats import Conversation, detect_format, to_conversation
-from finetune.data.media import MediaLeftOut, has_media, without_media
-from finetune.data.problems import RecordProblem
+from finetune.data.formats import (
+    Conversation,
+    MediaLeftOut,
+    detect_format,
+    has_media,
+    to_conversation,
+    without_media,
+)
 from finetune.data.reading.files import read_records
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 
@@ -22,12 +28,12 @@ class RecordReader:
     """How records are read.
 
     Attributes:
-        difficulties: their names; None: difficulties are not looked at.
+        difficulties: their names; None: difficulties are ignored.
         difficulty_field: the key that holds a record's difficulty.
         on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media"
             reads their text.
-        source: what the entry of `data` says: what it calls the keys of our formats, and the
-            difficulty of all.
+        source: the entry of `data`: its names for the keys of our formats, and the difficulty of
+            all its records.
     """
 
     difficulties: Sequence[str] | None = None
@@ -148,7 +154,7 @@ def refuse_unmapped(
     """Refuse columns that no record of the files that share them has.
 
     Args:
-        found: by number of the file, what `mapped_in` says of its records.
+        found: by number of the file, what `mapped_in` returns for its records.
 
     Raises:
         DataError: there are such columns.

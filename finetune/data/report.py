@@ -1,14 +1,129 @@
-"""What became of the records: the numbers of the start-up table, and the warnings that they call
-for.
+"""What became of the records: what is wrong with each, the counts of the start-up table with their
+warnings, and the pace of a long preparation.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import DataError
+from finetune.runtime.progress import format_seconds
+from finetune.storage.durable_files import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+logger = logging.getLogger("finetune")
+
+LOG_EVERY_SECONDS = 30.0
+LISTED_RECORDS = 10  # bad records that an error names; the rest are counted
+
+
+class RecordProblem(Exception):
+    """One record cannot be used.
+
+    Args:
+        kind: a few words that are the same for all records with this problem; reports count by it.
+        detail: what is special about this record; names keys, types and roles, never the record's
+            text.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class ProblemLog:
+    """The bad records of one reading: the first ten as file:line with the reason, all of them
+    counted by reason.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None, first: Iterable[Any] = ()) -> None:
+        self.counts: Counter[str] = Counter(counts)
+        self.first: list[tuple[tuple[int, int], str]] = [
+            ((file, line), text) for (file, line), text in first
+        ]
+
+    def add(self, file_and_line: tuple[int, int], location: str, problem: RecordProblem) -> None:
+        """Note a problem; (file number, line) orders the list, `location` is file:line for
+        people.
+        """
+        self.counts[problem.kind] += 1
+        self.first.append((file_and_line, f"{location}: {problem}"))
+        if len(self.first) > 4 * LISTED_RECORDS:
+            self._shorten()
+
+    @property
+    def total(self) -> int:
+        """How many bad records there are."""
+        return sum(self.counts.values())
+
+    @property
+    def lines(self) -> list[str]:
+        """The first ten in the order of the files, as `file:line: reason`."""
+        self._shorten()
+        return [line for _, line in self.first]
+
+    def merge(self, other: ProblemLog) -> None:
+        """Add the problems of another list."""
+        self.counts.update(other.counts)
+        self.first += other.first
+
+    def to_json(self) -> list[Any]:
+        """As plain JSON, for `ProblemLog(*...)`."""
+        self._shorten()
+        return [dict(self.counts), self.first]
+
+    def refuse(self, records_read: int) -> None:
+        """Raise if there is any bad record.
+
+        Raises:
+            DataError: with the first ten as file:line and the total.
+        """
+        if not self.total:
+            return
+        shown, before = [], ""
+        for line in dict.fromkeys(self.lines):  # records of an array may share a line
+            location, _, reason = line.partition(": ")
+            shown.append(f"    {location}: {'as above' if reason == before else reason}")
+            before = reason
+        more = self.total - len(shown)
+        listed = "\n".join(shown)
+        rest = f"\n    ... and {more} more" if more else ""
+        named = (
+            "name their keys (--columns prompt=question,response=answer), "
+            if self.counts["unknown format"]
+            else ""
+        )
+        raise DataError(
+            f"{self.total} of {records_read} records cannot be trained on"
+            f" ({_by_kind(self.counts)}):\n{listed}{rest}",
+            fix=(
+                f"{named}correct these records, or pass --on-bad-row drop to train without them"
+                " (they are counted)"
+            ),
+        )
+
+    def _shorten(self) -> None:
+        self.first = sorted(self.first)[:LISTED_RECORDS]
+
+
+def _by_kind(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 # Why a record that is right has no sample.
@@ -31,11 +146,11 @@ class DataReport:
     cut_answers: int = 0  # samples whose answer was too long and lost its end
     dropped_turns: int = 0  # answers left out from the ends of long conversations
     dropped: dict[str, int] = field(default_factory=dict)  # records not kept, by reason
-    duplicates: int = 0  # records not kept because an earlier one says the same
+    duplicates: int = 0  # records not kept because they repeat an earlier one
     other_side: int = 0  # records not kept because they are on the other side of the split
     left_out_media: int = 0  # records not kept because they have images, video or sound
     without_media: int = 0  # records read without theirs
-    # Kept records, in the order of the difficulties; empty where difficulties are not looked at.
+    # Kept records, in the order of the difficulties; empty if difficulties are ignored.
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
     difficulty_field_found: bool = False  # whether any record has a difficulty
     unended_samples: int = 0  # samples in which no whole answer ends with a special token
@@ -51,19 +166,14 @@ class DataReport:
     def add(self, other: DataReport) -> None:
         """Take in the counts of further records."""
         for name, value in vars(other).items():
-            mine = getattr(self, name)
+            own = getattr(self, name)
             if name == "longest_tokens":
-                self.longest_tokens = max(mine, value)
-            elif isinstance(value, bool):
-                setattr(self, name, mine or value)
+                total = max(own, value)
             elif isinstance(value, dict):
-                setattr(
-                    self,
-                    name,
-                    mine | {key: mine.get(key, 0) + count for key, count in value.items()},
-                )
+                total = dict(Counter(own) + Counter(value))
             else:
-                setattr(self, name, mine + value)
+                total = own or value if isinstance(value, bool) else own + value
+            setattr(self, name, total)
 
     def warnings(self) -> list[str]:
         """What works but is probably wrong, each with its fix."""
@@ -154,3 +264,55 @@ class DataReport:
         for name, value in self.lines():
             table.add_row(name, value)
         return table
+
+
+class Pace:
+    """Logs how far a preparation is, how fast it goes and when it will be done, now and then.
+
+    Args:
+        what: the job, for people.
+        total: how much there is to do, in bytes of input or in records.
+        begun: records that were done before.
+    """
+
+    def __init__(self, what: str, total: int, begun: int = 0) -> None:
+        self._what = what
+        self._total = total
+        self._begun = begun
+        self._begin = self._logged = time.monotonic()
+
+    def at(self, done: int, records: int, written_bytes: int | None = None) -> None:
+        """Log a line if it is time to.
+
+        Args:
+            done: how much of the total, in its unit.
+            records: how many records.
+        """
+        now = time.monotonic()
+        if now - self._logged < LOG_EVERY_SECONDS:
+            return
+        self._logged = now
+        left = (now - self._begin) * (self._total - done) / max(done - self._begun, 1)
+        facts = self._facts(records, written_bytes, now)
+        logger.info(
+            "%s: %.0f%%, %s, %s left",
+            self._what,
+            100 * done / self._total,
+            facts,
+            format_seconds(left),
+        )
+
+    def finish(self, records: int, written_bytes: int, processes: int) -> None:
+        """Log the final figures."""
+        now = time.monotonic()
+        facts, seconds = self._facts(records, written_bytes, now), format_seconds(now - self._begin)
+        logger.info("%s: done in %s by %d processes, %s", self._what, seconds, processes, facts)
+
+    def _facts(self, records: int, written_bytes: int | None, now: float) -> str:
+        rate = (records - self._begun) / max(now - self._begin, 1e-9)
+        size = (
+            ""
+            if written_bytes is None
+            else f", {format_bytes(round(written_bytes / max(records, 1)))} a record"
+        )
+        return f"{records:,} records, {rate:,.0f} records/s{size}"

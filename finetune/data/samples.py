@@ -1,9 +1,16 @@
-"""Samples on disk: arrays that are memory-mapped, so that one sample costs a slice and all of them
-no memory.
+"""Samples on disk: written in shards that survive a kill, then read as memory-mapped arrays. One
+sample costs a slice, and all of them no memory.
+
+A shard is finished by its state, a JSON file with what is needed to resume after it and what its
+files hash to. What belongs to no finished shard is written again. In the end the rows of all shards
+become one array for each of their fields.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from pathlib import Path
@@ -12,9 +19,156 @@ from typing import Any
 import numpy as np
 
 from finetune.data import cache
-from finetune.data.reading.sources import DataFile
+from finetune.data.reading.files import DataFile
 from finetune.data.report import DataReport
-from finetune.data.sample_shards import SAMPLE_ARRAYS, TOKEN_ARRAYS, map_tokens
+from finetune.data.shards import ShardFile, damage
+from finetune.storage.durable_files import replace_file, save_array
+
+logger = logging.getLogger("finetune")
+
+SHARD_TOKENS = 16 << 20  # at most, except for the last part that goes into it
+SCRATCH = "scratch"  # folder of what is removed at the end
+# What is known of a sample besides its tokens: number of its record; number and line of its file;
+# index of its difficulty; tokens; targets. For the rest see `PreferenceSamples`.
+ROW = np.dtype(
+    [
+        ("row_ids", "<i8"),
+        ("files", "<i4"),
+        ("lines", "<i8"),
+        ("levels", "<i2"),
+        ("lengths", "<i4"),
+        ("supervised_counts", "<i4"),
+        ("first_lengths", "<i4"),
+        ("first_supervised", "<i4"),
+        ("labels", "<i1"),
+    ]
+)
+_PREFERENCE_FIELDS = ("first_lengths", "first_supervised", "labels")
+# Files of a shard. The rows are removed at the end.
+_DTYPES = {"tokens": np.dtype(np.int32), "supervised": np.dtype(np.bool_), f"{SCRATCH}/rows": ROW}
+TOKEN_BYTES = 5  # of a token, in all files that stay
+# What a fingerprint is of, in this order. Where records are in which file is not part of it.
+_HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")
+
+
+def _shard_file(folder: Path, name: str, shard: int) -> Path:
+    """`tokens-00000.bin`, ...: bare numbers."""
+    return folder / f"{name}-{shard:05d}.bin"
+
+
+def _map_shard(folder: Path, name: str, shard: int) -> np.ndarray:
+    """One array of a shard, read-only."""
+    return np.asarray(np.memmap(_shard_file(folder, name, shard), _DTYPES[name], mode="r"))
+
+
+def _map_array(folder: Path, name: str) -> np.ndarray:
+    """One array over all samples, read-only.
+
+    As a plain array, because numpy makes what it computes of an np.memmap one by name.
+    """
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+
+
+class SampleWriter:
+    """Parts of samples -> shards, in order.
+
+    Args:
+        folder: where they go; what a killed writer finished there is kept.
+
+    Attributes:
+        states: what `finish` was given for each finished shard, with its own `samples`, `tokens`
+            and `files` (size in bytes and SHA-256 by name).
+    """
+
+    _files: list[ShardFile]  # of the unfinished shard
+    _samples: int
+    _tokens: int
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / SCRATCH).mkdir(exist_ok=True)
+        self.states: list[dict[str, Any]] = []
+        self._begin()
+        while self._state_path.is_file():
+            state = json.loads(self._state_path.read_bytes())
+            if fault := damage({folder / name: known for name, known in state["files"].items()}):
+                logger.warning("a shard of samples is made again: %s", fault)
+                break
+            self.states.append(state)
+
+    @property
+    def is_full(self) -> bool:
+        return self._tokens >= SHARD_TOKENS
+
+    def add(self, *arrays: np.ndarray) -> None:
+        """Append samples: int32 tokens `(T,)`, bool targets `(T,)`, and `ROW` `(N,)`."""
+        tokens, _supervised, rows = arrays
+        if not len(rows):
+            return
+        if not self._files:
+            self._files = [
+                ShardFile(_shard_file(self.folder, name, len(self.states))) for name in _DTYPES
+            ]
+        for file, array in zip(self._files, arrays, strict=True):
+            file.write(array)
+        self._samples += len(rows)
+        self._tokens += len(tokens)
+
+    def finish(self, state: dict[str, Any]) -> None:
+        """End the shard, if it has a sample.
+
+        Args:
+            state: what is needed to resume after the shard.
+        """
+        if not self._files:
+            return
+        files = {}
+        for file in self._files:
+            digest = file.finish()
+            file.publish()
+            files[str(file.path.relative_to(self.folder))] = [file.size_bytes, digest]
+        state = {**state, "samples": self._samples, "tokens": self._tokens, "files": files}
+        replace_file(self._state_path, json.dumps(state).encode())
+        self.states.append(state)
+        self._begin()
+
+    def close(self) -> None:
+        """Let go of the files of a shard that is not finished."""
+        for file in self._files:
+            file.close()
+
+    def write_arrays(self, *, of_preferences: bool) -> str:
+        """Make the arrays over all samples; return a hash of tokens, targets, difficulties and
+        record numbers.
+        """
+        shards = range(len(self.states))
+        rows = [_map_shard(self.folder, f"{SCRATCH}/rows", shard) for shard in shards]
+        for name in ROW.fields or ():
+            if of_preferences or name not in _PREFERENCE_FIELDS:
+                self._save(name, np.concatenate([shard[name] for shard in rows]))
+        lengths = _map_array(self.folder, "lengths")
+        self._save("offsets", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+        self._save("order", np.argsort(_map_array(self.folder, "levels"), kind="stable"))
+        digest = hashlib.sha256()
+        for name in (*_HASHED, *(_PREFERENCE_FIELDS if of_preferences else ())):
+            digest.update(name.encode())
+            if name in _DTYPES:
+                for shard in shards:
+                    digest.update(_map_shard(self.folder, name, shard).data)
+            else:
+                digest.update(_map_array(self.folder, name).data)
+        return digest.hexdigest()
+
+    def _save(self, name: str, array: np.ndarray) -> None:
+        save_array(self.folder / f"{name}.npy", array)
+
+    def _begin(self) -> None:
+        self._files = []
+        self._samples = self._tokens = 0
+
+    @property
+    def _state_path(self) -> Path:
+        return self.folder / SCRATCH / f"state-{len(self.states):05d}.json"
 
 
 class Samples:
@@ -31,36 +185,32 @@ class Samples:
         record_ids: int64 (N,), the input record it came from, counted from 0 through the files in
             order.
         difficulty_names: the difficulties given to `prepare_samples`; empty if none were.
-        fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
+        fingerprint: hash of the samples themselves: equal for equal data, wherever it is stored.
         highest_id: of all tokens.
         report: what became of the records.
-        source_starts: the first sample of each entry of `data`, and the number of samples: an
-            entry's samples lie one after another.
+        source_starts: the first sample of each entry of `data`, and the number of samples: the
+            samples of an entry are consecutive.
     """
 
     def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:
         self._folder = folder
         self._files = files
         meta = cache.read_meta(folder)
-        # As plain arrays, for what is computed of a np.memmap is one by name.
-        arrays = {
-            name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-            for name in SAMPLE_ARRAYS
-        }
-        self._offsets = arrays["offsets"]
-        self._places = arrays["places"]
+        self._offsets = _map_array(folder, "offsets")
+        self._file_numbers = _map_array(folder, "files")
+        self._lines = _map_array(folder, "lines")
         # of each shard, and the end
         self._first_samples = [0, *accumulate(samples for samples, _ in meta["shards"])]
         self._first_tokens = [0, *accumulate(tokens for _, tokens in meta["shards"])]
         self._tokens, self._supervised = (
-            [map_tokens(folder, name, shard) for shard in range(len(meta["shards"]))]
-            for name in TOKEN_ARRAYS
+            [_map_shard(folder, name, shard) for shard in range(len(meta["shards"]))]
+            for name in ("tokens", "supervised")
         )
-        self.lengths: np.ndarray = arrays["lengths"]
-        self.supervised_counts: np.ndarray = arrays["supervised_counts"]
-        self.difficulties: np.ndarray = arrays["levels"]
-        self.by_difficulty: np.ndarray = arrays["order"]
-        self.record_ids: np.ndarray = arrays["row_ids"]
+        self.lengths = _map_array(folder, "lengths")
+        self.supervised_counts = _map_array(folder, "supervised_counts")
+        self.difficulties = _map_array(folder, "levels")
+        self.by_difficulty = _map_array(folder, "order")
+        self.record_ids = _map_array(folder, "row_ids")
         self.difficulty_names: tuple[str, ...] = tuple(meta["level_names"])
         self.fingerprint: str = meta["fingerprint"]
         self.highest_id: int = meta["highest_id"]
@@ -69,7 +219,7 @@ class Samples:
             bisect_left(files, number, key=lambda file: file.number)
             for number in range(files[-1].number + 2)
         ]
-        self.source_starts = tuple(bisect_left(self._places[:, 0], file) for file in first_files)
+        self.source_starts = tuple(bisect_left(self._file_numbers, file) for file in first_files)
 
     def __len__(self) -> int:
         return len(self.difficulties)
@@ -87,13 +237,10 @@ class Samples:
 
     def location(self, index: int) -> str:
         """`file:line` of the record that sample `index` came from."""
-        file, line = self._places[index]
-        return f"{self._files[file].path}:{line}"
+        return f"{self._files[self._file_numbers[index]].path}:{self._lines[index]}"
 
     def first_above(self, limit: int) -> tuple[int, str]:
-        """The first token id that is `limit` or more, and where its record lies; there is one (see
-        `highest_id`).
-        """
+        """The first token id that is `limit` or more (see `highest_id`), and its record's place."""
         shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
         place = int(np.argmax(self._tokens[shard] >= limit))
         sample = int(np.searchsorted(self._offsets, self._first_tokens[shard] + place, "right")) - 1
@@ -102,3 +249,23 @@ class Samples:
     def __reduce__(self) -> tuple[Any, ...]:
         # the maps are opened again, not copied through a pipe
         return type(self), (self._folder, self._files)
+
+
+class PreferenceSamples(Samples):
+    """The samples of a run on preferences, on disk.
+
+    A pair's tokens are those of the document with the chosen answer, and behind them those of the
+    other; both begin with the same prompt. A record with a label is one document.
+
+    Attributes:
+        first_lengths: int32 (N,), tokens of the first document of a pair; 0 where the sample is one
+            document.
+        first_supervised: int32 (N,), targets of that document.
+        labels: int8 (N,), 1 for a good answer, 0 for a bad one; -1 for pairs.
+    """
+
+    def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:
+        super().__init__(folder, files)
+        self.first_lengths = _map_array(folder, "first_lengths")
+        self.first_supervised = _map_array(folder, "first_supervised")
+        self.labels = _map_array(folder, "labels")

@@ -1,32 +1,30 @@
 """Which records of the data are trained on and which validate: a split by hash, and exact
 duplicates left out.
 
-A record is known by the hash of what it says, its turns and tools, whatever its other keys and its
-form: equal ones are duplicates, and fall on one side of a split. Two different records of 64 bits
-are taken for equal about once in a thousand billion pairs of ten million records (n * n / 2**65).
+A record is identified by the hash of its content (turns and tools), regardless of its other keys
+and its form: equal records are duplicates, and fall on one side of a split. The hash has 64 bits:
+among ten million records, two different ones are taken for equal with a probability of about 3 in a
+million (n * n / 2**65).
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from finetune.config.run_config import RunConfig
 from finetune.data.formats import Conversation, Message
-from finetune.data.preference.records import Preference
-from finetune.data.problems import RecordProblem
+from finetune.data.preference.reader import Preference
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
-from finetune.storage.durable_files import replace_file
 
-# Of a record that can be used: its number, hash of what it says, hash that decides its side,
+# Of a record that can be used: its number, hash of its content, hash that decides its side,
 # whether it is labelled.
 KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labelled", "?")])
 
@@ -40,7 +38,7 @@ class Selection:
         valid_split: below 1 the share of the records that validate, else their number; None: no
             split.
         split_by: key of a record whose equal values stay on one side.
-        drop_duplicates: whether records that say the same as an earlier one are left out.
+        drop_duplicates: whether records that repeat an earlier one are left out.
     """
 
     side: Literal["train", "valid"] = "train"
@@ -51,9 +49,6 @@ class Selection:
     def __bool__(self) -> bool:
         """Whether anything is left out."""
         return self.valid_split is not None or self.drop_duplicates
-
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
 
     def key(
         self, number: int, record: Mapping[str, Any], found: Conversation, reader: RecordReader
@@ -123,30 +118,19 @@ class Chosen:
     duplicates: int  # left out
     other_side: int  # of the split
 
-    def save(self, path: Path, part_records: np.ndarray) -> None:
-        """Beside what else the first pass found; `part_records` int64 (parts,)."""
-        file = io.BytesIO()
-        np.savez(file, mask=np.packbits(self.mask), part_records=part_records)
-        replace_file(path, file.getvalue())
-
-
-def chosen_in_parts(path: Path) -> list[np.ndarray]:
-    """For each part the records that are taken, bool (records of the part,), as saved."""
-    with np.load(path, allow_pickle=False) as saved:
-        counts = saved["part_records"]
-        mask = np.unpackbits(saved["mask"], count=int(counts.sum())).astype(bool)
-    return np.split(mask, np.cumsum(counts)[:-1])
-
 
 def content_hash(conversation: Conversation) -> int:
     """64 bits of what is trained; a record's side depends on it, so it stays as it is."""
-    said: list[Any] = [_said(conversation.messages), [dict(tool) for tool in conversation.tools]]
+    content: list[Any] = [
+        _turns(conversation.messages),
+        [dict(tool) for tool in conversation.tools],
+    ]
     if isinstance(conversation, Preference):
-        said += [_said(conversation.rejected), conversation.label]
-    return _hash(said)
+        content += [_turns(conversation.rejected), conversation.label]
+    return _hash(content)
 
 
-def _said(messages: Sequence[Message]) -> list[Any]:
+def _turns(messages: Sequence[Message]) -> list[Any]:
     return [
         [
             turn.role,

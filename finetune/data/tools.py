@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 
 Tools = tuple[Mapping[str, Any], ...]
 
@@ -42,7 +42,7 @@ def read_tools(given: Any, where: str) -> Tools:
     """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
 
     Args:
-        given: a list of such objects, or of what stands under `function` alone; or the JSON text of
+        given: a list of such objects, or of the values of `function` alone; or the JSON text of
             one.
 
     Raises:
@@ -61,18 +61,22 @@ def read_tools(given: Any, where: str) -> Tools:
 
 
 def _tool(given: Any, where: str) -> Mapping[str, Any]:
-    function = given.get("function", given) if isinstance(given, Mapping) else None
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(function.get("name"), str)
-        or not function["name"]
-    ):
-        raise RecordProblem("wrong type", f"{where} is no function with a name")
+    function = _function(given, f"{where} is no function with a name")
     if given.get("type", "function") != "function":
         raise RecordProblem(
             "unsupported key", f"{where} is of type {given['type']!r}; only functions are called"
         )
     return given if given is not function else {"type": "function", "function": given}
+
+
+def _function(given: Any, problem: str) -> Mapping[str, Any]:
+    """What is under `function`, or all; with a name."""
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if isinstance(function, Mapping):
+        name = function.get("name")
+        if isinstance(name, str) and name:
+            return function
+    raise RecordProblem("wrong type", problem)
 
 
 def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
@@ -97,13 +101,7 @@ def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
 
 
 def _call(given: Any, where: str, turn: int, number: int) -> Call:
-    function = given.get("function", given) if isinstance(given, Mapping) else None
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(function.get("name"), str)
-        or not function["name"]
-    ):
-        raise RecordProblem("wrong type", f"{where} has no name of a function")
+    function = _function(given, f"{where} has no name of a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _json(arguments, f"{where}.arguments") if arguments.strip() else {}

@@ -21,7 +21,7 @@ import torch
 
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message, with_matched_results
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Tools, read_calls, read_tools
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece

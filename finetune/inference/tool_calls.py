@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Call
 
 _ID_CHARACTERS = string.ascii_letters + string.digits

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers import PretrainedConfig
 
-from finetune.data.collate import Microbatch
+from finetune.batching.collate import Microbatch
 
 # Numbers in one chunk of logits: 512 MiB where they are held twice in float32. With a vocabulary of
 # 152k 440 rows, as many as a matrix product needs so that reading the head's weights is not what

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from finetune.data.collate import Microbatch
-from finetune.data.steps import StepBatch
+from finetune.batching.collate import Microbatch
+from finetune.batching.steps import StepBatch
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 
 

@@ -362,7 +362,7 @@ def token_data(config: PretrainConfig) -> dict[str, Any] | None:
 
 def _vocabulary(config: PretrainConfig) -> int:
     """The vocabulary in the header of the first token file that has one."""
-    from finetune.data.corpus.shard_header import read_header
+    from finetune.data.corpus.token_shards import read_header
 
     headers = filter(None, map(read_header, _shards(config)))
     return next((header.vocabulary for header in headers), DEFAULT_VOCABULARY)
@@ -370,7 +370,7 @@ def _vocabulary(config: PretrainConfig) -> int:
 
 def _shards(config: PretrainConfig) -> tuple[Path, ...]:
     """The training files; none if what is named is not there."""
-    from finetune.data.corpus.shard_files import find_shards
+    from finetune.data.corpus.token_shards import find_shards
 
     try:
         return find_shards(config.train_data_path, "train")

@@ -18,8 +18,8 @@ import torch
 from transformers import TrainingArguments
 
 from finetune.batching.microbatch_schedule import PlanSummary, summarise
+from finetune.batching.steps import BatchSource, Execution, StepBatches
 from finetune.config.base_config import BaseConfig
-from finetune.data.steps import BatchSource, Execution, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers

@@ -17,11 +17,11 @@ import torch
 from transformers import TrainingArguments
 
 from finetune.batching.mixing import source_line
+from finetune.batching.steps import InOrder, LossGroups, StepBatches
 from finetune.config.deepspeed import deepspeed_dict, offloads, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
-from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model

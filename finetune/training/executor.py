@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from finetune.data.collate import Microbatch
-from finetune.data.steps import Execution, StepBatch, StepBatches
+from finetune.batching.collate import Microbatch
+from finetune.batching.steps import Execution, StepBatch, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.objective import Objective, TokenLoss

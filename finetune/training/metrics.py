@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from finetune.data.steps import LossGroups, StepBatch
+from finetune.batching.steps import LossGroups, StepBatch
 from finetune.planning.traffic import flops_utilisation
 from finetune.runtime.progress import ProgressLine
 

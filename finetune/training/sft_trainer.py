@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.steps import StepBatches
+from finetune.batching.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.modeling.quantisation import NOTE_NAME, quantization_of
 from finetune.storage.checkpoint_files import step_of

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from finetune.data.collate import Microbatch
-from finetune.data.steps import Execution, StepBatch, StepBatches, as_is
+from finetune.batching.collate import Microbatch
+from finetune.batching.steps import Execution, StepBatch, StepBatches, as_is
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.batching.microbatch_schedule import (
     MicrobatchSchedule,
-    _fewest_microbatches,
+    _min_microbatches,
     schedule_microbatches,
     summarise,
 )
@@ -61,7 +61,7 @@ def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
     assert plan.capacity_tokens == budget * world_size * plan.micro_steps
     # Not more microbatches than one sample each needs; how near the optimum it is, another test
     # looks at by search.
-    fewest = max(1, -(-_fewest_microbatches(np.sort(lengths)[::-1], budget) // world_size))
+    fewest = max(1, -(-_min_microbatches(np.sort(lengths)[::-1], budget) // world_size))
     assert plan.micro_steps <= max(1, -(-len(lengths) // world_size))
     assert plan.micro_steps <= 2 * fewest
 
@@ -129,7 +129,7 @@ def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(
 ) -> None:
     items, budget = sorted(items, reverse=True), max(items) + room
     best = fewest_by_search(items, budget)
-    assert _fewest_microbatches(np.array(items), budget) <= best
+    assert _min_microbatches(np.array(items), budget) <= best
     assert (
         best
         <= schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps

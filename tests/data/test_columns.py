@@ -16,9 +16,9 @@ from finetune.config.resolution import resolve
 from finetune.data import formats
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer
-from finetune.data.preference import records as preference_records
-from finetune.data.problems import RecordProblem
+from finetune.data.preference import reader as preference_reader
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError, FinetuneError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
@@ -95,7 +95,7 @@ def test_mapped_names_tell_the_format_and_hide_others() -> None:
 
 
 def test_every_name_that_a_format_reads_can_be_mapped() -> None:
-    readers = (formats, preference_records)
+    readers = (formats, preference_reader)
     source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in readers)
     assert {key for key, _ in formats.FORMATS.values()} <= set(COLUMNS)
     assert all(f'"{name}"' in source for name in COLUMNS)

@@ -26,7 +26,7 @@ from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer, render
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 from finetune.storage import durable_files
 
@@ -625,7 +625,7 @@ def test_samples_are_sent_as_a_path_and_hold_no_pickles(tmp_path: Path, prepare:
     assert pickle.loads(sent)[7][0].tolist() == samples[7][0].tolist()
     folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
     assert (
-        sorted(path.suffix for path in folder.iterdir()) == [".bin"] * 2 + [".json"] + [".npy"] * 7
+        sorted(path.suffix for path in folder.iterdir()) == [".bin"] * 2 + [".json"] + [".npy"] * 8
     ), "no scratch files"
     for path in folder.glob("*.npy"):
         np.load(path, allow_pickle=False)

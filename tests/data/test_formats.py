@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from sample_rows import expand_paths
 
 from finetune.config.names import did_you_mean
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import ProblemLog, RecordProblem
-from finetune.data.reading.files import expand_paths, read_records
+from finetune.data.reading.files import read_records
+from finetune.data.report import ProblemLog, RecordProblem
 from finetune.errors import DataError, Problems
 
 LEVELS = ("explain", "reasoning", "topology")

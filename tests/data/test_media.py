@@ -10,12 +10,10 @@ import pytest
 from chat_models import family, make_tokenizer, marked, talk
 
 from finetune.data.dataset import prepare_samples
-from finetune.data.encoding.render import Renderer
+from finetune.data.encoding.render import Renderer, without_reasoning
 from finetune.data.encoding.spans import Rendering, Turn
-from finetune.data.encoding.thinking import behind_thinking
-from finetune.data.formats import Conversation, Message
-from finetune.data.media import has_media, without_media
-from finetune.data.problems import RecordProblem
+from finetune.data.formats import Conversation, Message, has_media, without_media
+from finetune.data.report import RecordProblem
 from finetune.data.samples import Samples
 from finetune.errors import DataError
 
@@ -171,7 +169,7 @@ def turn_behind(prompt: str, written: str, content: str, reasoning: str | None =
     rendering = Rendering(
         prompt + written, messages, (Turn(len(prompt), len(prompt + written), True),)
     )
-    (turn,) = behind_thinking(rendering).turns
+    (turn,) = without_reasoning(rendering).turns
     return rendering.text[turn.start : turn.end]
 
 

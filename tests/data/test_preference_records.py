@@ -10,8 +10,8 @@ import pytest
 
 from finetune.config.fields import DataSource
 from finetune.data.formats import Conversation, Message
-from finetune.data.preference.records import Preference, PreferenceForm, PreferenceReader
-from finetune.data.problems import RecordProblem
+from finetune.data.preference.reader import Preference, PreferenceForm, PreferenceReader
+from finetune.data.report import RecordProblem
 from finetune.data.selection import content_hash
 
 USER, GOOD, BAD = (

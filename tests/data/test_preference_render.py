@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.dataset import PreferenceSamples, prepare_samples
 from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
-from finetune.data.preference.records import Preference, PreferenceReader
+from finetune.data.preference.reader import Preference, PreferenceReader
 from finetune.data.preference.render import PreferenceRenderer
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n1.é什🙂"), min_size=1, max_size=8).filter(str.strip)
@@ -360,7 +360,7 @@ def test_samples_of_fine_tuning_are_as_before(tmp_path: Path) -> None:
     )
     (meta,) = (tmp_path / "cache").glob("*/meta.json")
     assert sorted(file.stem.split("-")[0] for file in meta.parent.glob("*.*")) == [
-        "lengths", "levels", "meta", "offsets", "order", "places", "row_ids",
+        "files", "lengths", "levels", "lines", "meta", "offsets", "order", "row_ids",
         "supervised", "supervised_counts", "tokens",
     ]  # fmt: skip
     assert "preference" not in json.loads(meta.read_text())["parts"]["options"]

@@ -15,12 +15,13 @@ from sample_rows import write_rows as write
 from finetune.commands.curriculum.command import read_difficulties
 from finetune.config.fields import DataSource
 from finetune.config.run_config import RunConfig
-from finetune.data import parts, sample_shards
+from finetune.data import parts
+from finetune.data import samples as sample_arrays
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer
 from finetune.data.passes import PartJob, Wanted
-from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
 from finetune.training.prepare_sft import prepare_data
@@ -71,7 +72,7 @@ def test_a_share_is_those_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 300)
-    monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(sample_arrays, "SHARD_TOKENS", 100)
     rows = rows_of(range(60))
     expected = [number for number, row in enumerate(rows) if hash_of(row) / 2**64 < 0.2]
     train, valid, samples = sides(write(tmp_path / "a.jsonl", rows), workers, valid_split=0.2)
@@ -157,10 +158,10 @@ def test_the_form_is_of_the_file_and_not_of_the_side(tmp_path: Path, side: Any) 
 
 def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*rows_of(range(2)), {"prompt": "question"}])
-    job = PartJob(Renderer(family("gemma"), 64), (RecordReader(),), None, Selection("train", 0.5))
-    (part,) = parts.parts_of([path])
+    job = PartJob(Renderer(family("gemma"), 64), (RecordReader(),), (), Selection("train", 0.5))
+    (part,) = parts.parts_of([path], [RecordReader()])
     with pytest.raises(DataError, match="record 3 .* was good when it was checked"):
-        job((part, Wanted(False, np.ones(3, dtype=bool))))
+        job((part, Wanted(0, 0, np.ones(3, dtype=bool))))
 
 
 @pytest.mark.parametrize(
@@ -247,11 +248,11 @@ def test_a_killed_preparation_goes_on_with_the_same_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 300)
-    monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 60)
+    monkeypatch.setattr(sample_arrays, "SHARD_TOKENS", 60)
     path = write(tmp_path / "a.jsonl", rows_of([*range(30), *range(10)]))
     selection = Selection("train", 0.3, None, True)
     expected = prepared(path, selection)
-    finish = sample_shards.ShardWriter.finish
+    finish = sample_arrays.SampleWriter.finish
     calls = []
 
     def killed(writer: Any, *arguments: Any) -> None:
@@ -260,10 +261,10 @@ def test_a_killed_preparation_goes_on_with_the_same_records(
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample_shards.ShardWriter, "finish", killed)
+    monkeypatch.setattr(sample_arrays.SampleWriter, "finish", killed)
     with pytest.raises(KeyboardInterrupt):
         prepared(path, selection, cache_dir=tmp_path / "other")
-    assert any((tmp_path / "other").glob(".making-*/*/chosen.npz"))
+    assert any((tmp_path / "other").glob(".making-*/*/state-*.json"))
     again = prepared(path, selection, cache_dir=tmp_path / "other")
     assert again.fingerprint == expected.fingerprint and again.report == expected.report
 

@@ -32,14 +32,15 @@ from sample_rows import write_rows as write
 
 from finetune.batching.curriculum import choose_schedule
 from finetune.batching.sampler import GlobalBatches
-from finetune.data import pace, parts, sample_shards, source_hashes
+from finetune.data import cache, parts, report
+from finetune.data import samples as sample_arrays
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
 from finetune.data.passes import NO_ROOM
-from finetune.data.problems import ProblemLog, RecordProblem
 from finetune.data.reading.files import read_records
-from finetune.data.report import DataReport
+from finetune.data.records import RecordReader
+from finetune.data.report import DataReport, ProblemLog, RecordProblem
 from finetune.errors import DataError
 from finetune.storage import durable_files
 
@@ -65,7 +66,7 @@ def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(parts, "PART_BYTES", 90)
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
-    monkeypatch.setattr(sample_shards, "SHARD_TOKENS", 60)
+    monkeypatch.setattr(sample_arrays, "SHARD_TOKENS", 60)
 
 
 # The reference --------------------------------------------------------------------------------------------------------
@@ -333,17 +334,15 @@ def test_parts_and_processes_change_nothing(
         assert not left, "neither what was made nor what was refused leaves anything"
 
 
-def test_parts_end_with_lines(tiny_parts: None, tmp_path: Path) -> None:
-    """However long: a line that is longer than a part is one."""
+def test_parts_have_whole_lines(tiny_parts: None, tmp_path: Path) -> None:
+    """However long: a line belongs to the part that it starts in."""
     long = {"instruction": "q", "output": "because " * 100}
     path = write(tmp_path / "a.jsonl", [long, "", *rows_of(3, labelled=False), long])
-    spans = [part.span for part in parts.parts_of([path])]
-    raw = path.read_bytes()
-    assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]] and spans[-1][
-        1
-    ] == len(raw)
-    assert all(raw[end - 1 : end] == b"\n" for _, end in spans) and len(spans) == 3
-    read = [part.read() for part in parts.parts_of([path])]
+    found = list(parts.parts_of([path], [RecordReader()]))
+    assert [part.start for part in found[1:]] == [part.stop for part in found[:-1]]
+    assert found[-1].stop == path.stat().st_size and len(found) > 10
+    read = [part.read() for part in found]
+    assert sum(bool(records) for records, _ in read) == 4
     assert sum(lines for _, lines in read) == 6
     assert [record for records, _ in read for _, record in records] == [
         record for _, record in read_records(path)
@@ -447,7 +446,7 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
         Renderer, "__call__", lambda self, talk: rendered.append(1) or plain(self, talk)
     )
     samples = prepare(path, tmp_path / "cache", 1)
-    assert len(rendered) == 60 - (states[kept - 1]["place"]["records"] if kept else 0)
+    assert len(rendered) == 60 - (states[kept - 1]["records"] if kept else 0)
     monkeypatch.undo()
     assert contents_of(samples) == contents_of(prepare(path, tmp_path / "other", 1))
     assert len(list((tmp_path / "cache").glob(".making-*"))) == (then == "with other data")
@@ -475,7 +474,7 @@ def test_how_fast_it_goes_is_said(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(pace, "SAID_EVERY_SECONDS", 0)
+    monkeypatch.setattr(report, "LOG_EVERY_SECONDS", 0)
     with caplog.at_level(logging.INFO, "finetune"):
         prepare(write(tmp_path / "a.jsonl", rows_of(20)), tmp_path / "cache", 1)
     said = [record.message for record in caplog.records]
@@ -500,8 +499,8 @@ def test_how_fast_it_goes_is_said(
 def _rank(rank: int, path: Path, cache_dir: Path, log: Path) -> None:
     """Opens the samples as a rank does; what it hashes and which files it opens is noted."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
-    source_hashes.YOUNG_SECONDS = 0
-    parts.PART_BYTES, sample_shards.SHARD_TOKENS = 2000, 500
+    cache.YOUNG_SECONDS = 0
+    parts.PART_BYTES, sample_arrays.SHARD_TOKENS = 2000, 500
     plain = durable_files.hash_file
 
     def hashed(file: Path) -> str:
@@ -563,13 +562,13 @@ def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(
 
     def now_hashed() -> list[str]:
         hashed.clear()
-        assert source_hashes.source_hashes([path, other, path], tmp_path) == expected
+        assert cache.source_hashes([path, other, path], tmp_path) == expected
         return hashed
 
     assert now_hashed() == now_hashed() == ["a.jsonl", "b.jsonl"], (
         "young: one more write might look the same"
     )
-    monkeypatch.setattr(source_hashes, "YOUNG_SECONDS", 0)
+    monkeypatch.setattr(cache, "YOUNG_SECONDS", 0)
     assert now_hashed() == ["a.jsonl", "b.jsonl"] and now_hashed() == []
     state = path.stat()
     write(path, ["z"])

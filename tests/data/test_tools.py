@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finetune.data.formats import Conversation, detect_format, to_conversation
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from finetune.data.collate import collate
-from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
+from finetune.batching.collate import collate
+from finetune.batching.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.modeling import objective
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import (

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.batching.collate import Answers
+from finetune.batching.steps import LossGroups
 from finetune.config.preference_config import LOSSES, PreferenceConfig
-from finetune.data.collate import Answers
-from finetune.data.steps import LossGroups
 from finetune.modeling.preference_loss import PAIR_LOSSES, WeighedHead, document_sums, orpo_losses
 from finetune.training.preferences.objective import SUMS, PreferenceObjective, preference_facts
 

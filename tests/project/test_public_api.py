@@ -17,7 +17,7 @@ import finetune
 # With examples, in an order in which one may look at the run of an earlier one.
 EXAMPLES = (
     "finetune.batching.curriculum_sampler",
-    "finetune.data.packed_collator",
+    "finetune.batching.collate",
     "finetune.training.run",
     "finetune.runs.follow",
     "finetune.commands.diagnose.command",

@@ -33,10 +33,10 @@ def cpu_seconds() -> float:
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
     """`prepare_data` of a run, as each of its processes calls it."""
-    from finetune.data import sample_shards
+    from finetune.data import samples as sample_arrays
 
     # some, of few rows too
-    sample_shards.SHARD_TOKENS = min(sample_shards.SHARD_TOKENS, work["rows"] * 4)
+    sample_arrays.SHARD_TOKENS = min(sample_arrays.SHARD_TOKENS, work["rows"] * 4)
     # Whatever it imports is there before, so that it is no memory of the data's.
     import finetune.batching.sampler
     import finetune.data.dataset
@@ -83,25 +83,24 @@ def invented(work: dict[str, Any]) -> dict[str, Any]:
     """
     import numpy as np
 
-    from finetune.data.passes import SAMPLE_FACTS
-    from finetune.data.preparation import Preparation
+    from finetune.data.passes import Preparation
     from finetune.data.report import DataReport
-    from finetune.data.sample_shards import SCRATCH, ShardWriter, write_arrays
+    from finetune.data.samples import ROW, SCRATCH, SampleWriter
 
     def write_samples(self: Preparation, folder: Path) -> dict[str, Any]:
         choose, portion = np.random.default_rng(1), 100_000
-        writer = ShardWriter(folder)
+        writer = SampleWriter(folder)
         for first in range(0, work["rows"], portion):
-            facts = np.zeros(portion, SAMPLE_FACTS)
-            facts["row"] = facts["line"] = np.arange(first, first + portion)
-            facts["level"] = choose.integers(0, 3, portion)
-            facts["length"], facts["targets"] = choose.integers(20, 36, portion), 7
-            tokens = choose.integers(0, 4096, int(facts["length"].sum()), dtype=np.int32)
-            writer.add(facts, tokens=tokens, supervised=tokens % 4 == 0)
+            rows = np.zeros(portion, ROW)
+            rows["row_ids"] = rows["lines"] = np.arange(first, first + portion)
+            rows["levels"] = choose.integers(0, 3, portion)
+            rows["lengths"], rows["supervised_counts"] = choose.integers(20, 36, portion), 7
+            tokens = choose.integers(0, 4096, int(rows["lengths"].sum()), dtype=np.int32)
+            writer.add(tokens, tokens % 4 == 0, rows)
             if writer.is_full:
                 writer.finish({})
         writer.finish({})
-        fingerprint = write_arrays(folder, writer.states)
+        fingerprint = writer.write_arrays(of_preferences=False)
         shutil.rmtree(folder / SCRATCH)
         shards = [[state["samples"], state["tokens"]] for state in writer.states]
         report = vars(

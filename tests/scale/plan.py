@@ -39,21 +39,6 @@ CONVERSATIONS = ((350, 0.9),)
 CURRICULUM = ((150, 0.6), (500, 0.8), (1_500, 0.7))
 
 
-# The plan's milliseconds at commit 6f38681, which placed one sample at a time: this machine, the
-# same global batches.
-_BEFORE = {
-    "conversations, packed": (0.1, 0.1, 0.8, 1.6, 49.4, 557.9),
-    "conversations, padded": (0.0, 0.1, 0.4, 0.8, 19.6, 321.0),
-    "curriculum, packed": (0.1, 0.1, 0.7, 1.5, 45.6, 509.3),
-    "curriculum, padded": (0.1, 0.1, 0.5, 0.8, 12.5, 161.8),
-}
-BEFORE_MS = {
-    (name, count): ms
-    for name, row in _BEFORE.items()
-    for count, ms in zip(DEVICES, row, strict=True)
-}
-
-
 @dataclass(frozen=True)
 class Spread:
     """How devices differ. Assumed, not measured here.
@@ -208,19 +193,19 @@ class Row:
 def measure(
     devices: int, name: str, parts: Sequence[tuple[int, float]], *, packed: bool, steps: int
 ) -> Row:
-    """Plan some steps as a rank does (data/steps.py)."""
+    """Plan some steps as a rank does (batching/steps.py)."""
     batches, lengths = make_batches(devices, parts, max(steps, 10))
     limit = {"token_budget": BUDGET} if packed else {"samples_per_microbatch": PADDED}
     plans, spent, chosen = [], [], []
     for number in range(steps):
-        begin = time.perf_counter()
+        begin = time.process_time()
         indices = batches.indices(number * (len(batches) // steps))
-        chosen.append(time.perf_counter() - begin)
+        chosen.append(time.process_time() - begin)
         of_step = lengths[indices]
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = schedule_microbatches(of_step, devices, **limit)
         plan.of_rank(devices - 1)
-        spent.append(time.perf_counter() - begin)
+        spent.append(time.process_time() - begin)
         plans.append(plan)
     waiting = {
         whole: simulate_step(
@@ -264,7 +249,6 @@ def line(row: Row) -> str:
         f"{row.imbalance:.3f}",
         f"{row.lockstep:.3f}",
         f"{1000 * row.chosen:,.1f}",
-        f"{BEFORE_MS[row.name, row.devices]:,}",
         f"{1000 * row.seconds:,.1f}",
         f"{share:.2f}%",
     ]
@@ -279,7 +263,7 @@ def line(row: Row) -> str:
 
 COLUMNS = (
     "devices", "lengths", "samples", "M tokens", "microbatches a device", "fill", "imbalance", "lockstep",
-    "samples chosen ms", "plan ms, before", "plan ms", "of a ZeRO-3 step", "ZeRO-3 step s", "lost by imbalance",
+    "samples chosen ms", "plan ms", "of a ZeRO-3 step", "ZeRO-3 step s", "lost by imbalance",
     "by stragglers", "LoRA step s", "lost by imbalance", "by stragglers",
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |\n|--:|---{'|--:' * (len(COLUMNS) - 2)}|"
@@ -292,11 +276,10 @@ PART=plan`
 
 {table}
 
-- Samples chosen, plan: the fastest of {steps} steps on one core of this machine. *Before* is the version that placed
-  one sample at a time, with the same plans (tests/scale/test_global_plan.py compares the two). It is taken before a
-  step, and with `--dataloader-num-workers` in the time of the step before.
-- At its start a run plans steps to find its largest microbatch and for its table: 450 of them before,
-  {start_before:,.0f} s at 10,000 devices; now some 2 million samples for each of the two, {start_now:.1f} s.
+- Samples chosen, plan: processor time of the fastest of {steps} steps. A step is planned before it begins or, with
+  `--dataloader-num-workers`, during the step before.
+- At its start a run plans steps to find its largest microbatch and for its table: some 2 million samples for each of
+  the two, {start_seconds:.1f} s at 10,000 devices.
 - Fill: of the microbatches' room (padded: of what is computed). Imbalance: busiest device / mean; lockstep: the same
   where devices wait after every microbatch. Padded microbatches of one micro-step are of like length, and the first
   micro-step has the longest: many devices wait there. Packing, the default, has no such loss.
@@ -330,8 +313,7 @@ def write_document(rows: Sequence[Row], steps: int) -> None:
             steps=steps,
             table="\n".join([HEAD, *map(line, rows)]),
             largest=largest.samples,
-            start_now=looked * ways[0].seconds,
-            start_before=450 * BEFORE_MS["conversations, packed", max(DEVICES)] / 1000,
+            start_seconds=looked * ways[0].seconds,
         ),
     )
 

@@ -1,8 +1,4 @@
-"""The plan of a global batch one sample at a time: what `schedule_microbatches` was before it
-placed many at once.
-
-A reference for tests: the same plan by the plainest means.
-"""
+"""The plan of a global batch one sample at a time, by the plainest means: a reference for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.batching.microbatch_schedule import _BISECTIONS, _fewest_microbatches, _multiple
+from finetune.batching.microbatch_schedule import _BISECTIONS, _min_microbatches, _multiple
 
 Ranks = list[list[list[int]]]
 
@@ -56,7 +52,7 @@ def schedule_by_heap(
 
 
 def _pack(items: list[int], world_size: int, budget: int) -> tuple[list[int], int]:
-    fewest = _multiple(_fewest_microbatches(np.array(items, dtype=np.int64), budget), world_size)
+    fewest = _multiple(_min_microbatches(np.array(items, dtype=np.int64), budget), world_size)
     failed, count = fewest - world_size, fewest
     while len(placed := longest_first(items, count, budget)) < len(items):
         failed, count = count, count + _multiple(sum(items[len(placed) :]) // budget, world_size)

@@ -17,11 +17,10 @@ from finetune.batching.microbatch_schedule import schedule_microbatches
 
 sys.path.append(str(Path(__file__).parent))
 import plan
-from schedule_by_heap import longest_first, schedule_by_heap
+from schedule_by_heap import schedule_by_heap
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 100), max_size=300),
-    # short turns: a heap does what is left
     st.lists(st.sampled_from([1, 1, 1, 1000]), max_size=300),
     st.integers(0, 400).map(lambda count: [7] * count),
 )
@@ -40,16 +39,13 @@ def same(lengths: np.ndarray, devices: int, **limit: int) -> bool:
     st.sampled_from([1, 2, 3, 8, 60]),
     st.integers(0, 2000),
     st.integers(1, 9),
-    st.sampled_from([1, 8, 64]),
 )
 def test_the_plan_is_that_of_one_sample_at_a_time(
-    lengths: list[int], devices: int, room: int, samples: int, short_turn: int
+    lengths: list[int], devices: int, room: int, samples: int
 ):
     of_step = np.array(lengths, dtype=np.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbatch_schedule, "_SHORT_TURN", short_turn)
-        assert same(of_step, devices, token_budget=int(of_step.max(initial=1)) + room)
-        assert same(of_step, devices, samples_per_microbatch=samples)
+    assert same(of_step, devices, token_budget=int(of_step.max(initial=1)) + room)
+    assert same(of_step, devices, samples_per_microbatch=samples)
 
 
 @pytest.mark.parametrize("parts", [plan.CONVERSATIONS, plan.CURRICULUM])
@@ -69,24 +65,6 @@ def test_more_than_65_536_microbatches_keep_their_order():
     assert np.array_equal(
         microbatch_schedule._stable_order(numbers), np.argsort(numbers, kind="stable")
     )
-
-
-def test_many_samples_are_placed_at_once(monkeypatch: pytest.MonkeyPatch):
-    """Counted in turns: a heap would take 32,000."""
-    turns = []
-    original = np.minimum.accumulate
-    counted = type(
-        "Counted",
-        (),
-        {"accumulate": staticmethod(lambda grown: turns.append(len(grown)) or original(grown))},
-    )
-    monkeypatch.setattr(microbatch_schedule.np, "minimum", counted)
-    lengths, _ = plan.draw_lengths(32_000, plan.CONVERSATIONS)
-    descending = np.sort(lengths)[::-1]
-    placed = microbatch_schedule._longest_first(descending, 2_000, plan.BUDGET)
-    monkeypatch.undo()
-    assert placed.tolist() == longest_first(descending.tolist(), 2_000, plan.BUDGET)
-    assert len(turns) < 100
 
 
 @pytest.mark.parametrize("devices", [8, 128, 1024])

@@ -26,8 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
-from finetune.data.collate import collate
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
 from finetune.modeling.model_config import (

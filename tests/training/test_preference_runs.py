@@ -21,8 +21,8 @@ from run_helpers import LAYOUTS, Materials
 from safetensors import safe_open
 
 import finetune
+from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
-from finetune.data.collate import collate
 from finetune.errors import ConfigError
 from finetune.modeling.lora import adapter_off, fuse_lora
 from finetune.modeling.loss import microbatch_losses

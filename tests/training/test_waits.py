@@ -20,8 +20,8 @@ from launching import BIN, ROOT, run_command
 from run_helpers import Materials
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from finetune.batching.collate import collate
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.data.collate import collate
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import make_chunked_head, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later

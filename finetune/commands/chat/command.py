@@ -14,7 +14,7 @@ from finetune.commands.chat.sessions import ChatSession
 from finetune.commands.chat.terminal import TerminalChat, visible
 from finetune.config.fields import PathOption, setting
 from finetune.config.options import read_options
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import protocol_calls, read_tools
 from finetune.errors import INTERRUPTED, ConfigError, DataError, ExitCode
 from finetune.inference.options import ModelOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Call, protocol_calls, read_calls
 from finetune.errors import DataError, StateError
 from finetune.storage.durable_files import read_bytes, replace_file, write_new

@@ -295,11 +295,11 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
         DataError: a file cannot be read; a column that no record has; records are bad and
             `on_bad_row` is refuse.
     """
-    from finetune.data.media import MediaLeftOut
-    from finetune.data.preference.records import reader_of
-    from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.reading.sources import expand_sources
+    from finetune.data.formats import MediaLeftOut
+    from finetune.data.preference.reader import reader_of
+    from finetune.data.reading.files import expand_sources
     from finetune.data.records import refuse_unmapped
+    from finetune.data.report import ProblemLog, RecordProblem
     from finetune.data.selection import KEYS, selection_of
 
     names = config.curriculum.levels if config.use_curriculum else None

@@ -28,7 +28,7 @@ from finetune.runtime.language import _
 
 if TYPE_CHECKING:
     from finetune.data.corpus.windows import JoinedWindows, Windows
-    from finetune.data.reading.sources import DataFile
+    from finetune.data.reading.files import DataFile
 
 LARGE_BYTES = 32 << 20
 SAMPLED_RECORDS = 20_000
@@ -70,7 +70,7 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
 def _check_data(
     config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any
 ) -> Check:
-    from finetune.data.reading.sources import expand_sources
+    from finetune.data.reading.files import expand_sources
     from finetune.modeling.model_config import check_ids
 
     files = expand_sources(config.sources if side == "train" else config.held_out)
@@ -99,9 +99,9 @@ def _check_data(
 
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
-    from finetune.data.media import MediaLeftOut
-    from finetune.data.preference.records import reader_of
-    from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.formats import MediaLeftOut
+    from finetune.data.preference.reader import reader_of
+    from finetune.data.report import ProblemLog, RecordProblem
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
@@ -120,8 +120,8 @@ def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> C
 
 def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     """Tokenizer and token files, and whether they make a step."""
-    from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder, tokenizer_hash
-    from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
+    from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder
+    from finetune.data.corpus.tokenizer import open_tokenizer, tokenizer_hash, vocabulary_of
     from finetune.data.corpus.windows import Windows, training_windows
     from finetune.modeling.hub import with_model_found
 

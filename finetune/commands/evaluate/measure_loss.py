@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from finetune.data.collate import Answers
-from finetune.data.steps import Execution, LossGroups, SampleSource, StepBatches
+from finetune.batching.collate import Answers
+from finetune.batching.steps import Execution, LossGroups, SampleSource, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
@@ -27,7 +27,7 @@ SAMPLES_PER_MICROBATCH = 4  # of padded microbatches
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Global batches of the chosen samples, in order; see `data.steps.BatchSource`."""
+    """Global batches of the chosen samples, in order; see `batching.steps.BatchSource`."""
 
     samples: np.ndarray
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RecordProblem
 from finetune.data.reading.files import read_records
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Tools
 from finetune.errors import ConfigError, DataError
 

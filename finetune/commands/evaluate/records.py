@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.batching.steps import AnswerBatches, StepBatches
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.measure_loss import sample_sums
 from finetune.commands.evaluate.measures import ratios
@@ -28,11 +29,9 @@ from finetune.commands.evaluate.prompts import (
 from finetune.commands.evaluate.scores import ModelScores, Score
 from finetune.config.fields import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
-from finetune.data.preference.batches import AnswerBatches
-from finetune.data.preference.records import PreferenceForm, reader_of
-from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.reading.sources import expand_sources
-from finetune.data.steps import StepBatches
+from finetune.data.preference.reader import PreferenceForm, reader_of
+from finetune.data.reading.files import expand_sources
+from finetune.data.samples import PreferenceSamples
 from finetune.inference.answer import Answer, AnswerStream
 from finetune.inference.generation import Generator, PromptTooLong
 from finetune.inference.sampling import Sampling

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.batching.collate import Microbatch, collate_windows
+from finetune.batching.steps import StepBatches
 from finetune.commands.evaluate.measure_loss import sample_sums
 from finetune.commands.evaluate.measures import ratios
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.progress import progress
 from finetune.commands.evaluate.scores import ModelScores
-from finetune.data.collate import Microbatch, collate_windows
 from finetune.data.corpus.documents import documents_of, find_files, units_of
 from finetune.data.corpus.tokenizer import DocumentEncoder, separator_of
-from finetune.data.problems import RecordProblem
-from finetune.data.steps import StepBatches
+from finetune.data.report import RecordProblem
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.model_config import load_model_config
 
@@ -41,7 +41,7 @@ DEFAULT_WINDOW_TOKENS = 2048  # that of pretraining
 
 
 class TextWindows:
-    """Windows of documents; a `data.steps.SampleSource` for `WindowBatches`.
+    """Windows of documents; a `batching.steps.SampleSource` for `WindowBatches`.
 
     Args:
         documents: ids of each, int32, the separator first.

@@ -20,9 +20,9 @@ from finetune.commands.evaluate.prompts import (
 )
 from finetune.config.run_config import RunConfig
 from finetune.data.encoding.spans import ChatTemplate
-from finetune.data.problems import RecordProblem
-from finetune.data.reading.sources import expand_sources
+from finetune.data.reading.files import expand_sources
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 from finetune.inference.decoding import answering, greedy_tokens
 from finetune.inference.loading import end_ids

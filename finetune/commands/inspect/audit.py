@@ -1,25 +1,331 @@
-"""`python -m finetune inspect --audit`: what should be known of data before training, as a table or
-as JSON.
+"""`python -m finetune inspect --audit`: duplicates, scripts, and what the data shares with held-out
+data, as a table or as JSON.
+
+Streams of parts go through processes, as in preparation. Of each record that can be used some 30
+bytes are held, and 112 bytes of MinHash are on disk while the audit lasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.commands.inspect.ngrams import BANDS, SCRIPTS, band_keys, words_of
 from finetune.config.run_config import RunConfig
-from finetune.data.audit import OVERLAP_WORDS, Audit
 from finetune.data.cache import default_cache_dir
-from finetune.data.preparation import processes_for
-from finetune.data.reading.sources import expand_sources
+from finetune.data.formats import Conversation
+from finetune.data.parts import Part, parts_of
+from finetune.data.passes import BYTES_PER_WORKER
+from finetune.data.reading.files import DataFile, expand_sources
 from finetune.data.records import RecordReader
+from finetune.data.report import Pace, RecordProblem
 from finetune.data.samples import Samples
+from finetune.data.selection import content_hash
+from finetune.data.worker_pool import ordered_map, worker_count
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+OVERLAP_WORDS = 13  # Brown et al. 2020 (GPT-3), appendix C
+# an n-gram of more held-out records than this is a form of words, not a leak
+COMMON_GRAM_RECORDS = 10
+EXAMPLES = 5
+
+
+@dataclass
+class Found:
+    """Of one part: what the passes below give, by name; `rows` and `lines` are of the records that
+    have a text.
+    """
+
+    file: int
+    records: int
+    lines_read: int  # see `Part.read`
+    rows: np.ndarray  # int64 (N,), from 0 in the part
+    lines: np.ndarray  # int64 (N,)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class AuditJob:
+    """(what to compute, part, which of its records) -> Found."""
+
+    readers: Sequence[RecordReader]
+    grams: np.ndarray | None = None  # uint64 (G,), sorted: those of held-out data
+
+    def __call__(self, item: tuple[str, Part, np.ndarray | None]) -> Found:
+        what, part, chosen = item
+        part_records, lines_read = part.read()
+        texts = list(self._texts(part, part_records, chosen, any_text=what == "held out"))
+        rows, lines = np.array([text[:2] for text in texts], dtype=np.int64).reshape(-1, 2).T
+        found = Found(part.file, len(part_records), lines_read, rows, lines)
+        words = words_of([text for _, _, text, _ in texts])
+        if what == "duplicates":
+            hashes = [
+                content_hash(conversation) for *_, conversation in texts if conversation is not None
+            ]
+            near, keys = band_keys(words)
+            scripts = np.bincount(words.scripts, minlength=len(SCRIPTS))
+            found.values = {
+                "content": np.array(hashes, np.uint64),
+                "near": near,
+                "keys": keys,
+                "scripts": scripts,
+            }
+            return found
+        grams, owners = words.ngrams(OVERLAP_WORDS)
+        if what == "overlap":
+            assert self.grams is not None
+            places = np.searchsorted(self.grams, grams)
+            hits = np.append(self.grams, np.uint64(0))[places] == grams
+            hits &= places < len(self.grams)
+            grams, owners = places[hits], owners[hits]
+        found.values = {"grams": grams, "owners": owners}
+        return found
+
+    def _texts(
+        self,
+        part: Part,
+        records: list[tuple[int, Any]],
+        chosen: np.ndarray | None,
+        *,
+        any_text: bool,
+    ) -> Iterator[tuple[int, int, str, Conversation | None]]:
+        """Number in the part, line, text, and what the record is read as.
+
+        The text is questions and answers; of a benchmark's record that is no conversation all texts
+        that it has.
+        """
+        for number, (line, record, found) in enumerate(
+            self.readers[part.file].conversations(records, part.form)
+        ):
+            if chosen is not None and not chosen[number]:
+                continue
+            if not isinstance(found, RecordProblem):
+                spoken = (message.content for message in found.messages if message.role != "system")
+                yield number, line, "\n".join(spoken), found
+            elif any_text and not isinstance(record, RecordProblem):
+                yield number, line, "\n".join(_strings(record)), None
+
+
+@dataclass
+class Rows:
+    """The records of a reading that have a text, in order."""
+
+    files: Sequence[DataFile]
+    file: list[np.ndarray] = field(default_factory=list)
+    line: list[np.ndarray] = field(default_factory=list)
+    count: int = 0
+    part_records: list[int] = field(default_factory=list)
+    _file: int = -1
+    _lines: int = 0
+
+    def add(self, found: Found) -> int:
+        """Take the records of the next part; return how many came before them."""
+        before = self.count
+        if found.file != self._file:
+            self._file = found.file
+            self._lines = 0
+        self.file.append(np.full(len(found.rows), found.file, dtype=np.int32))
+        self.line.append(found.lines + self._lines)
+        self._lines += found.lines_read
+        self.count += len(found.rows)
+        self.part_records.append(found.records)
+        return before
+
+    def places(self, rows: Iterable[int]) -> list[str]:
+        """`file:line` of some of them."""
+        files, lines = np.concatenate(self.file), np.concatenate(self.line)
+        return [f"{self.files[files[row]].path}:{lines[row]}" for row in rows]
+
+
+@dataclass
+class HeldOut:
+    """Data that must not be trained on: its n-grams, those that are common in it left out."""
+
+    name: str
+    rows: Rows
+    grams: np.ndarray  # uint64 (G,), sorted
+    pairs: np.ndarray  # int64 (P, 2): index of an n-gram, row that has it; by n-gram
+
+
+@dataclass
+class Audit:
+    """The passes over one set of training files."""
+
+    files: tuple[DataFile, ...]
+    readers: tuple[RecordReader, ...]
+    num_proc: int | None  # processes; None: as many as pay
+    rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = Rows(self.files)
+
+    def duplicates(self, scratch: Path) -> dict[str, Any]:
+        """Exact and near duplicates of earlier records, and the records by script; comes first.
+
+        Args:
+            scratch: a folder with room for 112 bytes a record.
+        """
+        contents: list[np.ndarray] = []
+        near: list[np.ndarray] = []
+        scripts = np.zeros(len(SCRIPTS), dtype=np.int64)
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            for found in self._pass(
+                "duplicates", AuditJob(self.readers), self.files, self.readers, None
+            ):
+                before = self.rows.add(found)
+                contents.append(found.values["content"])
+                near.append(found.values["near"] + before)
+                scripts += found.values["scripts"]
+                file.write(found.values["keys"].tobytes())
+            file.flush()
+            compared = np.concatenate(near) if near else np.zeros(0, np.int64)
+            keys = (
+                np.memmap(file, np.uint64, "r", shape=(len(compared), BANDS))
+                if len(compared)
+                else None
+            )
+            nearest = compared if keys is None else compared[_earliest(keys)]
+        exact = _first_equal(np.concatenate(contents)) if contents else np.zeros(0, np.int64)
+        is_exact = exact != np.arange(len(exact))
+        is_near = (nearest != compared) & ~is_exact[compared]
+        pairs = zip(
+            compared[is_near][:EXAMPLES].tolist(), nearest[is_near][:EXAMPLES].tolist(), strict=True
+        )
+        twice = np.flatnonzero(is_exact)[:EXAMPLES].tolist()
+        return {
+            "records": self.rows.count,
+            "scripts": {
+                name: int(count) for name, count in zip(SCRIPTS, scripts, strict=True) if count
+            },
+            "exact_duplicates": int(is_exact.sum()),
+            "exact_examples": [
+                self.rows.places(pair) for pair in ((row, int(exact[row])) for row in twice)
+            ],
+            "near_duplicates": int(is_near.sum()),
+            "near_examples": [self.rows.places(pair) for pair in pairs],
+        }
+
+    def held_out(
+        self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None
+    ) -> HeldOut:
+        """N-grams of files, or of the records with these numbers of the training files."""
+        readers = self.readers
+        if files is not None:
+            readers = tuple(
+                RecordReader(source=file.source, on_media=self.readers[0].on_media)
+                for file in files
+            )
+        files = files or self.files
+        rows, grams, owners = Rows(files), [], []
+        for found in self._pass("held out", AuditJob(readers), files, readers, record_ids):
+            before = rows.add(found)
+            grams.append(found.values["grams"])
+            owners.append(found.values["owners"] + before)
+        if not rows.count:
+            raise DataError(
+                "has no record to compare with", where=name, fix="name a file with records"
+            )
+        unique, numbers = np.unique(np.concatenate(grams), return_inverse=True)
+        pairs = np.unique(np.stack([numbers.reshape(-1), np.concatenate(owners)], axis=1), axis=0)
+        common = np.bincount(pairs[:, 0], minlength=len(unique)) > COMMON_GRAM_RECORDS
+        pairs = pairs[~common[pairs[:, 0]]]
+        return HeldOut(name, rows, unique, pairs)
+
+    def overlap(self, held_out: HeldOut, record_ids: np.ndarray | None) -> dict[str, Any]:
+        """What of the held-out records is in the training records with these numbers; `duplicates`
+        came before.
+        """
+        job = AuditJob(self.readers, held_out.grams)
+        first = np.full(len(held_out.grams), -1, dtype=np.int64)  # training row that has it
+        wanted = np.zeros(len(held_out.grams), dtype=bool)
+        wanted[held_out.pairs[:, 0]] = True
+        training, rows = 0, Rows(self.files)
+        for found in self._pass("overlap", job, self.files, self.readers, record_ids):
+            before = rows.add(found)
+            grams, owners = found.values["grams"], found.values["owners"]
+            grams, owners = grams[wanted[grams]], owners[wanted[grams]]
+            training += len(np.unique(owners))
+            fresh, at = np.unique(grams, return_index=True)
+            fresh, at = fresh[first[fresh] < 0], at[first[fresh] < 0]
+            first[fresh] = owners[at] + before
+        seen = held_out.pairs[first[held_out.pairs[:, 0]] >= 0]
+        found_rows, at = np.unique(seen[:, 1], return_index=True)
+        examples = list(
+            zip(found_rows[:EXAMPLES].tolist(), first[seen[at, 0]][:EXAMPLES].tolist(), strict=True)
+        )
+        return {
+            "name": held_out.name,
+            "records": held_out.rows.count,
+            "found": len(found_rows),
+            "training_records": training,
+            "examples": [
+                [*held_out.rows.places([own]), *rows.places([other])] for own, other in examples
+            ],
+        }
+
+    def _pass(
+        self,
+        what: str,
+        job: AuditJob,
+        files: Sequence[DataFile],
+        readers: Sequence[RecordReader],
+        record_ids: np.ndarray | None,
+    ) -> Iterator[Found]:
+        paths = [file.path for file in files]
+        chosen: Iterable[np.ndarray | None] = itertools.repeat(None)
+        if record_ids is not None:
+            counts = self.rows.part_records
+            mask = np.zeros(sum(counts), dtype=bool)
+            mask[record_ids] = True
+            chosen = np.split(mask, np.cumsum(counts)[:-1])
+        total_bytes = sum(path.stat().st_size for path in paths)
+        pace = Pace(f"auditing data ({what})", total_bytes)
+        processes = worker_count(self.num_proc, total_bytes, BYTES_PER_WORKER)
+        parts = zip(parts_of(paths, readers), chosen, strict=False)
+        done_bytes = done = 0
+        with ordered_map(
+            job, processes, start="fork", option="--preprocessing-num-workers"
+        ) as apply:
+            for (_, part, _), found in apply((what, part, mask) for part, mask in parts):
+                done_bytes += part.size_bytes
+                done += found.records
+                pace.at(done_bytes, done)
+                yield found
+
+
+def _first_equal(hashes: np.ndarray) -> np.ndarray:
+    """For each entry the first that is equal, int64 (N,)."""
+    _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
+    return firsts[numbers.reshape(-1)]
+
+
+def _earliest(keys: np.ndarray) -> np.ndarray:
+    """For each row of uint64 (N, BANDS) the first row with which it has a band in common, int64
+    (N,).
+    """
+    earliest = np.arange(len(keys))
+    for band in range(BANDS):
+        earliest = np.minimum(earliest, _first_equal(np.array(keys[:, band])))
+    return earliest
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a record, in order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_strings, value.values()))
+    elif isinstance(value, (list, tuple)):
+        yield from itertools.chain.from_iterable(map(_strings, value))
 
 
 def audit_data(
@@ -39,7 +345,7 @@ def audit_data(
         for file in files
     )
     paths = [file.path for file in files]
-    audit = Audit(files, readers, processes_for(paths, config.preprocessing_num_workers))
+    audit = Audit(files, readers, config.preprocessing_num_workers)
     scratch = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     found = audit.duplicates(scratch)
     training = np.unique(train.record_ids) if valid is not None or config.drop_duplicates else None

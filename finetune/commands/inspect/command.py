@@ -216,7 +216,7 @@ def show(
 
 def _documents(samples: Samples, index: int, length: int) -> list[tuple[str, slice]]:
     """Name and place of each document of a sample; one that stands alone needs no name."""
-    from finetune.data.preference.samples import PreferenceSamples
+    from finetune.data.samples import PreferenceSamples
 
     if not isinstance(samples, PreferenceSamples):
         return [("", slice(0, length))]

@@ -21,7 +21,7 @@ from typing import Any
 
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.data.tools import Call
 
 CONVERSATIONS = 50

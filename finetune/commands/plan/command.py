@@ -277,7 +277,7 @@ def plan(
         for name, value in given.items()
         if value is not None
     }
-    options = validated(PlanOptions, Resolution(values))
+    options = validated(PlanOptions, Resolution(PlanOptions, values=values))
     kind, cluster = run_kind(config), cluster_of(options)
     if isinstance(config, Mapping) and BLOCK not in config:
         aliases = kind.config_class.aliases

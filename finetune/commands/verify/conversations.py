@@ -11,9 +11,9 @@ from finetune.commands.verify.evidence import Prompt
 from finetune.config.fields import DataSource, as_sources
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RecordProblem
-from finetune.data.reading.sources import expand_sources
+from finetune.data.reading.files import expand_sources
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 from finetune.inference.loading import Source, find_run
 

@@ -6,28 +6,188 @@ from __future__ import annotations
 
 import codecs
 import glob
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.files import similar_files
 from finetune.config.names import nearest
-from finetune.data.corpus.parquet_files import read_texts, row_groups
-from finetune.data.problems import RecordProblem
-from finetune.data.reading.file_kinds import first_character
+from finetune.data.parts import Part, byte_parts
+from finetune.data.reading.file_kinds import first_character, wrap_read_errors
 from finetune.data.reading.files import (
-    decode_record,
     expand_each,
     glob_files,
+    line_records,
+    lines_between,
     named_twice,
     read_records,
     visible_files,
 )
-from finetune.errors import DataError
+from finetune.data.report import RecordProblem
+from finetune.errors import DataError, FinetuneError, raise_problems
+
+if TYPE_CHECKING:
+    from pyarrow import Array
+    from pyarrow.parquet import FileMetaData
 
 logger = logging.getLogger("finetune")
+
+BATCH_RECORDS = 256
+# A process holds the tokens of a row group: above this, several of them are felt.
+LARGE_GROUP_BYTES = 1 << 30
+# Pages of a column are read through a buffer of this size, not a whole row group at once.
+_BUFFER_BYTES = 1 << 20
+
+
+def check_parquet(files: Sequence[Path], text_field: str) -> None:
+    """Read the footer of each file, and say what they hold.
+
+    Raises:
+        DataError: no parquet file, one that was cut off, or without the column of texts; `Problems`
+            for several.
+    """
+    problems: list[FinetuneError] = []
+    records = groups = size_bytes = 0
+    large = []
+    for path in files:
+        try:
+            metadata = read_footer(path)
+            column = _column_of_texts(path, metadata, text_field)
+        except DataError as problem:
+            problems.append(problem)
+            continue
+        records, groups = records + metadata.num_rows, groups + row_groups(path)
+        sizes = [
+            metadata.row_group(group).column(column).total_uncompressed_size
+            for group in range(metadata.num_row_groups)
+        ]
+        size_bytes += sum(sizes)
+        if max(sizes, default=0) > LARGE_GROUP_BYTES:
+            large.append(path)
+    raise_problems(problems)
+    if files:
+        what = "%d parquet files: %s records in %s row groups, %s MiB of %s before compression"
+        logger.info(
+            what,
+            len(files),
+            f"{records:,}",
+            f"{groups:,}",
+            f"{size_bytes / 2**20:,.0f}",
+            text_field,
+        )
+    if large:
+        logger.warning(
+            "%d parquet files have row groups of more than %.0f GiB of text, e.g. %s: each process"
+            " holds the tokens of a row group. Fix where memory is short: write them with fewer"
+            " records in a row group, or --num-workers 1",
+            len(large),
+            LARGE_GROUP_BYTES / 2**30,
+            large[0],
+        )
+
+
+def read_footer(path: Path) -> FileMetaData:
+    """The footer of a parquet file; that of the file read last is kept."""
+    status = path.stat()
+    return _footer(path, status.st_mtime_ns, status.st_size)
+
+
+def row_groups(path: Path) -> int:
+    """How many row groups a parquet file has; remembered, as its footer is large and need not be
+    read again for it.
+    """
+    status = path.stat()
+    return _row_groups(path, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _row_groups(path: Path, modified: int, size_bytes: int) -> int:
+    return _footer(path, modified, size_bytes).num_row_groups
+
+
+@lru_cache(maxsize=1)
+def _footer(path: Path, modified: int, size_bytes: int) -> FileMetaData:
+    import pyarrow.parquet
+
+    with _wrap_parquet_errors(path, "is no parquet file, or was cut off"):
+        return pyarrow.parquet.read_metadata(path)
+
+
+def read_texts(path: Path, group: int, text_field: str) -> Iterator[tuple[int, Any]]:
+    """(number of the record in its file from 1, value of the column) of a row group;
+    `RecordProblem` for no UTF-8.
+
+    Raises:
+        DataError: the row group cannot be read, or the column is missing.
+    """
+    import pyarrow.parquet
+
+    metadata = read_footer(path)
+    _column_of_texts(path, metadata, text_field)
+    record = sum(metadata.row_group(before).num_rows for before in range(group))
+    with _wrap_parquet_errors(path, f"row group {group} cannot be read"):
+        file = pyarrow.parquet.ParquetFile(
+            path, metadata=metadata, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+        )
+        for batch in file.iter_batches(BATCH_RECORDS, row_groups=[group], columns=[text_field]):
+            for value in _values(batch.column(0)):
+                record += 1
+                yield record, value
+
+
+def _values(column: Array) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return RecordProblem("not UTF-8", f"byte {error.start + 1} of the text")
+
+
+def _column_of_texts(path: Path, metadata: FileMetaData, text_field: str) -> int:
+    """The number of the column among those that are stored (fields of nested columns are columns
+    there).
+    """
+    schema = metadata.schema.to_arrow_schema()
+    fix = "name the column that holds the text with --text-field"
+    if text_field not in schema.names:
+        guess = nearest(text_field, schema.names)
+        also = (
+            f"; did you mean --text-field {guess}?"
+            if guess
+            else f"; its columns are {', '.join(schema.names)}"
+        )
+        raise DataError(f"has no column {text_field}{also}", str(path), fix)
+    kind = schema.types[schema.names.index(text_field)]
+    kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
+    if str(kind) not in ("string", "large_string", "string_view"):
+        raise DataError(f"column {text_field} holds {kind}, and no text", str(path), fix)
+    stored = [metadata.schema.column(number).path for number in range(len(metadata.schema))]
+    return stored.index(text_field)
+
+
+@contextmanager
+def _wrap_parquet_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn pyarrow's errors into DataError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        # Broken pages are OSError too, without the system's reason.
+        reason = getattr(error, "strerror", None)
+        what = f"cannot be read: {reason}" if reason else f"{what}: {error}"
+        raise DataError(what, str(path), "copy or write the file again, or leave it out") from error
+
 
 UNIT_BYTES = 1 << 20
 # A text file longer than a unit becomes several documents, cut after a line that ends within this
@@ -44,19 +204,7 @@ TEXT_SUFFIXES = tuple(_TEXT.split())
 _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of one file that is read as a whole."""
-
-    path: str
-    kind: str  # "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet"
-    # start, stop: bytes of the file; for lines, those that start in here; for parquet, a row group
-    start: int
-    stop: int
-    size_bytes: int  # the piece's share of its file, for the progress
-
-
-Unit = tuple[Piece, ...]
+Unit = tuple[Part, ...]
 
 
 def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
@@ -69,14 +217,14 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     Raises:
         DataError: nothing there, or compressed files; `Problems` for several.
     """
-    files = expand_each(paths, _expand)
+    files = tuple(itertools.chain.from_iterable(expand_each(paths, _expand)))
     packed = [path for path in files if path.suffix.lower() in _PACKED_SUFFIXES]
     if packed:
         more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
         raise DataError(f"compressed files are not read{more}", str(packed[0]), "unpack them first")
     if twice := named_twice(files):
         logger.warning("read more than once, as asked: %s", ", ".join(twice[:5]))
-    return tuple(files)
+    return files
 
 
 def _expand(given: str) -> list[Path]:
@@ -106,7 +254,7 @@ def _expand(given: str) -> list[Path]:
 
 
 def _warn_of_notes(given: str, files: Sequence[Path]) -> None:
-    """A data set from a hub has a README beside its parquet files."""
+    """A data set from a hub has a README next to its parquet files."""
     others = [path for path in files if path.suffix.lower() != ".parquet"]
     if others and len(others) < len(files):
         logger.warning(
@@ -126,39 +274,38 @@ def units_of(files: Sequence[Path]) -> Iterator[Unit]:
     Raises:
         DataError: a file that cannot be read.
     """
-    open_unit: list[Piece] = []
+    unit: list[Part] = []
     size_bytes = 0
     for path in files:
-        try:
-            pieces = _pieces(path)
-        except OSError as error:
-            raise DataError(
-                f"cannot be read: {error.strerror or error}", str(path), "check the file"
-            ) from error
-        for piece in pieces:
-            if open_unit and size_bytes + piece.size_bytes > UNIT_BYTES:
-                yield tuple(open_unit)
-                open_unit, size_bytes = [], 0
-            open_unit.append(piece)
-            size_bytes += piece.size_bytes
-    if open_unit:
-        yield tuple(open_unit)
+        with wrap_read_errors(path):
+            for part in _parts(path):
+                if unit and size_bytes + part.size_bytes > UNIT_BYTES:
+                    yield tuple(unit)
+                    unit, size_bytes = [], 0
+                unit.append(part)
+                size_bytes += part.size_bytes
+    if unit:
+        yield tuple(unit)
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
+def size_of(unit: Unit) -> int:
+    """The unit's share of the input, in bytes."""
+    return sum(part.size_bytes for part in unit)
+
+
+def _parts(path: Path) -> Iterator[Part]:
     size_bytes = path.stat().st_size
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         groups = row_groups(path)
         for group in range(groups):
-            yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
-    elif suffix in RECORD_SUFFIXES and first_character(path) == b"[":
-        yield Piece(str(path), "array", 0, size_bytes, size_bytes)
+            yield Part(path, "parquet", group, group + 1, size_bytes // groups)
+    elif suffix not in RECORD_SUFFIXES:
+        yield from byte_parts(path, "text", UNIT_BYTES)
+    elif first_character(path) == b"[":
+        yield Part(path, "array", 0, size_bytes, size_bytes)
     else:
-        kind = "lines" if suffix in RECORD_SUFFIXES else "text"
-        for start in range(0, size_bytes, UNIT_BYTES):
-            stop = min(start + UNIT_BYTES, size_bytes)
-            yield Piece(str(path), kind, start, stop, stop - start)
+        yield from byte_parts(path, "lines", UNIT_BYTES)
 
 
 # file, line (record for parquet) from 1; 0 where it is the file as a whole
@@ -174,19 +321,15 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | 
     Raises:
         DataError: a file that cannot be read, or a broken JSON array or parquet file.
     """
-    for piece in unit:
-        try:
-            for line, found in _READERS[piece.kind](piece, text_field):
-                yield (piece.path, line), found
-        except OSError as error:
-            raise DataError(
-                f"cannot be read: {error.strerror or error}", piece.path, "check the file"
-            ) from error
+    for part in unit:
+        with wrap_read_errors(part.path):
+            for line, found in _READERS[part.kind](part, text_field):
+                yield (str(part.path), line), found
 
 
-def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    with open(piece.path, "rb") as file:
-        start, stop = _cut(file, piece.start), _cut(file, piece.stop)
+def _read_text(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    with part.path.open("rb") as file:
+        start, stop = _cut(file, part.start), _cut(file, part.stop)
         file.seek(start)
         raw = file.read(stop - start)
     if start >= stop:
@@ -219,54 +362,25 @@ def _cut(file: Any, nominal: int) -> int:
     return nominal + inside
 
 
-def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    """The records of the lines that start in the piece."""
-    with open(piece.path, "rb") as file:
-        if piece.start:
-            file.seek(piece.start - 1)
-            file.readline()  # the rest of the line that the piece before has read
-        before: int | None = None  # lines before the piece; counted when a problem needs its line
-        line = 0
-        while file.tell() < piece.stop and (raw := file.readline()):
-            line += 1
-            if not piece.start and line == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if not raw.strip():
-                continue
-            found = _text_of(decode_record(raw.rstrip(b"\r\n")), text_field)
-            if isinstance(found, RecordProblem) and before is None:
-                before = _lines_before(piece)
-            yield line + (before or 0), found
+def _read_lines(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    before: int | None = None  # lines before the part; counted when a problem needs its line
+    lines = lines_between(part.path, part.start, part.stop)
+    for line, record in line_records(lines, is_start=part.start == 0):
+        found = _text_of(record, text_field)
+        if isinstance(found, RecordProblem) and before is None:
+            before = sum(1 for _ in lines_between(part.path, 0, part.start))
+        yield line + (before or 0), found
 
 
-def _lines_before(piece: Piece) -> int:
-    """How many lines start before the piece."""
-    if not piece.start:
-        return 0
-    lines, left, last = 0, piece.start, b""
-    with open(piece.path, "rb") as file:
-        while left and (block := file.read(min(left, 1 << 20))):
-            lines += block.count(b"\n")
-            left -= len(block)
-            last = block[-1:]
-    return lines + (last != b"\n")
-
-
-def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    for line, record in read_records(Path(piece.path)):
+def _read_array(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    for line, record in read_records(part.path):
         yield line, _text_of(record, text_field)
 
 
-def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    for record, value in read_texts(Path(piece.path), piece.start, text_field):
-        yield (
-            record,
-            (
-                value
-                if isinstance(value, RecordProblem)
-                else _text_of({text_field: value}, text_field)
-            ),
-        )
+def _read_parquet(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    for number, value in read_texts(part.path, part.start, text_field):
+        is_bad = isinstance(value, RecordProblem)
+        yield number, value if is_bad else _text_of({text_field: value}, text_field)
 
 
 _READERS = {

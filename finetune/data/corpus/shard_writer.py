@@ -1,36 +1,61 @@
-"""Writing token shards: whole or not at all, one after another, and resumed after a kill."""
+"""Write token shards one after another, each atomically, and resume after a kill.
+
+`prepare.json` records which settings and data a folder was started with, and whether it is
+finished.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-import os
 import re
 from array import array
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from finetune.data.corpus.shard_files import damage
-from finetune.data.corpus.shard_header import (
+from finetune.data.corpus.token_shards import (
     DTYPES,
     INDEX_DTYPE,
+    PLAN_FILE,
+    PLAN_FORMAT,
+    PLAN_VERSION,
+    TOKENIZER_FOLDER,
     TokenHeader,
     header_path,
     index_path,
     read_header,
+    shard_damage,
 )
+from finetune.data.shards import ShardFile
 from finetune.errors import DataError, StateError
-from finetune.storage.durable_files import move, remove_tree, replace_file, sync_file, sync_folder
+from finetune.storage.durable_files import (
+    is_still_open,
+    read_bytes,
+    remove_tree,
+    replace_file,
+    sync_folder,
+)
+from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME
 
 logger = logging.getLogger("finetune")
 
 SPLITS = ("train", "val")
-SHARD_NAME = re.compile(r"\.?(train|val)-\d{5}\.(bin|index|json)(\.tmp)?")
-_MOST_SHARDS = 100_000  # five digits: names sort as numbers do
-_BUFFER_BYTES = 4 << 20
-Position = tuple[int, int]
+_SHARD_NAME = re.compile(r"\.?(train|val)-\d{5}\.(bin|index|json)(\.tmp)?")
+_MAX_SHARDS = 100_000  # five digits: names sort as numbers do
+_LIMIT_BYTES = 1 << 20
+_PLAN_TEMPORARY = f".{PLAN_FILE}.tmp"
+_OURS = {
+    PLAN_FILE,
+    _PLAN_TEMPORARY,
+    TOKENIZER_FOLDER,
+    f".{TOKENIZER_FOLDER}.tmp",
+    LOCK_NAME,
+    CLAIM_NAME,
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +77,17 @@ def shard_path(folder: Path, split: str, number: int) -> Path:
 class ShardWriter:
     """Documents -> shards of one split, in order.
 
-    A shard ends before the document that would bring it above `shard_tokens`; a longer document has
-    one of its own.
+    A shard ends before the document that would bring it above `shard_tokens`; a longer document
+    fills a shard alone.
 
     Args:
         folder: where the shards go; only this writer writes shards of its split there.
-        finished: headers of the shards that are there already; writing resumes after them.
+        finished: headers of the existing shards; writing resumes after them.
     """
+
+    _file: ShardFile | None  # of the unfinished shard
+    _tokens: int
+    _starts: array[int]
 
     def __init__(
         self, folder: Path, split: str, kind: ShardKind, finished: list[TokenHeader]
@@ -67,11 +96,10 @@ class ShardWriter:
         self.split = split
         self.kind = kind
         self.headers = list(finished)
-        self._descriptor: int | None = None
         self._begin()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> tuple[int, int]:
         """(unit, document in it) of the input from which this split resumes."""
         return self.headers[-1].continues_at if self.headers else (0, 0)
 
@@ -81,23 +109,19 @@ class ShardWriter:
         """
         if self._tokens and self._tokens + len(ids) > self.kind.shard_tokens:
             self.finish()
-        self._buffer.append(ids)
-        self._buffered_bytes += ids.nbytes
+        if self._file is None:
+            self._file = ShardFile(shard_path(self.folder, self.split, len(self.headers)))
+        self._file.write(ids.astype(DTYPES[self.kind.dtype], copy=False))
         self._starts.append(self._tokens)
         self._tokens += len(ids)
         self._continues_at = (unit, document + 1)
-        if self._buffered_bytes >= _BUFFER_BYTES:
-            self._flush()
 
     def finish(self) -> None:
-        """Give the shard its name, durably: index, header, then the tokens. Nothing where it has no
+        """Give the shard its name, durably: index, header, then the tokens. Nothing without a
         document.
         """
-        if not self._tokens:
+        if self._file is None:
             return
-        self._flush()
-        path = self._path
-        self.close()
         index = np.array([*self._starts, self._tokens], dtype=INDEX_DTYPE).tobytes()
         header = TokenHeader(
             self.kind.dtype,
@@ -106,66 +130,35 @@ class ShardWriter:
             self.kind.vocabulary,
             self.kind.tokenizer_hash,
             self.kind.separator_id,
-            self._digest.hexdigest(),
+            self._file.finish(),
             hashlib.sha256(index).hexdigest(),
             self._continues_at,
         )
-        sync_file(self._temporary)
-        replace_file(index_path(path), index)
-        replace_file(header_path(path), header.to_json().encode())
-        move(self._temporary, path)
-        sync_folder(self.folder)
+        replace_file(index_path(self._file.path), index)
+        replace_file(header_path(self._file.path), header.to_json().encode())
+        self._file.publish()
         self.headers.append(header)
         self._begin()
 
     def close(self) -> None:
-        """Let go of the file; an unfinished shard stays under its temporary name and is begun anew
-        next time.
-        """
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Let go of a shard that is not finished."""
+        if self._file is not None:
+            self._file.close()
 
     def _begin(self) -> None:
-        if len(self.headers) >= _MOST_SHARDS:
+        if len(self.headers) >= _MAX_SHARDS:
             raise DataError(
-                f"more than {_MOST_SHARDS} shards are needed",
+                f"more than {_MAX_SHARDS} shards are needed",
                 str(self.folder),
                 "raise --shard-tokens",
             )
-        self._buffer: list[np.ndarray] = []
-        self._buffered_bytes = self._tokens = 0
+        self._file = None
+        self._tokens = 0
         self._starts = array("q")
-        self._digest = hashlib.sha256()
-        self._continues_at = self.position
-
-    @property
-    def _path(self) -> Path:
-        return shard_path(self.folder, self.split, len(self.headers))
-
-    @property
-    def _temporary(self) -> Path:
-        return self._path.with_name(f".{self._path.name}.tmp")
-
-    def _flush(self) -> None:
-        if self._descriptor is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._temporary, flags, 0o666)
-        data = (
-            np.concatenate(self._buffer).astype(DTYPES[self.kind.dtype], copy=False).tobytes()
-            if self._buffer
-            else b""
-        )
-        self._digest.update(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-        self._buffer = []
-        self._buffered_bytes = 0
 
 
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
-    """The finished shards of a split up to the first that is not there whole, verified by SHA-256.
+    """The finished shards of a split up to the first that is missing or damaged, by SHA-256.
 
     A damaged shard is logged; it and all after it are to be made again: each begins where the one
     before it ended.
@@ -174,15 +167,13 @@ def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHead
         StateError: shards of another tokenizer.
     """
     kept: list[TokenHeader] = []
-    while True:
-        path = shard_path(folder, split, len(kept))
-        if not path.is_file():
-            break
+    while (path := shard_path(folder, split, len(kept))).is_file():
+        header = None
         try:
             header = read_header(path)
-            fault = damage(path, header) if header is not None else "its header is missing"
+            fault = "its header is missing" if header is None else shard_damage(path, header)
         except DataError as problem:
-            header, fault = None, problem.what
+            fault = problem.what
         if header is None or fault:
             logger.warning("%s is made again: %s", path, fault)
             break
@@ -196,19 +187,99 @@ def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHead
     return kept
 
 
-def remove_unfinished(folder: Path, split: str, kept: list[TokenHeader]) -> None:
-    """Remove the files of all shards of a split but the first ones, which are kept."""
-    paths = [shard_path(folder, split, number) for number in range(len(kept))]
-    whole = {
-        name
-        for path in paths
-        for name in (path.name, index_path(path).name, header_path(path).name)
-    }
+def remove_unfinished(folder: Path, split: str, kept: int) -> None:
+    """Remove the files of all shards of a split but the first `kept` ones."""
+    whole = {shard_path(folder, split, number).stem for number in range(kept)}
     for file in sorted(folder.iterdir()):
-        if (
-            SHARD_NAME.fullmatch(file.name)
-            and file.name.lstrip(".").startswith(split)
-            and file.name not in whole
-        ):
+        is_of_split = _SHARD_NAME.fullmatch(file.name) and file.name.lstrip(".").startswith(split)
+        if is_of_split and file.stem not in whole:
             remove_tree(file, missing_ok=True)
     sync_folder(folder)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a folder's content follows from."""
+
+    settings: dict[str, Any]  # those that the result depends on, by name
+    corpus: dict[str, Any]  # its SHA-256, documents and bytes
+    finished: dict[str, Any] | None = None  # what there is; None until everything is written
+
+    def write(self, folder: Path) -> None:
+        """Put the plan into its folder, replacing an older one."""
+        content = {"format": PLAN_FORMAT, "version": PLAN_VERSION, **asdict(self)}
+        replace_file(folder / PLAN_FILE, (json.dumps(content, indent=1) + "\n").encode())
+
+    def is_whole(self, splits: dict[str, list[TokenHeader]]) -> bool:
+        """Whether these shards are all that the finished folder had."""
+        return self.finished is not None and all(
+            self.finished[split]["shards"] == len(headers) for split, headers in splits.items()
+        )
+
+    def check_settings(self, folder: Path, now: dict[str, Any]) -> None:
+        """StateError: the folder was started with other settings."""
+        before = self.settings
+        changed = [
+            f"{name} was {before.get(name)}, now {now.get(name)}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise StateError(
+                f"the output folder was begun with other settings: {'; '.join(changed)}",
+                str(folder),
+                "give the same settings to resume it, or choose another --output-dir",
+            )
+
+    def check_corpus(self, folder: Path, now: dict[str, Any]) -> None:
+        """StateError: the folder was started with other documents."""
+        if self.corpus != now:
+            raise StateError(
+                f"the output folder was begun with other data: {_described(self.corpus)} then,"
+                f" {_described(now)} now",
+                str(folder),
+                "give the same --data (the order of the files counts), or choose another"
+                " --output-dir",
+            )
+
+
+def _described(corpus: dict[str, Any]) -> str:
+    return (
+        f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes"
+        f" ({str(corpus.get('sha256'))[:8]})"
+    )
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """Read the plan of a folder; None for an empty one.
+
+    Raises:
+        StateError: the folder holds other things, or a damaged plan.
+    """
+    names = {path.name for path in folder.iterdir() if not is_still_open(path.name)}
+    begun = PLAN_FILE in names
+    ours = _OURS if begun else {LOCK_NAME, CLAIM_NAME, _PLAN_TEMPORARY}
+    others = sorted(name for name in names - ours if not (begun and _SHARD_NAME.fullmatch(name)))
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise StateError(
+            f"the output folder already holds other things: {', '.join(others[:3])}{more}",
+            str(folder),
+            "choose another --output-dir",
+        )
+    if not begun:
+        return None
+    try:
+        content = json.loads(read_bytes(folder / PLAN_FILE, _LIMIT_BYTES))
+        known = (content.pop("format"), content.pop("version")) == (PLAN_FORMAT, PLAN_VERSION)
+        plan = Plan(**content)
+        known = known and isinstance(plan.settings, dict) and isinstance(plan.corpus, dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise StateError(
+            f"{PLAN_FILE} is damaged, or of another version",
+            str(folder),
+            "delete the folder, or choose another",
+        )
+    return plan

@@ -1,5 +1,5 @@
-"""The tokenizer of a corpus: trained here or taken over, with its hash and the bytes that each
-token stands for.
+"""The tokenizer of a corpus: trained here or taken over, with its hash and the bytes of text
+per token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _NOT_HASHED = ("version", "truncation", "padding", "post_processor")
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """64 hexadecimal digits: the same for tokenizers that turn texts into the same ids, whatever
-    their template.
+    """64 hexadecimal digits: the same for tokenizers that turn texts into the same ids, even if
+    their templates differ.
 
     Raises:
         DataError: a tokenizer without a `tokenizers` backend.
@@ -65,8 +65,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """int64 `(vocabulary,)`: how many bytes of text each token stands for; special tokens and gaps
-    0.
+    """int64 `(vocabulary,)`: the bytes of text of each token; 0 for special tokens and gaps.
 
     With it a loss per token becomes bits per byte, which tokenizers share: sum of nats / (ln 2 *
     sum of bytes). Exact for byte-level tokenizers. For those of SentencePiece's kind a word's
@@ -172,7 +171,7 @@ def without_special_tokens(text: str) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's folder whole or not at all."""
+    """Write a tokenizer's folder atomically."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     remove_tree(temporary, missing_ok=True)
     tokenizer.save_pretrained(temporary)

@@ -10,15 +10,87 @@ where a document begins, or each is filled with documents that fit.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.data.corpus.best_fit import pack_best_fit
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.errors import DataError
+
+# A length and how many documents of it a window takes, in the order that it takes them.
+Pattern = list[tuple[int, int]]
+
+
+def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents each window holds.
+
+    Args:
+        lengths: int `(documents,)`: tokens of each document, at least 1.
+        size: tokens of a window.
+
+    Returns: int32 or int64 `(placed,)`: the documents, one window's after another's; the last of a
+        window may be cut. int64 `(windows + 1,)`: where the documents of each window begin among
+        them, then `placed`.
+    """
+    # numpy sorts 16-bit numbers by radix, in one pass.
+    clipped = np.minimum(lengths, size).astype(np.uint16 if size < 1 << 16 else np.int64)
+    by_length = np.argsort(clipped, kind="stable").astype(
+        np.int32 if len(lengths) < 1 << 31 else np.int64, copy=False
+    )
+    counts = np.bincount(clipped, minlength=size + 1)
+    # of each length, the place of its next document in `by_length`
+    following = (np.cumsum(counts) - counts).tolist()
+    left = counts.tolist()
+    present = np.flatnonzero(counts).tolist()  # the lengths that are left, rising
+    members, widths, repeats = [by_length[:0]], [], []
+    while pattern := _next_pattern(present, left, size):
+        uses: Counter[int] = Counter()
+        for length, number in pattern:
+            uses[length] += number
+        windows = min(left[length] // number for length, number in uses.items())
+        columns = []
+        for length, number in pattern:
+            taken = following[length] + windows * number
+            columns.append(by_length[following[length] : taken].reshape(windows, number))
+            following[length] = taken
+        for length, number in uses.items():
+            left[length] -= windows * number
+            if not left[length]:
+                del present[bisect_left(present, length)]
+        members.append(np.concatenate(columns, axis=1).ravel())
+        widths.append(sum(uses.values()))
+        repeats.append(windows)
+    firsts = np.concatenate([[0], np.cumsum(np.repeat(widths, repeats), dtype=np.int64)])
+    return np.concatenate(members), firsts.astype(np.int64)
+
+
+def _next_pattern(present: list[int], left: list[int], size: int) -> Pattern:
+    """The lengths of the next window, and of those after it as long as enough documents of each are
+    left.
+
+    Empty where what is left fills no window.
+    """
+    pattern: Pattern = []
+    room, shorter = size, len(present)
+    while room and (shorter := bisect_right(present, room, 0, shorter) - 1) >= 0:
+        length = present[shorter]
+        number = min(room // length, left[length])
+        pattern.append((length, number))
+        room -= length * number
+    if not room:
+        return pattern
+    taken = dict(pattern)
+    shortest = next((length for length in present if left[length] > taken.get(length, 0)), None)
+    if shortest is None:
+        return []
+    if pattern and pattern[-1][0] == shortest:
+        return [*pattern[:-1], (shortest, taken[shortest] + 1)]
+    return [*pattern, (shortest, 1)]
+
 
 logger = logging.getLogger("finetune")
 
@@ -26,7 +98,7 @@ MUCH_CUT = 0.5  # nanochat's loader cuts a third of its texts
 
 
 class Windows:
-    """Windows of a token stream; a `data.steps.SampleSource`.
+    """Windows of a token stream; a `batching.steps.SampleSource`.
 
     Args:
         max_seq_len: targets of a window.
@@ -94,8 +166,8 @@ class Windows:
 
 
 class BestFitWindows(Windows):
-    """Windows that each begin with a document's separator and are filled as `best_fit` says;
-    otherwise as `Windows`.
+    """Windows that each begin with a document's separator and are filled as `pack_best_fit`
+    does; otherwise as `Windows`.
 
     No token is in two windows. `cut_tokens` are those in none.
     """
@@ -117,8 +189,8 @@ class BestFitWindows(Windows):
 
 
 class JoinedWindows:
-    """Windows of several streams, one stream after another; as `Windows` for whoever trains on
-    them.
+    """Windows of several streams, one stream after another; to training
+    they look like `Windows`.
 
     Attributes:
         sources: int64 `(N,)`: the stream of each window, counted from 0.

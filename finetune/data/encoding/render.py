@@ -3,18 +3,316 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.encode import Encoded, Encoder, trained_tokens
-from finetune.data.encoding.spans import ChatTemplate, Rendering, content_span, find_turns
-from finetune.data.encoding.thinking import behind_thinking
-from finetune.data.encoding.truncate import Kept, fit
+from finetune.data.encoding.spans import ChatTemplate, Rendering, Turn, content_span, find_turns
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """T tokens of a text. `starts` and `ends` are character offsets, int64 (T,); `ids` int32
+    (T,).
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class Encoder:
+    """A tokenizer as a function from text to tokens, special tokens in the text included and none
+    added.
+
+    The whole text is tokenized once. Where a token would straddle the beginning of a trained span,
+    the text is cut there and both sides are tokenized alone: at inference the prompt is tokenized
+    alone too, so the model meets exactly the prompt's tokens, and every target is a whole token of
+    the answer. A token that runs past the *end* of a trained span with white space only (an
+    end-of-turn token that swallows the newline after it, a "." fused with a newline) is the
+    answer's last token and stays whole; one that takes other text with it is cut like the first. A
+    tokenizer for which cutting changes the text (one that writes a space before every piece) keeps
+    its straddling token as part of the prompt: it is not trained.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError(
+                f"{type(tokenizer).__name__} gives no character offsets: answers cannot be told"
+                " from prompts exactly",
+                where=str(tokenizer.name_or_path),
+                fix="use the model's tokenizer.json (a tokenizer of the 'tokenizers' library)",
+            )
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        # The post-processor adds special tokens, which templates write themselves; some trim spaces
+        # off the offsets.
+        backend.post_processor = None
+        self._backend = backend
+
+    def encode(self, text: str, turns: Sequence[Turn] = (), cut_at: int | None = None) -> Encoded:
+        """Tokenize `text` so that no token straddles a trained turn's boundary (see the class's
+        text).
+
+        Args:
+            cut_at: a character to cut at in any case: what is behind it has no part in the tokens
+                before it.
+        """
+        whole = self._piece(text, 0)
+        cuts = _straddled(text, whole, turns)
+        if cut_at is not None:
+            cuts = sorted({*cuts, cut_at})
+        if not cuts:
+            return whole
+        pieces = [
+            self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+        ]
+        names = ("ids", "starts", "ends")
+        cut = Encoded(
+            *(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names)
+        )
+        return cut if self._text(cut.ids) == self._text(whole.ids) else whole
+
+    def _piece(self, text: str, offset: int) -> Encoded:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + offset
+        return Encoded(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self._backend.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
+    """The boundaries of turns that are inside a token and must be cut at, in order."""
+    cuts = set()
+    for turn in turns:
+        if ((encoded.starts < turn.start) & (turn.start < encoded.ends)).any():
+            cuts.add(turn.start)
+        over = (encoded.starts < turn.end) & (encoded.ends > _past_space(text, turn.end))
+        if over.any():
+            cuts.add(turn.end)
+    return sorted(cuts)
+
+
+def trained_tokens(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[np.ndarray]:
+    """For each turn the indices of its tokens, int64, in order."""
+    spans = []
+    for turn in turns:
+        inside = (
+            (encoded.starts >= turn.start)
+            & (encoded.starts < turn.end)
+            & (encoded.starts < encoded.ends)
+        )
+        spans.append(np.flatnonzero(inside & (encoded.ends <= _past_space(text, turn.end))))
+    return spans
+
+
+def _past_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+# ---------------------------------------------------------------- truncation
+#
+# What is left out of a sample that is too long, so that the answer survives and nothing is
+# invented.
+# In this order, each step only if the one before was not enough:
+#
+# 1. tokens after the last target: nothing is predicted from them;
+# 2. the middles of prompt contents (system, user, tool, untrained answers), the longest content
+#    first, down to `PROMPT_FLOOR_TOKENS` each; headers, separators and generation prompts stay;
+# 3. the last turns of the conversation, one by one, down to the first trained one;
+# 4. that turn's prompt contents below the floor, so that the answer stays whole;
+# 5. if the answer itself does not fit: its end, with the end-of-turn token, so that the model
+#    never learns to stop in the middle. Up to a quarter of the room is then kept for the prompt: an
+#    answer to nothing teaches nothing.
+
+PROMPT_FLOOR_TOKENS = 32  # of each prompt content, before whole turns are left out
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens of a sample stay."""
+
+    tokens: np.ndarray  # int64, their indices in order
+    trimmed_tokens: int = 0  # taken out of prompt contents
+    dropped_turns: int = 0  # trained answers left out from the end
+    cut_answer: bool = False  # whether the last answer that stays lost its end
+
+
+def fit(
+    encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.ndarray], cutoff_len: int
+) -> Kept:
+    """Choose at most `cutoff_len` of the T tokens of one sample.
+
+    Args:
+        contents: for each prompt content the indices of its tokens, contiguous and in order.
+        answers: for each trained turn the indices of its tokens, in order; none empty.
+
+    Returns:
+        the tokens that stay; no target among them if the first answer's header alone is too long.
+    """
+    if len(encoded.ids) <= cutoff_len:
+        return Kept(np.arange(len(encoded.ids)))
+    for turns in range(len(answers), 0, -1):
+        end = int(answers[turns - 1][-1]) + 1
+        inside, lengths = _before(end, contents)
+        room = cutoff_len - (end - int(lengths.sum()))
+        floor = int(np.minimum(lengths, PROMPT_FLOOR_TOKENS).sum())
+        if room >= floor or (turns == 1 and room >= 0):
+            gone = _middles(encoded, inside, lengths, room)
+            return Kept(np.delete(np.arange(end), gone), len(gone), len(answers) - turns)
+    return _cut(encoded, contents, answers, cutoff_len)
+
+
+def _cut(
+    encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.ndarray], cutoff_len: int
+) -> Kept:
+    """Step 5: the first answer, cut at the end."""
+    start = int(answers[0][0])
+    inside, lengths = _before(start, contents)
+    room = cutoff_len - (start - int(lengths.sum()))
+    if room < 1:
+        return Kept(np.arange(0), 0, len(answers))
+    gone = _middles(encoded, inside, lengths, room // 4)
+    prompt = np.delete(np.arange(start), gone)
+    # The answer alone is longer than the room (else `fit` had returned), so its last token is never
+    # reached.
+    answer = np.arange(start, start + cutoff_len - len(prompt))
+    return Kept(np.concatenate([prompt, answer]), len(gone), len(answers) - 1, True)
+
+
+def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The contents before token `end`, and their lengths, int64."""
+    inside = [content for content in contents if len(content) and content[-1] < end]
+    return inside, np.array([len(content) for content in inside], dtype=np.int64)
+
+
+def _middles(
+    encoded: Encoded, contents: Sequence[np.ndarray], lengths: np.ndarray, room: int
+) -> np.ndarray:
+    """Indices of the tokens to take out of the contents' middles so that at most `room` tokens of
+    contents stay.
+    """
+    shares = zip(contents, _share(lengths, room), strict=True)
+    gone = [_middle(encoded, content, keep) for content, keep in shares if keep < len(content)]
+    return np.concatenate(gone) if gone else np.arange(0)
+
+
+def _share(lengths: np.ndarray, room: int) -> list[int]:
+    """How many tokens each content keeps: all of the short ones, and the same number of each longer
+    one.
+    """
+    if int(lengths.sum()) <= room:
+        return lengths.tolist()
+    kept = np.zeros(len(lengths), dtype=np.int64)
+    left = room
+    by_length = np.argsort(lengths, kind="stable")
+    for done, content in enumerate(by_length):
+        kept[content] = min(int(lengths[content]), left // (len(lengths) - done))
+        left -= int(kept[content])
+    return kept.tolist()
+
+
+def _middle(encoded: Encoded, content: np.ndarray, keep: int) -> np.ndarray:
+    """The tokens between the first half and the second half of what is kept; no character is torn
+    apart.
+    """
+    head, tail = content[: (keep + 1) // 2], content[len(content) - keep // 2 :]
+    first, last = len(head), len(content) - len(tail)
+    while 0 < first < len(content) and _same_character(encoded, content[first - 1], content[first]):
+        first -= 1
+    while (
+        first <= last < len(content)
+        and last > 0
+        and _same_character(encoded, content[last - 1], content[last])
+    ):
+        last += 1
+    return content[first:last]
+
+
+def _same_character(encoded: Encoded, left: int, right: int) -> bool:
+    return bool(encoded.starts[right] < encoded.ends[left])
+
+
+# ---------------------------------------------------------------- reasoning
+#
+# Trained turns without the reasoning that begins them, for --train-thinking false. Reasoning is
+# what stands between the generation prompt and the answer: a think block (of the template, empty
+# ones too, or of the record's own text), or `reasoning_content` in any form that the template gives
+# it.
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def without_reasoning(rendering: Rendering) -> Rendering:
+    """The rendering with turns that begin behind their thinking.
+
+    Raises:
+        RecordProblem: the template gives reasoning in a form in which its end is not found.
+    """
+    answers = [
+        message for message in rendering.messages if message.role == "assistant" and message.trained
+    ]
+    # A rendering for one answer of several has the turn of the last.
+    turns = zip(rendering.turns, answers[-len(rendering.turns) :], strict=True)
+    return replace(
+        rendering, turns=tuple(_behind(rendering.text, turn, answer) for turn, answer in turns)
+    )
+
+
+def _behind(text: str, turn: Turn, answer: Message) -> Turn:
+    written = text[turn.start : turn.end]
+    reasoning, content = (answer.reasoning or "").strip(), answer.content.strip()
+    by_prompt = text[: turn.start].rstrip().endswith(_OPEN)
+    if _CLOSE in written and (by_prompt or written.lstrip().startswith(_OPEN)):
+        rest = _behind_block(written, reasoning, content, by_prompt)
+        return replace(turn, start=turn.end - len(rest))
+    if not reasoning:
+        return turn
+    at = written.find(reasoning)
+    found = written.find(content, at + len(reasoning))
+    if at < 0 or found < 0 or not content:
+        raise _reasoning_not_separable()
+    return replace(turn, start=turn.start + found)
+
+
+def _behind_block(written: str, reasoning: str, content: str, by_prompt: bool) -> str:
+    """What is written behind the think block with which an answer begins."""
+    rests = [written[found.end() :].lstrip() for found in re.finditer(_CLOSE, written)]
+    if reasoning and _CLOSE in reasoning + content:  # the first tag may be a quoted one
+        _, found, behind = written.partition(reasoning)
+        if not found or not behind.lstrip().startswith(_CLOSE):
+            raise _reasoning_not_separable()
+        return behind.lstrip().removeprefix(_CLOSE).lstrip()
+    if by_prompt and _CLOSE in content:
+        # Either the template closes the block and then comes the content, or the content closes it.
+        for begins in (content, content.partition(_CLOSE)[2].strip()):
+            for rest in rests:
+                if rest.startswith(begins):
+                    return rest
+        raise _reasoning_not_separable()
+    return rests[0]
+
+
+def _reasoning_not_separable() -> RecordProblem:
+    return RecordProblem(
+        "thinking not told from the answer",
+        "the chat template writes 'reasoning_content' in a form of its own; leave out"
+        " --train-thinking false",
+    )
+
 
 _PROBE_QUESTION = "What does a router do?"
 _PROBE = (Message("user", _PROBE_QUESTION), Message("assistant", "It forwards packets."))
@@ -81,7 +379,7 @@ class Renderer:
         template = self.template.with_tools(conversation.tools)
         renderings = find_turns(template, conversation.messages)
         if not self.train_thinking:
-            renderings = list(map(behind_thinking, renderings))
+            renderings = list(map(without_reasoning, renderings))
         return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
@@ -161,7 +459,7 @@ class Renderer:
     def _prompt_contents(
         self, template: ChatTemplate, rendering: Rendering, encoded: Encoded, supervised: np.ndarray
     ) -> list[np.ndarray]:
-        """Tokens that lie wholly inside contents that are not trained; found only for samples that
+        """Tokens that are wholly inside contents that are not trained; found only for samples that
         are too long.
         """
         if len(encoded.ids) <= self.cutoff_len:

@@ -35,7 +35,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem, first_line
 from finetune.data.tools import Tools, squeezed, written_out
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree
@@ -119,8 +119,7 @@ class ChatTemplate:
             )
             return str(text)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RecordProblem("refused by the chat template", reason[:200]) from error
+            raise RecordProblem("refused by the chat template", first_line(error)[:200]) from error
 
     def has_special(self, text: str) -> bool:
         """Whether the text spells one of the tokenizer's special tokens."""
@@ -256,8 +255,8 @@ def _by_prefix(
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether the text has the message's reasoning, and then its content and calls, whatever the
-    white space.
+    """Whether the text has the message's reasoning, and then its content and calls, ignoring white
+    space.
     """
     text, reasoning = squeezed(text), squeezed(message.reasoning)
     found = text.find(reasoning)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.names import did_you_mean
 from finetune.config.paths import near_folder, split_revision
+from finetune.data.report import first_line
 from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")
@@ -232,7 +233,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     except (OSError, ValueError, KeyError) as error:
         endpoint = os.environ.get("HF_ENDPOINT", "the default hub")
         raise DataError(
-            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            f"the tokenizer cannot be loaded: {first_line(error)}",
             where=f"{model} ({endpoint}){near}",
             fix="check the name, or give --model a local folder; HF_ENDPOINT names a mirror",
         ) from error
@@ -254,13 +255,9 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBa
     # the tokenizers library raises bare Exception for a broken tokenizer.json
     except Exception as error:
         raise DataError(
-            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            f"the tokenizer cannot be loaded: {first_line(error)}",
             where=str(folder),
             fix=(
                 "check the tokenizer files; a tokenizer with its own code needs --trust-remote-code"
             ),
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,14 +18,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.encoding.encode import Encoded
-from finetune.data.encoding.render import Rendered, Renderer
+from finetune.data.encoding.render import Encoded, Kept, Rendered, Renderer, fit, without_reasoning
 from finetune.data.encoding.spans import ChatTemplate, Rendering, find_turns
-from finetune.data.encoding.thinking import behind_thinking
-from finetune.data.encoding.truncate import Kept, fit
 from finetune.data.formats import Conversation, Message
-from finetune.data.preference.records import Preference
-from finetune.data.problems import RecordProblem
+from finetune.data.preference.reader import Preference
+from finetune.data.report import RecordProblem
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class PreferenceRenderer(Renderer):
         return super().has_control_tokens(conversation) or super().has_control_tokens(other)
 
     def _trained(self, rendering: Rendering) -> Rendering:
-        return rendering if self.train_thinking else behind_thinking(rendering)
+        return rendering if self.train_thinking else without_reasoning(rendering)
 
     def _documents(
         self, template: ChatTemplate, chosen: Rendering, rejected: Rendering

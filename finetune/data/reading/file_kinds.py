@@ -8,14 +8,16 @@ import contextlib
 import csv
 import gzip
 import io
+import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def said_if_unreadable(path: Path) -> Iterator[None]:
+def wrap_read_errors(path: Path) -> Iterator[None]:
     """Turn the errors of the system and of compression into DataError."""
     try:
         yield
@@ -63,7 +65,7 @@ def said_if_unreadable(path: Path) -> Iterator[None]:
 
 
 def open_text(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed. Errors as `said_if_unreadable` knows them, also while it is
+    """The file's bytes, decompressed. Errors as `wrap_read_errors` knows them, also while it is
     read.
     """
     compression = _suffixes(path)[1]
@@ -77,7 +79,7 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def file_kind(path: Path) -> str:
-    """parquet, arrow, csv, array or lines: how the records of a file are told apart. May raise as
+    """parquet, arrow, csv, array or lines: how the records of a file are separated. May raise as
     `open_text`.
     """
     suffix = _suffixes(path)[0]
@@ -87,8 +89,8 @@ def file_kind(path: Path) -> str:
 
 
 def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` tells an array of
-    records from lines.
+    """The first byte that is no white space; empty where there is none. `[` starts an array
+    of records.
     """
     with open_text(path) as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
@@ -140,7 +142,7 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of a parquet file in batches of at most so many.
+    """The records of a parquet file in batches of at most `records`.
 
     Raises:
         DataError: it is none.
@@ -201,3 +203,139 @@ def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
         raise DataError(
             f"is no Arrow file: {error}", where=str(path), fix="write the file again"
         ) from error
+
+
+# ---------------------------------------------------------------- JSON arrays
+
+CHUNK_BYTES = 1 << 20
+# What a text that goes on may still change: the end of a number ("1." of "1.5", "1e+" of "1e+5"),
+# and where an error is found that is none (before the rest of "-Infinity", of "\ud83d\ude00").
+_TAIL = 16
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
+
+
+def array_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """`(line, record)` of a file that begins with `[`; lines count from 1.
+
+    Raises:
+        DataError: the array is broken (records after the break cannot be told apart), or not UTF-8.
+        OSError: the file cannot be read.
+    """
+    with open_text(path) as file:
+        text = _Text(file, path)
+        text.skip_space()
+        text.position += 1  # "["
+        expected = "value or ]"
+        while True:
+            text.skip_space()
+            following = text.text[text.position : text.position + 1]
+            if following == "]" and expected in ("value or ]", ", or ]"):
+                break
+            if expected == ", or ]":
+                if following != ",":
+                    raise text.broken(text.position, "a comma or ] is missing after a record")
+                text.position, expected = text.position + 1, "value"
+                continue
+            line = text.line_at(text.position)
+            yield line, text.decode()
+            expected = ", or ]"
+        text.position += 1
+        line = text.line_at(text.position)
+        text.skip_space()
+        if text.position < len(text.text):
+            raise text.broken(None, "there is text after the closing ]", line)
+
+
+class _Text:
+    """A file's text from `position` on, as far as it was needed; what is behind is let go."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._read_bytes = 0  # without the mark at the beginning, which is no text
+        self._ended = False
+        self.text = ""
+        self.position = 0
+        # the line at that place of `text`
+        self._line = 1
+        self._counted = 0
+
+    def skip_space(self) -> None:
+        """Go on to what is no white space, or to the end."""
+        while True:
+            found = _NO_SPACE.search(self.text, self.position)
+            self.position = found.start() if found else len(self.text)
+            if found or not self._extend():
+                return
+
+    def decode(self) -> Any:
+        """The value that begins here; go on to its end."""
+        while True:
+            try:
+                value, end = self._json.raw_decode(self.text, self.position)
+            except (ValueError, RecursionError) as error:
+                if self._may_go_on(error) and self._extend():
+                    continue
+                raise self.broken(
+                    getattr(error, "pos", self.position), getattr(error, "msg", str(error))
+                ) from error
+            if len(self.text) - end < _TAIL and self._extend():
+                continue
+            self.position = end
+            return value
+
+    def line_at(self, place: int) -> int:
+        """The line of a place in `text` that is not before those asked for so far."""
+        self._line += self.text.count("\n", self._counted, place)
+        self._counted = place
+        return self._line
+
+    def broken(self, place: int | None, reason: str, line: int | None = None) -> DataError:
+        """The error for what is wrong at a place; text that is not UTF-8, wherever, is raised
+        instead.
+        """
+        line = self.line_at(place) if place is not None else line
+        while self._extend():
+            self.position = len(self.text)
+        return DataError(
+            f"broken JSON: {reason}",
+            where=f"{self._path}:{line}",
+            fix=(
+                "correct the array; only .jsonl files, one record per line, can leave out a"
+                " broken one"
+            ),
+        )
+
+    def _may_go_on(self, error: ValueError | RecursionError) -> bool:
+        """Whether more text may make it right: it ends inside a text, or near where the error
+        is.
+        """
+        if not isinstance(error, json.JSONDecodeError):
+            return False
+        return error.msg.startswith("Unterminated string") or len(self.text) - error.pos < _TAIL
+
+    def _extend(self) -> bool:
+        """Read on, as much again as is held; False at the end."""
+        if self._ended:
+            return False
+        raw = self._file.read(max(CHUNK_BYTES, len(self.text) - self.position))
+        self._ended = not raw
+        if not self._read_bytes:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        begin = self._read_bytes - len(self._decoder.getstate()[0])
+        try:
+            more = self._decoder.decode(raw, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"is not UTF-8 at byte {begin + error.start}",
+                where=str(self._path),
+                fix="save the file as UTF-8",
+            ) from error
+        self._read_bytes += len(raw)
+        if self._ended:
+            return False
+        self.line_at(self.position)
+        self.text, self.position, self._counted = self.text[self.position :] + more, 0, 0
+        return True

@@ -7,15 +7,18 @@ import glob
 import itertools
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.fields import DataSource
 from finetune.config.files import similar_files
-from finetune.data.problems import RecordProblem
 from finetune.data.reading.file_kinds import (
     KINDS_IN_WORDS,
+    array_records,
     arrow_batches,
     batch_records,
     csv_records,
@@ -23,22 +26,31 @@ from finetune.data.reading.file_kinds import (
     is_data_file,
     open_text,
     parquet_batches,
-    said_if_unreadable,
+    wrap_read_errors,
 )
 from finetune.data.reading.hub_data import hub_files
-from finetune.data.reading.json_array import array_records
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
 
 _BATCH_RECORDS = 1024  # of parquet and arrow
-# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the data.
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write next to the data.
 _STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
-def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted
-    by name.
+@dataclass(frozen=True)
+class DataFile:
+    """A file, and the entry of `data` that names it."""
+
+    path: Path
+    source: DataSource
+    number: int  # of the entry
+
+
+def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile, ...]:
+    """The files of all entries in order, each with its entry; within a folder or glob sorted by
+    name.
 
     Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files;
     hidden files and folders are left out. One that `save_to_disk` of `datasets` wrote has the files
@@ -48,45 +60,41 @@ def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
         DataError: a path that does not exist, holds no data file, or is of another kind; several
             together.
     """
-    if isinstance(paths, (str, Path)):
-        paths = [paths]
-    return tuple(itertools.chain.from_iterable(expand_groups(paths)))
-
-
-def expand_groups(paths: Sequence[str | Path]) -> list[list[Path]]:
-    """`expand_paths`, with the files of each path apart."""
-    groups: list[list[Path]] = []
-
-    def expand(given: str) -> list[Path]:
-        groups.append(_expand(given))
-        return groups[-1]
-
-    files = expand_each(paths, expand)
+    sources = [
+        entry if isinstance(entry, DataSource) else DataSource(path=os.fspath(entry))
+        for entry in entries
+    ]
+    groups = expand_each([source.path for source in sources], _expand)
+    files = tuple(
+        DataFile(path, source, number)
+        for number, (source, paths) in enumerate(zip(sources, groups, strict=True))
+        for path in paths
+    )
     if not files:
         raise DataError(
             "no data files were named", where="--data", fix="give --data a file, a folder or a glob"
         )
-    if twice := named_twice(files):
+    if twice := named_twice([file.path for file in files]):
         logger.warning(
             "read more than once, as asked: %s (name a file once to train on it once)",
             ", ".join(twice),
         )
-    return groups
+    return files
 
 
-def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]) -> list[Path]:
-    """The files that each path names, in order; what is wrong with several paths is reported
-    together.
-    """
-    files: list[Path] = []
+def expand_each(
+    paths: Sequence[str | Path], expand: Callable[[str], list[Path]]
+) -> list[list[Path]]:
+    """The files that each path names; what is wrong with several paths is reported together."""
+    groups: list[list[Path]] = []
     problems: list[FinetuneError] = []
     for path in paths:
         try:
-            files += expand(str(path))
+            groups.append(expand(str(path)))
         except DataError as problem:
             problems.append(problem)
     raise_problems(problems)
-    return files
+    return groups
 
 
 def named_twice(files: Sequence[Path]) -> list[str]:
@@ -105,7 +113,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def glob_files(pattern: Path) -> list[Path]:
-    """The files that a glob names, sorted by name; ** stands for folders at any depth."""
+    """The files that a glob names, sorted by name; ** matches folders at any depth."""
     return sorted(
         path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file()
     )
@@ -183,13 +191,13 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     and arrow).
 
     A file whose first character is `[` is one JSON array, any other text file but .csv is JSON
-    Lines, whatever its suffix. All are streamed; blank lines are no records.
+    Lines, regardless of its suffix. All are streamed; blank lines are no records.
 
     Raises:
         DataError: an array that is broken (records after the break cannot be told apart), or an
             unreadable file.
     """
-    with said_if_unreadable(path):
+    with wrap_read_errors(path):
         kind = file_kind(path)
         if kind in ("parquet", "arrow"):
             read = parquet_batches if kind == "parquet" else arrow_batches
@@ -202,19 +210,32 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
                 yield from line_records(file, path)
 
 
+def lines_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """The lines of a file that start in these bytes."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the rest of a line that starts before
+        while file.tell() < stop and (line := file.readline()):
+            yield line
+
+
 def line_records(
-    lines: Iterable[bytes], path: Path, *, is_start: bool = True
+    lines: Iterable[bytes], path: Path | None = None, *, is_start: bool = True
 ) -> Iterator[tuple[int, Any]]:
     """The records of JSON Lines as in `read_records`, with lines counted from 1.
 
     Args:
-        path: for messages.
+        path: if given, a file that is one object over several lines is refused.
         is_start: whether the first line is the file's first.
+
+    Raises:
+        DataError: such a file.
     """
     for line, raw in enumerate(lines, 1):
         if line == 1 and is_start:
             raw = raw.removeprefix(codecs.BOM_UTF8)
-            if raw.strip() == b"{":
+            if path is not None and raw.strip() == b"{":
                 raise DataError(
                     "the file is one JSON object over several lines",
                     where=f"{path}:1",
@@ -225,7 +246,7 @@ def line_records(
 
 
 def decode_record(raw: bytes) -> Any:
-    """The record on a line of JSON Lines, or the RecordProblem that says why there is none."""
+    """The record on a line of JSON Lines, or the RecordProblem that explains why there is none."""
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.fields import HUB_PREFIXES
+from finetune.data.report import first_line
 from finetune.errors import DataError
 
 # hub:owner/name, with /subset, @revision and :split behind it where they are needed.
@@ -52,13 +53,14 @@ def hub_files(given: str) -> list[Path] | None:
     load = _load_modelscope if prefix == "modelscope:" else _load_hub
     try:
         rows = load(name, found["subset"], found["revision"], found["split"] or "train")
-    except Exception as error:  # the libraries, and those below them, raise kinds of their own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # the libraries, and those below them, raise their own classes
         fix = (
             "check name and connection (HF_ENDPOINT names a mirror; offline it must be cached);"
             f" {_FORM}"
         )
-        raise DataError(f"the data set cannot be loaded: {reason}", where=given, fix=fix) from error
+        raise DataError(
+            f"the data set cannot be loaded: {first_line(error)}", where=given, fix=fix
+        ) from error
     files = [Path(entry["filename"]) for entry in rows.cache_files]
     if not files:
         raise DataError(
@@ -97,10 +99,9 @@ def _commit(name: str, revision: str | None) -> str | None:
     try:
         return HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:  # of huggingface_hub and of what is below it
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = (
             f"the commit of revision {revision} is not known (offline write its 40 digits):"
-            f" {reason}"
+            f" {first_line(error)}"
         )
         raise ValueError(what) from error
 

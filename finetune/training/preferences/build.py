@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.batching.steps import AnswerBatches, BatchSource, InOrder
 from finetune.config.preference_config import PreferenceConfig
 from finetune.data import cache
-from finetune.data.preference.batches import AnswerBatches
-from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.samples import Samples
-from finetune.data.steps import BatchSource, InOrder
+from finetune.data.samples import PreferenceSamples, Samples
 from finetune.modeling.preference_loss import WeighedHead
 from finetune.runtime.launch_environment import LaunchWorld
 from finetune.training.build_sft import Place, build_as

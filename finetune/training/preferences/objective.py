@@ -10,10 +10,9 @@ from inspect import signature
 import numpy as np
 import torch
 
+from finetune.batching.collate import Answers, Microbatch
+from finetune.batching.steps import AnswerSource, LossGroups, StepBatch
 from finetune.config.preference_config import PreferenceConfig
-from finetune.data.collate import Answers, Microbatch
-from finetune.data.preference.batches import AnswerSource
-from finetune.data.steps import LossGroups, StepBatch
 from finetune.modeling import preference_loss as losses_of
 from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.modeling.objective import Scored

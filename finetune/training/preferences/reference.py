@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from finetune.data.collate import Microbatch
+from finetune.batching.collate import Microbatch
 from finetune.modeling.lora import adapter_off
 from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.modeling.preference_loss import document_sums

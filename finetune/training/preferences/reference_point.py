@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from finetune.data.collate import Microbatch
-from finetune.data.preference.batches import AnswerBatches, AnswerSource
-from finetune.data.steps import BatchSource, InOrder, LossGroups
+from finetune.batching.collate import Microbatch
+from finetune.batching.steps import AnswerBatches, AnswerSource, BatchSource, InOrder, LossGroups
 from finetune.modeling.loss import ChunkedHead
 from finetune.runtime import device as devices
 from finetune.runtime.parent_watchdog import progress

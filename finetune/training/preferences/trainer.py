@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from finetune.data.collate import Microbatch
-from finetune.data.preference.batches import AnswerBatches
-from finetune.data.steps import InOrder, StepBatches
+from finetune.batching.collate import Microbatch
+from finetune.batching.steps import AnswerBatches, InOrder, StepBatches
 from finetune.runtime.parent_watchdog import progress
 from finetune.runtime.progress import ProgressLine
 from finetune.training.control import StoppedBeforeTraining

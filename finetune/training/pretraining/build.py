@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from finetune.batching.steps import InOrder, LossGroups, StepBatches
 from finetune.config.fields import DataSource, source_names
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.corpus.windows import JoinedWindows, Windows
-from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.lora import fuse_lora

@@ -77,8 +77,8 @@ def prepare_data(config: PretrainConfig) -> Prepared:
     """Tokenizer, token streams, windows and global batches, with the checks that need no
     weights.
     """
-    from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_hash
-    from finetune.data.corpus.tokenizer import vocabulary_of
+    from finetune.data.corpus.token_shards import TokenShards
+    from finetune.data.corpus.tokenizer import bytes_per_token, tokenizer_hash, vocabulary_of
     from finetune.data.corpus.windows import JoinedWindows, Windows, training_windows
     from finetune.modeling.scratch import scratch_config
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.batching.steps import StepBatches
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.data.steps import StepBatches
 from finetune.training.optimizers import Rates, make_optimizer, set_matrix_schedule
 from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.trainer import RunTrainer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.corpus.best_fit import pack_best_fit
+from finetune.data.corpus.windows import pack_best_fit
 
 
 def by_the_rule(lengths: list[int], size: int) -> list[list[int]]:

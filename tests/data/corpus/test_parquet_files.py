@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from file_system_calls import killed_at
 
-from finetune.data.corpus import documents, parquet_files, passes
+from finetune.data.corpus import documents, preparation
 from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
 from finetune.errors import FinetuneError
 
@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 def test_folders_as_hubs_have_them(
     folder: Path, plain, tmp_path: Path, workers: int, caplog, monkeypatch
 ):
-    monkeypatch.setattr(passes, "_ENCODED_BYTES", 200)  # a row group in several parts
+    monkeypatch.setattr(preparation, "_ENCODED_BYTES", 200)  # a row group in several parts
     caplog.set_level(logging.INFO, "finetune")
     found = prepare(folder, tmp_path / "out", workers=workers)
     assert shards_of(tmp_path / "out") == plain
@@ -127,7 +127,9 @@ def error_of(data: Path, out: Path, **changes: Any) -> str:
 
 
 def test_every_bad_file_is_named_before_any_is_read(folder: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(passes, "documents_of", lambda *given: pytest.fail("a record was read"))
+    monkeypatch.setattr(
+        preparation, "documents_of", lambda *given: pytest.fail("a record was read")
+    )
     whole = write(folder / "CC-3" / "0.parquet", {"text": TEXTS}).read_bytes()
     (folder / "CC-3" / "0.parquet").write_bytes(whole[:-100])
     write(folder / "CC-3" / "1.parquet", {"texts": TEXTS})
@@ -183,13 +185,13 @@ def test_the_footers_of_many_files_are_read_once_before_their_texts_are(folder: 
     reads = []
     real = pq.read_metadata
     monkeypatch.setattr(pq, "read_metadata", lambda *given: reads.append(given) or real(*given))
-    parquet_files.check_parquet(files, "text")
+    documents.check_parquet(files, "text")
     units = list(documents.units_of(files))
     assert len(units) > 0 and len(files) == 4 and len(reads) == 4
 
 
 def test_row_groups_of_gigabytes_are_said(folder: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(parquet_files, "LARGE_GROUP_BYTES", 150)
+    monkeypatch.setattr(documents, "LARGE_GROUP_BYTES", 150)
     prepare(folder, tmp_path / "out")
     assert (
         "3 parquet files have row groups of more than 0 GiB" in caplog.text

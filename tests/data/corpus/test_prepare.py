@@ -26,19 +26,24 @@ from hypothesis import strategies as st
 from launching import ROOT, run_cli, said
 
 from finetune.commands.prepare.command import SMALLEST_VOCAB_SIZE, PrepareOptions, main
+from finetune.data import worker_pool as processes
 from finetune.data.corpus import documents as corpus
 from finetune.data.corpus import preparation as tokens_prepare
-from finetune.data.corpus import worker_pool as processes
-from finetune.data.corpus.passes import split_bound, tokenizer_texts
-from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
+from finetune.data.corpus.preparation import (
+    Prepared,
+    PrepareSettings,
+    prepare_tokens,
+    split_bound,
+    tokenizer_texts,
+)
 from finetune.data.corpus.shard_writer import ShardKind, ShardWriter, finished_shards
-from finetune.data.corpus.token_shards import (
-    TokenShards,
+from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder
+from finetune.data.corpus.tokenizer import (
+    SMALLEST_VOCABULARY,
     bytes_per_token,
-    tokenizer_folder,
+    open_tokenizer,
     tokenizer_hash,
 )
-from finetune.data.corpus.tokenizer import SMALLEST_VOCABULARY, open_tokenizer
 from finetune.errors import DataError, FinetuneError, StateError
 
 WORDS = [
@@ -453,7 +458,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
 ):
     """Killed again and again at random calls, in the same folder, until it is through."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
-    monkeypatch.setattr("finetune.data.corpus.shard_writer._BUFFER_BYTES", 300)
+    monkeypatch.setattr("finetune.data.shards._BUFFER_BYTES", 300)
     borrowed = str(prepared / "tokenizer")
     most = calls_of(lambda: prepare(data, tmp_path / "whole", tokenizer=borrowed))
     expected = content(tmp_path / "whole")
@@ -625,8 +630,8 @@ def test_results_come_in_order_and_few_are_under_way():
             yield number
 
     with processes.ordered_map(abs, 2) as apply:
-        for number, result in enumerate(apply(items())):
-            assert result == number and len(taken) <= number + 2 * processes._AHEAD
+        for number, (item, result) in enumerate(apply(items())):
+            assert item == result == number and len(taken) <= number + 2 * processes._AHEAD
     assert len(taken) == 30
 
 

@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.corpus.shard_header import (
+from finetune.data.corpus.shard_writer import ShardKind, ShardWriter
+from finetune.data.corpus.token_shards import (
     TokenHeader,
+    TokenShards,
     dtype_for,
     header_path,
     index_path,
     read_header,
+    tokenizer_folder,
 )
-from finetune.data.corpus.shard_writer import ShardKind, ShardWriter
-from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder
 from finetune.errors import DataError, Problems
 
 HASH = "ab" * 32

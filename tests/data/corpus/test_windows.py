@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.batching.collate import collate
 from finetune.batching.curriculum import uniform_schedule
 from finetune.batching.sampler import GlobalBatches
-from finetune.data.collate import collate
+from finetune.batching.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.data.corpus.windows import BestFitWindows, Windows
-from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.errors import DataError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import make_chunked_head, microbatch_losses

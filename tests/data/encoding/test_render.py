@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.encoding.encode import Encoder, trained_tokens
-from finetune.data.encoding.render import Renderer, render, stop_token_ids
+from finetune.data.encoding.render import (
+    Encoder,
+    Renderer,
+    _share,
+    render,
+    stop_token_ids,
+    trained_tokens,
+)
 from finetune.data.encoding.spans import ChatTemplate, Turn, content_span, find_turns
-from finetune.data.encoding.truncate import _share
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 ONE = talk("q1", "a1")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from finetune.data.encoding.render import render
 from finetune.data.encoding.templates import TEMPLATES, load_tokenizer, template_source
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 EXPECTED = {

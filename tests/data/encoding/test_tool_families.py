@@ -17,7 +17,7 @@ from finetune.data.encoding.render import Renderer, render
 from finetune.data.encoding.spans import ChatTemplate, find_turns
 from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Conversation, detect_format, to_conversation
-from finetune.data.problems import RecordProblem
+from finetune.data.report import RecordProblem
 from finetune.inference.generation import Generator
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "string"}}}

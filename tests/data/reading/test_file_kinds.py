@@ -18,12 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_models import family
+from sample_rows import expand_paths
 from sample_rows import write_rows as write
 
 from finetune.data import parts
 from finetune.data.dataset import Samples, prepare_samples
-from finetune.data.problems import RecordProblem
-from finetune.data.reading.files import expand_paths, read_records
+from finetune.data.reading.files import read_records
+from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
 ROWS = [
@@ -91,7 +93,9 @@ def test_every_kind_gives_the_same_records_and_samples(
     expected = prepared(files["a.jsonl"], tmp_path / "cache")
     for name, path in files.items():
         assert [record for _, record in read_records(path)] == ROWS, name
-        read = [entry for part in parts.parts_of([path]) for entry in part.read()[0]]
+        read = [
+            entry for part in parts.parts_of([path], [RecordReader()]) for entry in part.read()[0]
+        ]
         assert [record for _, record in read] == ROWS, name
         if name in ("a.jsonl.zst", "a.csv", "stream.arrow"):
             assert prepared(path, tmp_path / "cache").fingerprint == expected.fingerprint, name
@@ -106,14 +110,16 @@ def test_parts_of_what_cannot_be_cut_are_small(
     monkeypatch.setattr(parts, "PART_BYTES", 200)
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
     for name in ("a.jsonl.gz", "a.csv", "file.arrow", "stream.arrow"):
-        found = list(parts.parts_of([files[name]]))
-        assert len(found) > 3 and [part.begins for part in found] == [True] + [False] * (
+        found = list(parts.parts_of([files[name]], [RecordReader()]))
+        assert len(found) > 3 and [part.start == 1 for part in found] == [True] + [False] * (
             len(found) - 1
         )
         assert sum(part.size_bytes for part in found) == files[name].stat().st_size
     large = files["a.csv"].parent / "large.arrow"
     write_arrow(large, ROWS * 500, stream=True)
-    assert max(len(pickle.dumps(part)) for part in parts.parts_of([large])) < 10_000
+    assert (
+        max(len(pickle.dumps(part)) for part in parts.parts_of([large], [RecordReader()])) < 10_000
+    )
 
 
 def test_lines_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

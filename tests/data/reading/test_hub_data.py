@@ -13,11 +13,12 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pytest
 from chat_models import family
+from sample_rows import expand_paths
 
 from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
 from finetune.data.dataset import prepare_samples
-from finetune.data.reading.files import expand_paths, read_records
+from finetune.data.reading.files import read_records
 from finetune.errors import DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.reading import json_array
-from finetune.data.reading.json_array import array_records
+from finetune.data.reading import file_kinds
+from finetune.data.reading.file_kinds import array_records
 from finetune.errors import DataError
 
 VALUES = st.recursive(
@@ -62,7 +62,7 @@ def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int) ->
         path = Path(folder) / "a.json"
         path.write_bytes(raw)
         whole = read(path)
-        patch.setattr(json_array, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(file_kinds, "CHUNK_BYTES", chunk_bytes)
         pieces = read(path)
     if "not UTF-8" in whole[1]:  # read at once, it is found before the first record
         assert pieces[1] == whole[1]
@@ -77,15 +77,15 @@ def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int) ->
 def test_only_some_of_the_text_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": "x" * 50}] * 1000))
-    monkeypatch.setattr(json_array, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(file_kinds, "CHUNK_BYTES", 300)
     held = []
-    extend: Callable[[Any], bool] = json_array._Text._extend
+    extend: Callable[[Any], bool] = file_kinds._Text._extend
 
     def noted(self: Any) -> bool:
         more = extend(self)
         held.append(len(self.text))
         return more
 
-    monkeypatch.setattr(json_array._Text, "_extend", noted)
+    monkeypatch.setattr(file_kinds._Text, "_extend", noted)
     assert len(list(array_records(path))) == 1000
     assert len(held) > 100 and max(held) < 700

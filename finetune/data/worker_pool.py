@@ -1,5 +1,5 @@
-"""One function over many items in several processes: results in order, bounded memory, nobody left
-behind.
+"""One function over many items in several processes: results in order, bounded memory, no process
+left behind.
 """
 
 from __future__ import annotations
@@ -16,11 +16,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.runtime.host import usable_cores
 
-# Items under way per process: enough that none waits, few enough that results do not pile up.
+# Items in flight per process: enough that none waits, few enough that results do not pile up.
 _AHEAD = 3
 
+Apply = Callable[[Iterable[Any]], Iterator[tuple[Any, Any]]]
 _job: Callable[[Any], Any] | None = None
+
+
+def worker_count(requested: int | None, input_bytes: int, bytes_per_worker: int) -> int:
+    """The number of processes that is requested or, if None is, that pays.
+
+    Args:
+        bytes_per_worker: below this, starting another process costs more than it saves.
+    """
+    return requested or max(1, min(usable_cores(), input_bytes // bytes_per_worker))
 
 
 @contextmanager
@@ -30,23 +41,23 @@ def ordered_map(
     *,
     start: str = "spawn",
     option: str = "--num-workers",
-) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """`with ordered_map(job, n) as apply: for result in apply(items)`: the results of `job(item)`
-    in order.
+) -> Iterator[Apply]:
+    """`with ordered_map(job, n) as apply: for item, result in apply(items)`: `job(item)` of each
+    item, in order.
 
     Args:
         job: called in every process; sent there once, so it may be large. With one worker it is
             called here.
         num_workers: processes.
-        start: how they begin; "fork" where the caller's main module may be a script that must not
-            run again.
+        start: how they begin; "fork" if the caller's main module may be a script that must not run
+            again.
         option: what sets the number of processes, for the message.
 
     Raises:
-        FinetuneError: a process was killed; and whatever `job` raises.
+        FinetuneError: a process was killed; and what `job` raises.
     """
     if num_workers == 1:
-        yield lambda items: map(job, items)
+        yield lambda items: ((item, job(item)) for item in items)
         return
     pool = ProcessPoolExecutor(
         num_workers,
@@ -68,14 +79,17 @@ def ordered_map(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, items: Iterable[Any], most: int) -> Iterator[Any]:
+def _in_order(
+    pool: ProcessPoolExecutor, items: Iterable[Any], max_ahead: int
+) -> Iterator[tuple[Any, Any]]:
     waiting: deque[Any] = deque()
     for item in items:
-        waiting.append(pool.submit(_run, item))
-        if len(waiting) >= most:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+        waiting.append((item, pool.submit(_run, item)))
+        if len(waiting) >= max_ahead:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    for item, future in waiting:
+        yield item, future.result()
 
 
 def _start(job: Callable[[Any], Any]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.audit import _earliest
-from finetune.data.ngrams import BANDS, SCRIPTS, band_keys, words_of
+from finetune.commands.inspect.audit import _earliest
+from finetune.commands.inspect.ngrams import BANDS, SCRIPTS, band_keys, words_of
 
 
 def plain_words(text: str) -> list[str]:

@@ -27,8 +27,8 @@ from finetune.data.formats import (
     to_conversation,
     tools_of,
 )
-from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
+from finetune.data.report import RecordProblem
 
 PreferenceForm = Literal["pairs", "labels"]
 
