@@ -10,14 +10,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from finetune.commands.serve.guard import Receive, Scope, Send
 from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable
 from finetune.commands.serve.workers import Event, NoWorker, QueueFull, WorkerPool
@@ -89,7 +89,8 @@ class AnswerResponse(Response):
         self._status = "error"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = asyncio.create_task(self._answer(scope, receive, send))
+        self._connection = (scope, receive, send)
+        answer = asyncio.create_task(self._answer())
         leaving = asyncio.create_task(_until_left(receive))
         try:
             await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -105,22 +106,16 @@ class AnswerResponse(Response):
             self.metrics.requests.labels(self.endpoint, self._status).inc()
             self.metrics.duration.observe(time.monotonic() - self._began)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self) -> None:
         try:
             with anyio.fail_after(self.options.request_seconds):
-                async with AsyncExitStack() as stack:
-                    events = await stack.enter_async_context(self._events())
-                    if self.request.stream:
-                        await self._stream(events, send)
-                    else:
-                        await self._whole(events, scope, receive, send)
+                async with self._events() as events:
+                    await (self._stream(events) if self.request.stream else self._whole(events))
             self._status = "200"
         except TimeoutError:
-            await self._fail(
-                unavailable("the answer took too long", "timeout", status=504), scope, receive, send
-            )
+            await self._fail(unavailable("the answer took too long", "timeout", status=504))
         except ApiError as error:
-            await self._fail(error, scope, receive, send)
+            await self._fail(error)
 
     @asynccontextmanager
     async def _events(self) -> AsyncIterator[AsyncIterator[Event]]:
@@ -142,9 +137,7 @@ class AnswerResponse(Response):
         except TimeoutError as error:  # of the queue; the limit of the whole answer is further out
             raise unavailable("no worker had room in time; try again", "queue_timeout") from error
 
-    async def _whole(
-        self, events: AsyncIterator[Event], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _whole(self, events: AsyncIterator[Event]) -> None:
         async for event in events:
             if event["is"] == "piece":
                 self._first_token()
@@ -153,9 +146,10 @@ class AnswerResponse(Response):
                 body = self.shape.whole(
                     event["text"], event["finish_reason"], counts, event.get("calls", ())
                 )
-                await JSONResponse(body)(scope, receive, send)
+                await JSONResponse(body)(*self._connection)
 
-    async def _stream(self, events: AsyncIterator[Event], send: Send) -> None:
+    async def _stream(self, events: AsyncIterator[Event]) -> None:
+        send = self._connection[2]
         async for event in events:
             if event["is"] == "accepted":
                 headers = [
@@ -177,13 +171,12 @@ class AnswerResponse(Response):
                     await _send_event(send, self.shape.counts(counts))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(self, error: ApiError) -> None:
         self._status = str(error.status)
         if not self._started:
-            await JSONResponse(error.body, error.status, headers=error.headers)(
-                scope, receive, send
-            )
+            await error.response()(*self._connection)
             return
+        send = self._connection[2]
         # The protocol's way to say it in the middle of a stream; clients raise it.
         await _send_event(send, error.body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -60,29 +60,22 @@ def create_app(
     return Guard(app, rules)
 
 
-def _error(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> JSONResponse:
-        return _error(error)
+    async def known(_: Request, error: ApiError) -> Response:
+        return error.response()
 
     @app.exception_handler(HTTPException)
-    async def by_the_router(_: Request, error: HTTPException) -> JSONResponse:
+    async def by_the_router(_: Request, error: HTTPException) -> Response:
         message, code = _PHRASES.get(error.status_code, (str(error.detail), None))
-        return _error(
-            ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        )
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+    async def unexpected(_: Request, error: Exception) -> Response:
         # uvicorn logs the exception; its message may hold the prompt, so the client does not get
         # it.
-        return _error(
-            ApiError(500, "the server failed on this request", kind="server_error", code="internal")
-        )
+        message = "the server failed on this request"
+        return ApiError(500, message, kind="server_error", code="internal").response()
 
 
 def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:

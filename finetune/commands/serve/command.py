@@ -128,17 +128,11 @@ def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Gu
 def _make_server(options: ServeOptions, app: Guard) -> uvicorn.Server:
     import uvicorn
 
-    from finetune.commands.serve.connections import (
-        MAX_HEAD_BYTES,
-        ConnectionLimits,
-        limited_protocol,
-    )
-    from finetune.commands.serve.log_limit import LineLimit
+    from finetune.commands.serve.connections import MAX_HEAD_BYTES, LineLimit, limited_protocol
 
-    limits = ConnectionLimits(options.max_connections, options.head_seconds, options.write_seconds)
     config = uvicorn.Config(
         app,
-        http=limited_protocol(limits),
+        http=limited_protocol(options),
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=15,

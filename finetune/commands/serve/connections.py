@@ -1,5 +1,6 @@
-"""Connections with limits that uvicorn has no setting for: how many there are, how long a request's
-head may take, and how long a client may take to read what was written for it.
+"""Limits that uvicorn has no setting for: how many connections there are, how long a request's head
+may take, how long a client may take to read what was written for it, and how many lines clients may
+cause in the log.
 
 Without them, a client holds its connection for ever: with one byte of a header now and then, by
 never reading, or with a byte of a body that was refused.
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from dataclasses import dataclass
+import logging
+import threading
+import time
 from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.protocol import ApiError
 
 MAX_HEAD_BYTES = 32 << 10
@@ -25,17 +28,9 @@ MAX_HEAD_BYTES = 32 << 10
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 4 << 20
 LINGER_SHARE = 4
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Most connections, seconds for a head, and seconds for what is buffered at any moment to be
-    read by the client.
-    """
-
-    connections: int
-    head_seconds: float
-    write_seconds: float
+# Lines that clients cause in the log: so many in so long.
+LOG_LINES = 20
+LOG_SECONDS = 60.0
 
 
 class _Transport:
@@ -59,7 +54,7 @@ class _Transport:
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with these limits; a subclass sets them."""
 
-    limits: ClassVar[ConnectionLimits]
+    limits: ClassVar[ServeOptions]
     lingering_count: ClassVar[int]
     lingering = False  # refused; the answer is out, and what comes is thrown away
     _real: asyncio.Transport
@@ -72,7 +67,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         self._real = transport
         super().connection_made(_Transport(transport, self))
-        if len(self.connections) - type(self).lingering_count > self.limits.connections:
+        if len(self.connections) - type(self).lingering_count > self.limits.max_connections:
             self._refuse(503, "too many connections", "too_many_connections")
             return
         self._start_head_timer()
@@ -156,15 +151,13 @@ class LimitedProtocol(H11Protocol):
     # ------------------------------------------------------------ refusing and closing
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        body = json.dumps(ApiError(status, message, code=code).body).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        headers = {"connection": "close"}
+        response = ApiError(status, message, code=code, headers=headers).response()
         events = (
-            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-            h11.Data(data=body),
+            h11.Response(
+                status_code=status, headers=response.raw_headers, reason=STATUS_PHRASES[status]
+            ),
+            h11.Data(data=response.body),
             h11.EndOfMessage(),
         )
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is under way already
@@ -181,7 +174,7 @@ class LimitedProtocol(H11Protocol):
     def _linger(self) -> None:
         if self.transport.is_closing():
             return
-        if type(self).lingering_count * LINGER_SHARE >= self.limits.connections:
+        if type(self).lingering_count * LINGER_SHARE >= self.limits.max_connections:
             self._real.close()
             return
         self.lingering = True
@@ -194,6 +187,52 @@ class LimitedProtocol(H11Protocol):
         self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._real.close)
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
-    """The protocol class with its limits, for `uvicorn.Config(http=...)`."""
+def limited_protocol(limits: ServeOptions) -> type[LimitedProtocol]:
+    """Return the protocol class with its limits, for `uvicorn.Config(http=...)`."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "lingering_count": 0})
+
+
+class LineLimit(logging.Filter):
+    """At most `lines` records in any window of `seconds`, for all loggers that have this filter
+    together.
+    """
+
+    def __init__(
+        self, report: logging.Logger, lines: int = LOG_LINES, seconds: float = LOG_SECONDS
+    ) -> None:
+        super().__init__()
+        self._report = report
+        self._lines = lines
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._window_began = 0.0
+        self._seen = 0
+        self._dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._window_began >= self._seconds:
+                self._window_began = now
+                self._seen = 0
+            self._seen += 1
+            if self._seen <= self._lines:
+                return True
+            self._dropped += 1
+            if self._dropped == 1:
+                timer = threading.Timer(
+                    self._window_began + self._seconds - now, self._log_dropped_count
+                )
+                timer.daemon = True
+                timer.start()
+            return False
+
+    def _log_dropped_count(self) -> None:
+        with self._lock:
+            count, self._dropped = self._dropped, 0
+        self._report.warning(
+            "%d more lines about clients' requests were left out in %g seconds",
+            count,
+            self._seconds,
+        )

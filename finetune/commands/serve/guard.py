@@ -11,20 +11,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finetune.commands.serve.protocol import ApiError
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
@@ -43,6 +39,8 @@ RESPONSE_HEADERS = {
 }
 OPEN_PATHS = frozenset(("/", "/app.js", "/markdown.js", "/style.css", "/icon.svg", "/health"))
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:/?#@\\]+))(?::[0-9]{0,5})?")
+# Headers of which a second one would let two readers see two requests.
+_SINGLE = ("host", "origin", "authorization", "content-length", "content-type")
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
@@ -69,41 +67,48 @@ class Rules:
 class Guard:
     """ASGI middleware with the rules."""
 
-    def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], rules: Rules
-    ) -> None:
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self.app = app
         self.rules = rules
-        self._token_digest = (
-            None if rules.token is None else hashlib.sha256(rules.token.encode()).digest()
-        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        guarded_send = _with_headers(send)
+
+        async def guarded_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in RESPONSE_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        headers = Headers(scope=scope)
         try:
-            headers = _single_headers(scope)
+            for name in _SINGLE:
+                if len(headers.getlist(name)) > 1:
+                    raise ApiError(400, f"the header {name} comes twice", code="invalid_header")
             self._check_host(headers)
             self._check_origin(scope, headers)
             self._check_token(scope, headers)
             body = await self._body(scope, headers, receive)
         except ApiError as error:
-            await _send_error(guarded_send, error)
-            return
-        if body is None:  # the client left
-            return
-        await self.app(scope, _replay(body, receive), guarded_send)
+            # The connection ends after it: what was refused is not read.
+            error.headers["connection"] = "close"
+            await error.response()(scope, receive, guarded_send)
+        except ClientDisconnect:
+            pass
+        else:
+            await self.app(scope, _replay(body, receive), guarded_send)
 
-    def _check_host(self, headers: dict[str, str]) -> None:
+    def _check_host(self, headers: Headers) -> None:
         name = _host_name(headers.get("host", ""))
         if name is None:
             raise ApiError(400, "the Host header is missing or wrong", code="invalid_host")
         if name not in self.rules.hosts and not (self.rules.any_address and _is_address(name)):
             raise ApiError(421, "this server does not answer for that host", code="unknown_host")
 
-    def _check_origin(self, scope: Scope, headers: dict[str, str]) -> None:
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is not None:
             try:
@@ -119,14 +124,12 @@ class Guard:
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not navigating:
             raise ApiError(403, "requests from other sites are refused", code="cross_origin")
 
-    def _check_token(self, scope: Scope, headers: dict[str, str]) -> None:
-        if self._token_digest is None or (
-            scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
-        ):
+    def _check_token(self, scope: Scope, headers: Headers) -> None:
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+        if self.rules.token is None or is_open:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
-        if not hmac.compare_digest(digest, self._token_digest) or kind.lower() != "bearer":
+        if not _same(given.strip(), self.rules.token) or kind.lower() != "bearer":
             raise ApiError(
                 401,
                 "the token is missing or wrong; send Authorization: Bearer TOKEN",
@@ -134,65 +137,49 @@ class Guard:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes | None:
-        """The whole body; None if the client left."""
-        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[
-            0
-        ].strip().lower() not in ("application/json",):
+    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
+        """Return the whole body.
+
+        Raises:
+            ClientDisconnect: the client left.
+        """
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
             raise ApiError(
                 415, "send Content-Type: application/json", code="unsupported_media_type"
             )
-        if "transfer-encoding" in headers and "content-length" in headers:
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" not in headers:
+            if length == "0":
+                return b""
+        elif "content-length" in headers:
             # A proxy might have taken the other.
             raise ApiError(400, "the body has two lengths", code="invalid_header")
-        if not has_body:
-            return b""
         limit = self.rules.max_body_bytes
         too_large = ApiError(
             413, f"the body is larger than {limit} bytes", code="request_too_large"
         )
-        if (
-            headers.get("content-length", "0").isdigit()
-            and int(headers.get("content-length", "0")) > limit
-        ):
+        if length.isdigit() and int(length) > limit:
             raise too_large
         body = bytearray()
-        with anyio.move_on_after(self.rules.body_seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
+        seconds = self.rules.body_seconds
+        with anyio.move_on_after(seconds):
+            async for part in Request(scope, receive).stream():
+                body += part
                 if len(body) > limit:
                     raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-        seconds = self.rules.body_seconds
+            return bytes(body)
         raise ApiError(
             408, f"the body took longer than {seconds:g} seconds", code="request_timeout"
         )
 
 
-def _single_headers(scope: Scope) -> dict[str, str]:
-    """Headers by lower-case name.
-
-    Raises:
-        ApiError: one that must be single comes twice, so that two readers could see two requests.
-    """
-    found: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
-        name = raw_name.decode("latin-1").lower()
-        if name in found and name in (
-            "host",
-            "origin",
-            "authorization",
-            "content-length",
-            "content-type",
-        ):
-            raise ApiError(400, f"the header {name} comes twice", code="invalid_header")
-        found[name] = raw_value.decode("latin-1")
-    return found
+def _same(given: str, token: str) -> bool:
+    """Compare in a time that says nothing about the token."""
+    given_digest, digest = (
+        hashlib.sha256(text.encode(errors="surrogateescape")).digest() for text in (given, token)
+    )
+    return hmac.compare_digest(given_digest, digest)
 
 
 def _host_name(host: str) -> str | None:
@@ -212,46 +199,15 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _with_headers(send: Send) -> Send:
-    async def sending(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            there = {name.lower() for name, _ in message.get("headers", [])}
-            extra = [
-                (name.encode(), value.encode())
-                for name, value in RESPONSE_HEADERS.items()
-                if name.encode() not in there
-            ]
-            message = {**message, "headers": [*message.get("headers", []), *extra]}
-        await send(message)
-
-    return sending
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, then whatever comes: the client's leaving."""
-    given = False
+    """Return a `receive` that gives the body as one message, then waits for the client to leave."""
+    parts = [body]
 
-    async def receiving() -> dict[str, Any]:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+    async def receiving() -> Message:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
         while (message := await receive())["type"] != "http.disconnect":
             pass
         return message
 
     return receiving
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    """The error, after which the connection ends: what was refused is not read."""
-    body = json.dumps(error.body).encode()
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",
-    }
-    headers |= error.headers
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
+from starlette.responses import JSONResponse
 
 from finetune.errors import ConfigError
 from finetune.inference.sampling import (
@@ -76,6 +77,9 @@ class ApiError(Exception):
         self.status = status
         self.headers = dict(headers or {})
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def unavailable(message: str, code: str, *, status: int = 503) -> ApiError:
@@ -166,15 +170,11 @@ class ChatMessage(_Request):
         return self
 
     def plain(self) -> dict[str, Any]:
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        plain: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text,
-        }
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id:
@@ -213,17 +213,13 @@ class AnswerRequest(_Request):
         range.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        tokens = (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
-        given = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-        }
-        given |= {"max_new_tokens": tokens, "stop": stops or None}
-        changes = {name: value for name, value in given.items() if value is not None}
+        tokens = self.max_completion_tokens or self.max_tokens
+        own = {"temperature", "top_p", "top_k", "repetition_penalty", "seed"}
+        changes = self.model_dump(include=own, exclude_none=True)
+        if stops:
+            changes["stop"] = stops
+        if tokens:
+            changes["max_new_tokens"] = tokens
         try:
             Sampling(**changes)
         except ConfigError as error:
@@ -304,36 +300,24 @@ def _as_api_error(error: ValidationError) -> ApiError:
         (one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0]
     )
     # Of a union, pydantic names the branch too: list[...], str, constrained-str.
-    names = [
-        part
-        for part in first["loc"]
-        if not (isinstance(part, str) and ("[" in part or part.endswith("str")))
-    ]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(
-        "."
-    )
-    if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"unknown parameter: {param[:100]}", param=param[:100], code="unknown_parameter"
-        )
-    if param == "messages" and first["type"] == "too_short":
-        return ApiError(
-            400, "messages is empty: send at least one message", param=param, code="empty_array"
-        )
-    if (
-        param.startswith("messages")
-        and first["type"] == "literal_error"
-        and param.endswith(".type")
-    ):
-        return ApiError(
-            400,
-            "a content part must have type text; nothing is fetched",
-            param=param,
-            code="unsupported_content",
-        )
-    return ApiError(
-        400, f"{param or 'the body'}: {first['msg']}", param=param or None, code="invalid_value"
-    )
+    path = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif "[" not in part and not part.endswith("str"):
+            path += f".{part}"
+    param = path.lstrip(".")
+    kind = first["type"]
+    message, code = f"{param or 'the body'}: {first['msg']}", "invalid_value"
+    if kind == "extra_forbidden":
+        param = param[:100]
+        message, code = f"unknown parameter: {param}", "unknown_parameter"
+    elif param == "messages" and kind == "too_short":
+        message, code = "messages is empty: send at least one message", "empty_array"
+    elif kind == "literal_error" and param.startswith("messages") and param.endswith(".type"):
+        message = "a content part must have type text; nothing is fetched"
+        code = "unsupported_content"
+    return ApiError(400, message, param=param or None, code=code)
 
 
 # ---------------------------------------------------------------- answers

@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from finetune.errors import ConfigError, FinetuneError
@@ -62,11 +62,7 @@ class Worker:
     task: asyncio.Task[None] | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        if (
-            self.process is not None
-            and self.process.stdin is not None
-            and not self.process.stdin.is_closing()
-        ):
+        if self.process is not None and not self.process.stdin.is_closing():
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
@@ -77,38 +73,35 @@ class _WaitingRequest:
     granted: asyncio.Future[Worker]
 
 
+@dataclass(eq=False)
 class WorkerPool:
-    """Workers with the same model, each with its variables on top of this process's own.
+    """Workers with the same model.
 
-    Each loads with `load`, arguments of `load_for_generation`, and writes up to `per_worker`
-    answers at the same time; `max_queue` requests may wait for room. A worker that is silent for
-    `worker_seconds` is ended. `on_restart` is called when a worker is started again.
+    Attributes:
+        load: arguments of `load_for_generation`.
+        environments: variables of each worker, on top of this process's own.
+        per_worker: answers that a worker writes at the same time.
+        max_queue: requests that may wait for room.
+        worker_seconds: a worker that is silent for so long is ended.
+        on_restart: called when a worker is started again.
+        about: what the first worker reported when it was ready.
     """
 
-    def __init__(
-        self,
-        load: Mapping[str, Any],
-        environments: Sequence[Mapping[str, str]],
-        *,
-        per_worker: int,
-        max_queue: int,
-        worker_seconds: float = 30.0,
-        command: Sequence[str] = WORKER_COMMAND,
-        on_restart: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._load = dict(load)
-        self._command = tuple(command)
-        self._on_restart = on_restart
-        self.workers = [
-            Worker(number, environment) for number, environment in enumerate(environments)
-        ]
-        self.per_worker = per_worker
-        self.max_queue = max_queue
-        self.worker_seconds = worker_seconds
-        self._waiting: deque[_WaitingRequest] = deque()
-        self.about: dict[str, Any] = {}  # what the first worker reported when it was ready
-        self.all_failed = asyncio.Event()
-        self._closing = False
+    load: Mapping[str, Any]
+    environments: Sequence[Mapping[str, str]]
+    _: KW_ONLY
+    per_worker: int
+    max_queue: int
+    worker_seconds: float = 30.0
+    command: Sequence[str] = WORKER_COMMAND
+    on_restart: Callable[[], None] = lambda: None
+    about: dict[str, Any] = field(default_factory=dict)
+    all_failed: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: deque[_WaitingRequest] = field(default_factory=deque)
+    _closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.workers = [Worker(*pair) for pair in enumerate(self.environments)]
 
     # ------------------------------------------------------------ life
 
@@ -173,7 +166,7 @@ class WorkerPool:
                 return
             worker.state = "pausing"
             worker.restarts += 1
-            self._on_restart()
+            self.on_restart()
             pause = 0.0 if failed_starts == 0 else min(LONGEST_PAUSE_SECONDS, 2.0**failed_starts)
             logger.warning("worker %d ended (%s) and is started again", worker.number, error.what)
             await asyncio.sleep(pause)
@@ -187,7 +180,7 @@ class WorkerPool:
         )
         was_ready = False
         worker.process = process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *self.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **worker.environment},
@@ -195,10 +188,10 @@ class WorkerPool:
         )
         watch: asyncio.Task[None] | None = None
         try:
-            worker.send({"do": "load", **self._load})
+            worker.send({"do": "load", **self.load})
             while line := await process.stdout.readline():
                 event = json.loads(line)
-                self._heard(worker)
+                self._mark_responsive(worker)
                 if event["is"] == "ready":
                     was_ready = True
                     self.about = self.about or event
@@ -246,7 +239,7 @@ class WorkerPool:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
-    def _heard(self, worker: Worker) -> None:
+    def _mark_responsive(self, worker: Worker) -> None:
         worker.silent_checks = 0
         if worker.state == "silent":
             worker.state = "ready"

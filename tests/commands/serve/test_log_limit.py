@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from finetune.commands.serve.log_limit import LineLimit
+from finetune.commands.serve.connections import LineLimit
 
 
 def test_lines_beyond_the_rate_are_counted():
