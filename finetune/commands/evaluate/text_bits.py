@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.commands.evaluate.measure_loss import sample_sums
-from finetune.commands.evaluate.measures import ratios
+from finetune.commands.evaluate.measure_loss import progress, sample_sums
 from finetune.commands.evaluate.options import EvalOptions
-from finetune.commands.evaluate.progress import progress
-from finetune.commands.evaluate.scores import ModelScores
+from finetune.commands.evaluate.scores import ModelScores, ratios
 from finetune.data.collate import Microbatch, collate_windows
 from finetune.data.corpus.documents import documents_of, find_files, units_of
 from finetune.data.corpus.tokenizer import DocumentEncoder, separator_of
