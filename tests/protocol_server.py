@@ -123,10 +123,10 @@ class Server:
         if path != "/v1/chat/completions":
             return 404, {"error": {"message": "no such path"}}
         assert body["temperature"] == 0
-        seen = self.model.chat(
+        response = self.model.chat(
             body["messages"], min(body["max_tokens"], 6 if self.way == "cuts" else 1 << 20)
         )
-        text, finish, tokens = seen.answer, seen.finish, seen.answer_tokens
+        text, finish, tokens = response.answer, response.finish, response.answer_tokens
         if self.way == "echoes":
             text, finish = f"{key} \ud800 {text}", f"stop {key}" * 100
         if self.way == "stops":
@@ -135,7 +135,7 @@ class Server:
             words = text.split(" ")
             self.draw.shuffle(words)
             text = " ".join(words)
-        usage = {"prompt_tokens": seen.prompt_tokens, "completion_tokens": tokens}
+        usage = {"prompt_tokens": response.prompt_tokens, "completion_tokens": tokens}
         message = (
             {"content": text}
             if self.way != "reasons"
@@ -144,6 +144,6 @@ class Server:
         choice = {"message": message, "finish_reason": finish}
         if self.way == "vllm" and body.get("logprobs"):
             choice["logprobs"] = {
-                "content": [{"token": "", "logprob": number} for number in seen.logprobs]
+                "content": [{"token": "", "logprob": number} for number in response.logprobs]
             }
         return 200, {"choices": [choice], "usage": usage}

@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     setup_console(0)
     probe_torch_npu()
-    from finetune.commands.evaluate.candidates import find_candidates
-    from finetune.commands.evaluate.evaluation import Evaluation
+    from finetune.commands.evaluate.evaluation import Evaluation, find_candidates
 
     evaluation = Evaluation(
         options, find_candidates(options.model, options.adapter, base=options.base)
@@ -38,9 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
-    from finetune.commands.evaluate.comparison import comparison
-    from finetune.commands.evaluate.scores import markdown_table, rich_table, tables
-    from finetune.commands.evaluate.significance import compare
+    from finetune.commands.evaluate.scores import (
+        compare,
+        comparison,
+        markdown_table,
+        rich_table,
+        tables,
+    )
     from finetune.storage.run_log import strict
 
     differences = compare(scores)

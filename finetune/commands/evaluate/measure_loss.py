@@ -4,6 +4,7 @@ schedule and the definition of training.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
 from finetune.modeling.preference_loss import document_sums
 from finetune.runtime import device as devices
+from finetune.runtime.terminal import console as terminal_console
 
 SAMPLES_PER_BATCH = 64  # planned together, and one move of the progress bar
 MICROBATCH_TOKENS = 2048
@@ -149,3 +151,16 @@ def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
         yield can_pack(model.config)
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's standard error; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.progress import Progress as Bars
+
+    with Bars(console=terminal_console(stderr=True), transient=True) as bars:
+        task = bars.add_task(title, total=total)
+        yield lambda count: bars.advance(task, count)

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.batching.steps import AnswerBatches, StepBatches
-from finetune.commands.evaluate.answers import find_answer, same_answer
-from finetune.commands.evaluate.measure_loss import sample_sums
-from finetune.commands.evaluate.measures import ratios
+from finetune.commands.evaluate.measure_loss import progress, sample_sums
 from finetune.commands.evaluate.options import EvalOptions
-from finetune.commands.evaluate.progress import progress
 from finetune.commands.evaluate.prompts import (
     EvalPrompt,
+    find_answer,
     find_difficulties,
     has_pairs,
     read_prompts,
+    same_answer,
     spread,
     warn_of_other_answers,
 )
-from finetune.commands.evaluate.scores import ModelScores, Score
+from finetune.commands.evaluate.scores import ModelScores, Score, ratios
 from finetune.config.fields import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
 from finetune.data.preference.reader import PreferenceForm, reader_of

@@ -1,9 +1,9 @@
-"""Tasks of lm_eval, EleutherAI's evaluation harness, by its Python API: `lm_eval.evaluate` with our
-loaded model.
+"""Tasks of lm_eval, EleutherAI's evaluation harness, by its entry point
+`lm_eval.simple_evaluate` with our loaded model.
 
-What `lm_eval run` measures, with its defaults: no chat template unless asked for, and the seed of
-its few-shot examples (`lm_eval.defaults`). It is not let into this process: what it prints goes
-nowhere, and random states, environment and the level of its logger are afterwards as before.
+What `lm_eval run` measures, with its defaults: no chat template unless asked for, and its seeds.
+Nothing of it reaches this process: what it prints is dropped, and random states, environment and
+the level of its logger are restored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from finetune.commands.evaluate.measures import Measure
 from finetune.commands.evaluate.options import EvalOptions
-from finetune.commands.evaluate.scores import ModelScores
+from finetune.commands.evaluate.scores import Measure, ModelScores
 from finetune.config.names import did_you_mean
 from finetune.errors import ConfigError, FinetuneError
 
@@ -75,10 +74,10 @@ class Tasks:
                     "--tasks",
                     "`lm_eval ls tasks` lists its own; --tasks-path names a folder with others",
                 )
-        self._load()
+        self._check()
 
-    def _load(self) -> dict[str, Any]:
-        """The tasks as lm_eval takes them, with few-shot examples as asked.
+    def _check(self) -> None:
+        """Make the tasks and their documents.
 
         Raises:
             ConfigError: a task that cannot be made, or whose data cannot be had.
@@ -106,16 +105,6 @@ class Tasks:
             )
         if empty := [name for name, count in documents.items() if not count]:
             raise ConfigError(f"the task {empty[0]} has no documents", "--tasks", "give it data")
-        from lm_eval.defaults import DEFAULT_OTHER_SEED
-
-        for task in loaded["tasks"].values():
-            # As lm_eval.simple_evaluate has it: a task that says 0 itself keeps that.
-            if self.options.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-                task.set_config(key="num_fewshot", value=self.options.num_fewshot)
-            elif task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-        return loaded
 
     def facts(self) -> dict[str, Any]:
         asked = {
@@ -131,27 +120,27 @@ class Tasks:
         Raises:
             FinetuneError: lm_eval fails.
         """
-        loaded = self._load()
-        chats = self.options.apply_chat_template
+        options = self.options
         with _contained() as cut, _weights_left_alone(model):
             import lm_eval
             from lm_eval.models.huggingface import HFLM
 
-            torch.manual_seed(0)  # of tasks that sample
             try:
-                found = lm_eval.evaluate(
+                found = lm_eval.simple_evaluate(
                     HFLM(
                         pretrained=model,
                         tokenizer=copy.deepcopy(self.tokenizer),  # it may be given a padding token
                         backend="causal",
-                        batch_size=self.options.batch_size,
-                        max_length=self.options.context_tokens,
+                        batch_size=options.batch_size,
+                        max_length=options.context_tokens,
                         softmax_dtype="float32",
                     ),
-                    loaded,
-                    limit=self.options.limit,
-                    apply_chat_template=chats,
-                    fewshot_as_multiturn=chats,
+                    tasks=self.names,
+                    task_manager=self.manager,
+                    num_fewshot=options.num_fewshot,
+                    limit=options.limit,
+                    apply_chat_template=options.apply_chat_template,
+                    fewshot_as_multiturn=options.apply_chat_template,
                     bootstrap_iters=1000,  # for standard errors that have no formula
                 )
             except Exception as error:
@@ -243,14 +232,15 @@ def _contained() -> Iterator[list[str]]:
     """
     import datasets
 
-    theirs, cuts = logging.getLogger("lm_eval"), _Cuts()
-    level, propagate, environment = theirs.level, theirs.propagate, dict(os.environ)
+    harness_logger, cuts = logging.getLogger("lm_eval"), _Cuts()
+    level, propagate = harness_logger.level, harness_logger.propagate
+    environment = dict(os.environ)
     python, numpy = random.getstate(), np.random.get_state()
     bars = datasets.is_progress_bar_enabled()
     sink = io.StringIO()
-    theirs.addHandler(cuts)
-    theirs.setLevel(logging.WARNING)
-    theirs.propagate = False
+    harness_logger.addHandler(cuts)
+    harness_logger.setLevel(logging.WARNING)
+    harness_logger.propagate = False
     datasets.disable_progress_bars()
     try:
         with (
@@ -260,9 +250,9 @@ def _contained() -> Iterator[list[str]]:
         ):
             yield cuts.found
     finally:
-        theirs.removeHandler(cuts)
-        theirs.setLevel(level)
-        theirs.propagate = propagate
+        harness_logger.removeHandler(cuts)
+        harness_logger.setLevel(level)
+        harness_logger.propagate = propagate
         if bars:
             datasets.enable_progress_bars()
         random.setstate(python)

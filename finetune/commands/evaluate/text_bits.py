@@ -21,11 +21,9 @@ import numpy as np
 
 from finetune.batching.collate import Microbatch, collate_windows
 from finetune.batching.steps import StepBatches
-from finetune.commands.evaluate.measure_loss import sample_sums
-from finetune.commands.evaluate.measures import ratios
+from finetune.commands.evaluate.measure_loss import progress, sample_sums
 from finetune.commands.evaluate.options import EvalOptions
-from finetune.commands.evaluate.progress import progress
-from finetune.commands.evaluate.scores import ModelScores
+from finetune.commands.evaluate.scores import ModelScores, ratios
 from finetune.data.corpus.documents import documents_of, find_files, units_of
 from finetune.data.corpus.tokenizer import DocumentEncoder, separator_of
 from finetune.data.report import RecordProblem

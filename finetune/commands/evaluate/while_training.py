@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.prompts import (
     EvalPrompt,
+    find_answer,
     read_prompts,
+    same_answer,
     spread_evenly,
     warn_of_other_answers,
 )

@@ -164,7 +164,7 @@ def make_gguf(
             " as it is)"
         )
     else:
-        (folder / "Modelfile").write_text(modelfile.text, encoding="utf-8")
+        (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
     write_card(
         folder, source, name=name, dtype=dtype, self_test=asdict(test), gguf_difference=difference
     )

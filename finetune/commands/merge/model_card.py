@@ -210,7 +210,7 @@ def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
 
 
 def rounding_text(rounding: Mapping[str, Any]) -> str:
-    """What the rounding of a quantised base is worth, in a sentence."""
+    """What the rounding of a quantized base is worth, in a sentence."""
     rounded = rounding["merged_into"] != "none"
     into, other = (
         ("weights rounded like that", "the base's own")

@@ -46,12 +46,12 @@ class SelfTest:
     effect: float  # norm of (adapted - base) over the same: what the adapter changes
     agreement: float  # share of positions where merged and adapted take the same token
     texts: int  # how many texts went through the tokenizer and back as before
-    rounding: Rounding | None = None  # where the adapter was trained on a quantised base
+    rounding: Rounding | None = None  # where the adapter was trained on a quantized base
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the rounding of a quantised base is worth in the adapted model."""
+    """What the rounding of a quantized base is worth in the adapted model."""
 
     trained_on: str  # nf4 or int8
     merged_into: str  # the same, or none: the base's own weights

@@ -1,6 +1,4 @@
-"""The conversations that are replayed: records of the data alone, with a system turn, and several
-joined to one.
-"""
+"""The conversations that are replayed: single records, with a system turn, and several joined."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from finetune.errors import DataError
 from finetune.inference.loading import Source, find_run
 
 SYSTEM = "You answer questions about computer networks. 用提问的语言回答。"
-# Some templates and engines strip contents, others do not.
+# Some templates and engines strip contents.
 OUTER_SPACE = "  {}\n"
-MOST_RECORDS = 10_000  # that are looked at
+MAX_RECORDS = 10_000  # that are read
 
 
 def validation_files(source: Source) -> list[str]:
@@ -47,13 +45,13 @@ def validation_files(source: Source) -> list[str]:
 
 
 def choose(
-    files: Sequence[str], template: ChatTemplate, count: int, most_tokens: int | None = None
+    files: Sequence[str], template: ChatTemplate, count: int, max_tokens: int | None = None
 ) -> list[Prompt]:
     """Conversations of all forms that the template takes, the same ones every time; each with its
     rendering.
 
     Args:
-        most_tokens: of a prompt; a conversation that is longer is taken in a simpler form, or left
+        max_tokens: of a prompt; a conversation that is longer is taken in a simpler form, or left
             out.
 
     Raises:
@@ -70,7 +68,7 @@ def choose(
             except RecordProblem:  # no system turn, say: the next form
                 continue
             ids = tuple(template.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if most_tokens is not None and len(ids) > most_tokens:
+            if max_tokens is not None and len(ids) > max_tokens:
                 continue
             messages = [{"role": turn.role, "content": turn.content} for turn in turns]
             if ids not in [prompt.ids for prompt in prompts]:
@@ -94,7 +92,7 @@ def _records(sources: Sequence[DataSource]) -> list[list[Message]]:
         for _, _, conversation in RecordReader(source=file.source).file(file.path):
             if isinstance(conversation, Conversation) and _is_plain(conversation):
                 found.append(list(conversation.messages))
-            if len(found) >= MOST_RECORDS:
+            if len(found) >= MAX_RECORDS:
                 break
     if not found:
         raise DataError(

@@ -1,6 +1,6 @@
-"""A server of the OpenAI protocol as a deployment, and what some engines let see besides.
+"""A server of the OpenAI protocol as a deployment, and what some engines show in addition.
 
-| engine | known by | rendered prompt |
+| engine | recognized by | rendered prompt |
 |---|---|---|
 | vLLM, vllm-ascend | `version` at /version | ids from /tokenize, which takes messages |
 | llama.cpp's server | `default_generation_settings` at /props | text from /apply-template, ids of
@@ -12,20 +12,37 @@ it from /tokenize |
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import math
+import os
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit, urlunsplit
 
-from finetune.commands.verify.evidence import Messages, Seen
-from finetune.commands.verify.wire import PROMPT_REFUSED, Refused, Wire, mend_of
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from finetune.commands.verify.evidence import EngineResponse, Messages
 from finetune.errors import ConfigError, FinetuneError
+from finetune.runtime.language import N_
 
+SHOWN_CHARACTERS = 200  # of a server's own message, or the name of something
 SHOWN_MODELS = 8
-LARGEST_ID = 2**31 - 1
+# characters; a shorter key ("EMPTY", "x") is a placeholder, and its letters are in every answer
+MIN_SECRET = 8
+# Statuses about a prompt or a setting: its template raises, it is too long, log-probabilities are
+# not supported. All other errors concern the server or the whole request.
+PROMPT_REFUSED = (400, 413, 422, 500, 501)
+_FIXES = {
+    401: N_("put the server's key into the variable that --api-key-variable names"),
+    403: N_("put the server's key into the variable that --api-key-variable names"),
+    404: N_("correct the path of --endpoint, or the name in --served-model"),
+    429: N_("the server limits requests: ask less (--prompts), later, or raise its limit"),
+}
 _ENGINE_FACTS = (
     "dtype",
-    "quantization_level",
-    "parameter_size",
     "ftype",
     "model_ftype",
     "n_ctx",
@@ -33,8 +50,91 @@ _ENGINE_FACTS = (
 )
 
 
+def fix_for_status(status: int) -> str:
+    """What to do about an HTTP status."""
+    if status >= 500 and status not in PROMPT_REFUSED:
+        return N_("the server, or a proxy before it, does not work: read its log, and ask again")
+    return _FIXES.get(
+        status, N_("check the deployed chat template, --served-model and the server's log")
+    )
+
+
+# ---------------------------------------------------------------- form of the answers
+
+
+class _Form(BaseModel):
+    """A part of the protocol; what it does not name is ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Token(_Form):
+    logprob: float | None = None
+
+
+class _Logprobs(_Form):
+    content: list[_Token] | None = None
+
+
+class _Message(_Form):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(_Form):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(_Form):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Completion(_Form):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+class _Model(_Form):
+    id: str
+    parent: Any = None
+
+
+class _Models(_Form):
+    data: list[_Model]
+
+
+class _Tokens(_Form):
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class _Rendered(_Form):
+    prompt: str
+
+
+# ---------------------------------------------------------------- requests
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Refused(Exception):
+    """The server answered with an error: its HTTP status and its message."""
+
+    def __init__(self, status: int, words: str) -> None:
+        self.status = status
+        self.words = words
+
+
 class Endpoint:
-    """A server that answers conversations.
+    """A server that answers conversations. The key is in memory and in the requests' headers only.
 
     Args:
         url: with or without the /v1 at its end.
@@ -48,230 +148,198 @@ class Endpoint:
     def __init__(
         self, url: str, model: str | None, *, key_variable: str, timeout_seconds: float
     ) -> None:
-        self._wire = Wire(url, key_variable=key_variable, timeout_seconds=timeout_seconds)
-        self.name = self._wire.root
+        parts = urlsplit(url)
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self.name = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        self._key = os.environ.get(key_variable, "").strip()
+        self._timeout_seconds = timeout_seconds
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ConfigError(
+                f"the key in {key_variable} has characters that cannot be sent",
+                "--api-key-variable",
+                "set the variable to the key alone, on one line",
+            )
+        # A server on this machine or network is not reached through a proxy of the environment.
+        self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
         self.facts: dict[str, Any] = {}
         try:
-            self.model = self._model(model)
+            self.model = model or self._only_model()
+            # A named model needs no list, but a server that answers.
+            if model is not None:
+                with contextlib.suppress(Refused):
+                    self._json("/v1/models")
         except FinetuneError as error:  # nothing has been asked yet
             raise ConfigError(error.what, error.where, error.fix) from None
         self.engine = self._engine()
-        self.facts |= {"engine": self.engine, "model": self._wire.shown(self.model)}
-        self._takes_ids = True
-        self._without_logprobs = set[str]()
+        self.facts |= {"engine": self.engine, "model": self._shown(self.model)}
+        self._gives_logprobs = True
 
-    # ------------------------------------------------------------ answers
-
-    def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [dict(message) for message in messages],
-        }
-        path = "/v1/chat/completions"
+    def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
+        """The greedy answer to a conversation, which the server renders."""
+        path, turns = "/v1/chat/completions", [dict(message) for message in messages]
+        body = {"model": self.model, "messages": turns, "temperature": 0}
+        body |= {"max_tokens": max_new_tokens}
         try:
-            answer = self._asked(path, body, max_new_tokens)
+            completion = self._completion(path, body)
         except Refused as refused:
-            if refused.status < 400:  # another address, or no JSON
+            if refused.status < 400:  # another address
                 raise self._failure(path, refused) from None
             words = f"{refused.status} {refused.words}".strip()
             self.facts.setdefault("refused", words)
-            return Seen("", "refused", prompt_tokens=0, status=refused.status, words=words)
-        return self._seen(path, answer, prompt_ids=self._rendered(body["messages"]))
+            return EngineResponse("", "refused", status=refused.status, words=words)
+        choice, usage = completion.choices[0], completion.usage or _Usage()
+        message, tokens = choice.message, (choice.logprobs or _Logprobs()).content or []
+        logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
+        has_all = 0 < len(tokens) == len(logprobs) and all(map(math.isfinite, logprobs))
+        reasoning = message.reasoning_content or message.reasoning or ""
+        if reasoning:
+            self.facts["reasoning"] = "apart"
+        return EngineResponse(
+            answer=self._text(message.content or ""),
+            finish=self._shown(str(choice.finish_reason)),
+            reasoning=self._text(reasoning),
+            answer_tokens=usage.completion_tokens,
+            logprobs=logprobs if has_all else None,
+            prompt_ids=self._rendered_ids(turns),
+            # Ollama leaves out what it had in its cache.
+            prompt_tokens=None if self.engine == "ollama" else usage.prompt_tokens or None,
+        )
 
-    def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
-        if self.engine == "ollama":  # puts a template of its own around it
-            return None
-        for prompt in [list(ids), text] if self._takes_ids else [text]:
+    def _completion(self, path: str, body: dict[str, Any]) -> _Completion:
+        """The server's answer, with log-probabilities if it gives them."""
+        if self._gives_logprobs:
             try:
-                answer = self._asked(
-                    "/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens
-                )
-                return self._seen("/v1/completions", answer)
-            except Refused:  # of ids: it takes texts only; of a text: it has no such path
-                self._takes_ids = False
-        return None
-
-    def _asked(self, path: str, body: dict[str, Any], max_new_tokens: int) -> Any:
-        """A greedy answer, not checked; with log-probabilities where the server gives them."""
-        body = {**body, "temperature": 0, "max_tokens": max_new_tokens}
-        if path not in self._without_logprobs:
-            wanted = {"logprobs": True} if "messages" in body else {"logprobs": 1}
-            try:
-                return self._wire.json(path, body | wanted)
+                return self._json(path, body | {"logprobs": True}, _Completion)
             except Refused as refused:
                 if refused.status not in PROMPT_REFUSED:
                     raise
-        answer = self._wire.json(path, body)
-        self._without_logprobs.add(path)
-        return answer
+        completion = self._json(path, body, _Completion)
+        self._gives_logprobs = False
+        return completion
 
-    def _seen(self, path: str, answer: Any, **more: Any) -> Seen:
-        """What an answer of either path says. Raises FinetuneError where it is not of the
-        protocol.
-        """
-        try:
-            choice = _of(_of(_of(answer, dict)["choices"], list)[0], dict)
-            message = (
-                _of(choice["message"], dict) if "chat" in path else {"content": choice.get("text")}
-            )
-            text = _of(message.get("content"), str, _NONE) or ""
-            thoughts = (
-                _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE) or ""
-            )
-            usage = _of(answer.get("usage"), dict, _NONE) or {}
-            tokens, made = (
-                _of(usage.get(name), int, _NONE) for name in ("prompt_tokens", "completion_tokens")
-            )
-            finish = _of(choice.get("finish_reason"), str, _NONE)
-            ids, logprobs = _token_logprobs(_of(choice.get("logprobs"), dict, _NONE) or {})
-        except (TypeError, LookupError, ValueError, OverflowError):
-            raise self._wire.foreign(path) from None
-        if thoughts:
-            self.facts["reasoning"] = "apart"
-        return Seen(
-            answer=self._wire.text(text),
-            finish=self._wire.shown(str(finish)),
-            thoughts=self._wire.text(thoughts),
-            answer_tokens=made,
-            answer_ids=ids,
-            logprobs=logprobs,
-            # Ollama leaves out what it had in its cache.
-            prompt_tokens=tokens if tokens and tokens > 0 and self.engine != "ollama" else None,
-            **more,
-        )
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+    def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
         """The prompt's ids, where the engine shows them."""
-        asked: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "add_generation_prompt": True,
-        }
+        if self.engine not in ("llama.cpp", "vllm"):
+            return None
+        body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
         try:
             if self.engine == "llama.cpp":
-                given = _of(
-                    _of(self._wire.json("/apply-template", {"messages": messages}), dict)["prompt"],
-                    str,
-                )
-                asked = {"content": given, "add_special": True, "parse_special": True}
-            if self.engine in ("llama.cpp", "vllm"):
-                tokens = _of(_of(self._wire.json("/tokenize", asked), dict)["tokens"], list)
-                return tuple(map(_id, tokens))
+                content = self._json("/apply-template", {"messages": messages}, _Rendered).prompt
+                body = {"content": content, "add_special": True, "parse_special": True}
+            return tuple(self._json("/tokenize", body, _Tokens).tokens)
         except Refused:
             self.facts["prompt_hidden"] = True
-        except (TypeError, LookupError, ValueError):
-            raise self._wire.foreign("/tokenize") from None
-        return None
+            return None
 
-    # ------------------------------------------------------------ who answers
+    # ------------------------------------------------------------ the server
 
-    def _model(self, wanted: str | None) -> str:
+    def _only_model(self) -> str:
         fix = "name one with --served-model"
         try:
-            data = _of(_of(self._wire.json("/v1/models"), dict)["data"], list)
-            listed = {_of(_of(model, dict)["id"], str): model.get("parent") for model in data}
-        except (Refused, TypeError, LookupError) as error:
-            if wanted is not None:
-                return wanted
-            if not isinstance(error, Refused):
-                raise FinetuneError(
-                    "the server's list of models cannot be read", self.name, fix
-                ) from None
-            failure = self._failure("/v1/models", error)
-            # Other than a key or a redirect: it has no list.
-            of_access = error.status in (401, 403) or 300 <= error.status < 400
+            listed = _Models.model_validate(self._json("/v1/models")).data
+        except ValidationError:
             raise FinetuneError(
-                failure.what, failure.where, failure.fix if of_access else fix
+                "the server's list of models cannot be read", self.name, fix
             ) from None
-        if wanted is not None:
-            return wanted
+        except Refused as refused:
+            raise self._failure("/v1/models", refused) from None
         if not listed:
             raise FinetuneError(
                 "the server has no model",
                 self.name,
                 "load one there, or name it with --served-model",
             )
-        adapters = [name for name, parent in listed.items() if parent]
-        for only in (list(listed), adapters):
-            if len(only) == 1:
-                return only[0]
-        names = ", ".join(self._wire.shown(name) for name in [*listed][:SHOWN_MODELS])
+        for candidates in (listed, [model for model in listed if model.parent]):
+            if len(candidates) == 1:
+                return candidates[0].id
+        names = ", ".join(self._shown(model.id) for model in listed[:SHOWN_MODELS])
         names += ", ..." if len(listed) > SHOWN_MODELS else ""
         raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
 
-    def _failure(self, path: str, refused: Refused) -> FinetuneError:
-        if refused.status == 200:
-            return self._wire.foreign(path)
-        what, fix = f"the server refused: {refused.status} {refused.words}", mend_of(refused.status)
-        if refused.status < 400:
-            what, fix = (
-                f"the server redirects: {refused.status}",
-                "give the final address to --endpoint",
-            )
-        return FinetuneError(what, f"{self.name}{path}", fix)
-
     def _engine(self) -> str:
-        probes = (
+        for engine, path, key in (
             ("llama.cpp", "/props", "default_generation_settings"),
             ("ollama", "/api/version", "version"),
-        )
-        for engine, path, key in (*probes, ("vllm", "/version", "version")):
+            ("vllm", "/version", "version"),
+        ):
             with contextlib.suppress(Refused, FinetuneError):
-                found = self._wire.json(path)
+                found = self._json(path)
                 if isinstance(found, dict) and key in found:
-                    self._take_facts(found)
-                    if engine == "ollama":
-                        self._ollama_facts()
+                    self.facts |= {
+                        name: self._shown(fact) if isinstance(fact, str) else fact
+                        for name, fact in found.items()
+                        if name in _ENGINE_FACTS and isinstance(fact, str | int)
+                    }
                     return engine
         return "openai"
 
-    def _ollama_facts(self) -> None:
-        with contextlib.suppress(Refused, KeyError, TypeError):
-            self._take_facts(
-                _of(self._wire.json("/api/show", {"model": self.model})["details"], dict)
-            )
+    def _failure(self, path: str, refused: Refused) -> FinetuneError:
+        what = f"the server refused: {refused.status} {refused.words}"
+        fix = fix_for_status(refused.status)
+        if refused.status < 400:
+            what = f"the server redirects: {refused.status}"
+            fix = "give the final address to --endpoint"
+        return FinetuneError(what, f"{self.name}{path}", fix)
 
-    def _take_facts(self, found: Mapping[str, Any]) -> None:
-        named = {name: found.get(name) for name in _ENGINE_FACTS}
-        self.facts |= {
-            name: self._wire.shown(fact) for name, fact in named.items() if isinstance(fact, str)
-        }
-        self.facts |= {
-            name: fact
-            for name, fact in named.items()
-            if isinstance(fact, int) and abs(fact) <= 2**63
-        }
+    # ------------------------------------------------------------ requests
+
+    def _json(self, path: str, body: Any = None, form: Any = Any) -> Any:
+        """What a request gives, in this form.
+
+        Raises:
+            Refused: the server answered with an error.
+            FinetuneError: none answers, or not in this form.
+        """
+        headers = {"accept": "application/json", "content-type": "application/json"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.name + path, data, headers)
+        try:
+            return TypeAdapter(form).validate_python(json.loads(self._send(request)))
+        except (ValueError, RecursionError):
+            raise FinetuneError(
+                "the server's answer is not of the OpenAI protocol",
+                f"{self.name}{path}",
+                "check --endpoint: is it a server of that protocol?",
+            ) from None
+
+    def _send(self, request: urllib.request.Request) -> bytes:
+        try:
+            with self._opener.open(request, timeout=self._timeout_seconds) as response:
+                return bytes(response.read())
+        except urllib.error.HTTPError as error:
+            with error, contextlib.suppress(OSError, http.client.HTTPException):
+                raise Refused(error.code, self._shown(_message(error.read(1 << 16)))) from None
+            raise Refused(error.code, "") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = str(getattr(error, "reason", None) or error or type(error).__name__)
+            raise FinetuneError(
+                f"no server answers: {self._shown(reason)}",
+                self.name,
+                "start the server, or correct --endpoint; --timeout-seconds is the longest silence",
+            ) from None
+
+    def _shown(self, words: str) -> str:
+        """A name or message of the server, short and without the key, which a server may echo."""
+        return _without(self._key, words)[:SHOWN_CHARACTERS]
+
+    def _text(self, text: str) -> str:
+        """A whole answer."""
+        return _without(self._key if len(self._key) >= MIN_SECRET else "", text)
 
 
-_NONE = type(None)
+def _without(key: str, text: str) -> str:
+    """Without the key, and without lone surrogates, which no tokenizer takes and no terminal."""
+    text = text.replace(key, "***") if key else text
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _of(value: Any, *kinds: type) -> Any:
-    """The value. Raises TypeError where it is of another type; a bool is no number."""
-    if type(value) not in kinds:
-        raise TypeError(type(value).__name__)
-    return value
-
-
-def _id(value: Any) -> int:
-    if not 0 <= _of(value, int) <= LARGEST_ID:
-        raise ValueError("no token id")
-    return int(value)
-
-
-def _token_logprobs(
-    given: Mapping[str, Any],
-) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
-    """The ids (where they are there) and log-probabilities of an answer's tokens."""
-    content = _of(given.get("content"), list, _NONE)
-    if content:
-        numbers, ids = (
-            [_of(token, dict).get("logprob") for token in content],
-            [token.get("id") for token in content],
-        )
-    else:
-        numbers, ids = _of(given.get("token_logprobs"), list, _NONE) or [], [None]
-    logprobs = tuple(float(_of(number, int, float)) for number in numbers if number is not None)
-    if not numbers or len(logprobs) < len(numbers) or not all(map(math.isfinite, logprobs)):
-        return None, None
-    return (None if None in ids else tuple(map(_id, ids))), logprobs
+def _message(body: bytes) -> str:
+    """The message of an error."""
+    try:
+        found = json.loads(body)
+        error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
+        return str(error.get("message", "") if isinstance(error, dict) else error)
+    except (ValueError, RecursionError):
+        return ""

@@ -5,7 +5,6 @@ and tokenizer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from finetune.commands.verify.evidence import Messages, Seen
+from finetune.commands.verify.evidence import EngineResponse, Messages
 from finetune.errors import ConfigError
 
 GGUF = "model.gguf"  # of merge --format gguf
@@ -72,48 +71,38 @@ class MergedFolder:
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
 
-    def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        turns = [dict(message) for message in messages]
+    def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
+        """The greedy answer to a conversation, by the folder's own generation settings."""
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except jinja2.TemplateError as error:
             words = str(error)[:SHOWN_CHARACTERS]
             self.facts.setdefault("refused", words)
-            return Seen("", "refused", prompt_tokens=0, words=words)
+            return EngineResponse("", "refused", words=words)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._answer(ids, max_new_tokens, prompt_ids=tuple(ids))
-
-    def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
-        return self._answer(ids, max_new_tokens)
-
-    def _answer(self, ids: Sequence[int], max_new_tokens: int, **shown: Any) -> Seen:
-        prompt = torch.tensor([list(ids)], device=self.model.device)
-        with torch.no_grad():
-            made = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                return_dict_in_generate=True,
-                output_logits=True,
-                temperature=None, top_p=None, top_k=None,
-            )  # fmt: skip
-        answer = made.sequences[0, len(ids) :].tolist()
-        numbers = torch.stack(made.logits)[:, 0].float().log_softmax(-1)
-        logprobs = [float(row[token]) for row, token in zip(numbers, answer, strict=True)]
+        prompt = torch.tensor([ids], device=self.model.device)
+        generated = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
+            temperature=None, top_p=None, top_k=None,
+        )  # fmt: skip
+        answer = generated.sequences[0, len(ids) :]
+        logprobs = torch.cat(generated.logits).float().log_softmax(-1)
         ends = self.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or []
-        finished = bool(answer) and answer[-1] in ends
-        if finished:
-            answer, logprobs = answer[:-1], logprobs[:-1]
-        return Seen(
-            answer=self.tokenizer.decode(answer, skip_special_tokens=True),
+        finished = answer[-1].item() in ([ends] if isinstance(ends, int) else ends or [])
+        return EngineResponse(
+            answer=self.tokenizer.decode(
+                answer[: len(answer) - finished], skip_special_tokens=True
+            ),
             finish="stop" if finished else "length",
-            answer_tokens=len(answer) + finished,
-            answer_ids=tuple(answer),
-            logprobs=tuple(logprobs),
+            answer_tokens=len(answer),
+            logprobs=tuple(logprobs.gather(1, answer[:, None])[:, 0].tolist()),
+            prompt_ids=tuple(ids),
             prompt_tokens=len(ids),
-            **shown,
         )

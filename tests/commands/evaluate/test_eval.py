@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from launching import ROOT
 
 from finetune.__main__ import main as finetune
-from finetune.commands.evaluate.answers import find_answer, normalise, same_answer
 from finetune.commands.evaluate.options import EvalOptions
-from finetune.commands.evaluate.prompts import spread
+from finetune.commands.evaluate.prompts import find_answer, normalize, same_answer, spread
 from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table, tables
 from finetune.config.options import read_options
 
@@ -118,9 +117,9 @@ def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
     fraction = f".{rest:0{places}}" if places else ""
     plain = f"{sign}{whole}{fraction}{unit}"
     padded = f"{sign}{whole:,}{fraction}{'0' * zeros if places else ''} {unit}"
-    assert normalise(plain) == normalise(padded)
+    assert normalize(plain) == normalize(padded)
     other = f"{sign}{whole + 1}{fraction}{unit}"
-    assert normalise(plain) != normalise(other)
+    assert normalize(plain) != normalize(other)
 
 
 def test_every_bundled_record_gives_its_own_answer_and_no_others():

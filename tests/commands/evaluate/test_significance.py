@@ -13,10 +13,17 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from finetune.commands.evaluate.comparison import comparison
-from finetune.commands.evaluate.measures import Measure, ratios
-from finetune.commands.evaluate.scores import ModelScores, rich_table, tables
-from finetune.commands.evaluate.significance import FEWEST_DIFFERING, compare, paired_bootstrap
+from finetune.commands.evaluate.scores import (
+    FEWEST_DIFFERING,
+    Measure,
+    ModelScores,
+    compare,
+    comparison,
+    paired_bootstrap,
+    ratios,
+    rich_table,
+    tables,
+)
 
 
 def token_losses(
@@ -102,7 +109,7 @@ def test_models_that_do_the_same_do_not_differ():
 
 def test_many_records_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch):
     whole = paired_bootstrap(*token_losses(300, seed=5, shift=-0.1))
-    monkeypatch.setattr("finetune.commands.evaluate.significance._DRAWN_AT_ONCE", 7 * 300)
+    monkeypatch.setattr("finetune.commands.evaluate.scores._DRAWN_AT_ONCE", 7 * 300)
     assert paired_bootstrap(*token_losses(300, seed=5, shift=-0.1)) == pytest.approx(
         whole, abs=0.01
     )

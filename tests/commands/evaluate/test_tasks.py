@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.__main__ import main as finetune
 from finetune.commands.evaluate import tasks
-from finetune.commands.evaluate.significance import paired_bootstrap
+from finetune.commands.evaluate.scores import paired_bootstrap
 
 BUNDLED = ROOT / "data_samples" / "tasks"
 FROZEN = ROOT / "tests" / "frozen" / "eval.txt"

@@ -1,10 +1,9 @@
-"""Ollama's template: what it writes is what the chat template writes; by Go itself where Go is
-installed.
+"""Ollama's template of a known family: only for chat templates that write the same; compared by Go
+itself where Go is installed.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -16,12 +15,11 @@ from chat_models import SPECIALS, make_tokenizer
 
 from finetune.commands.merge import modelfile
 from finetune.commands.merge.modelfile import (
-    CONVERSATIONS,
-    ORDERS,
-    SPACED,
+    GO_TEMPLATES,
+    OTHER,
+    PLAIN,
     TEXTS,
     conversations,
-    render_go,
 )
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.encoding.templates import TEMPLATES
@@ -50,7 +48,7 @@ def chat_template(source: str) -> ChatTemplate:
     return ChatTemplate(make_tokenizer(source, SPECIALS["chatml"]))
 
 
-def write(source: str, ends: tuple[str, ...] = ("<|im_end|>",)) -> modelfile.Modelfile | None:
+def write(source: str, ends: tuple[str, ...] = ("<|im_end|>",)) -> str | None:
     template = chat_template(source)
     return modelfile.write_modelfile(
         template, file_name="model.gguf", begins=False, context_tokens=512, ends=ends
@@ -69,74 +67,62 @@ def read(text: str) -> dict[str, list[str]]:
     return found
 
 
-def go_template(template: ChatTemplate) -> str:
-    """The one that its Modelfile has."""
-    made = modelfile.write_modelfile(
-        template, file_name="m", begins=False, context_tokens=None, ends=[]
-    )
-    assert made is not None
-    return read(made.text)["TEMPLATE"][0]
-
-
 @pytest.mark.parametrize(
     ("source", "keeps_space", "takes_all_turns"),
     [
         *(
-            (TEMPLATES[name], True, True)
+            pytest.param(TEMPLATES[name], True, True, id=name)
             for name in ("chatml", "qwen", "phi3", "alpaca", "glm4", "deepseek")
         ),
-        *((TEMPLATES[name], False, True) for name in ("llama3", "vicuna")),
-        (TOOLS_JOINED, True, False),
-    ],
-    ids=[
-        "chatml",
-        "qwen",
-        "phi3",
-        "alpaca",
-        "glm4",
-        "deepseek",
-        "llama3",
-        "vicuna",
-        "tools joined",
+        *(
+            pytest.param(TEMPLATES[name], False, True, id=name)
+            for name in ("llama3", "vicuna", "mistral", "gemma")
+        ),
+        pytest.param(TOOLS_JOINED, True, False, id="tools joined"),
     ],
 )
 def test_these_templates_have_one_in_ollama(source: str, keeps_space: bool, takes_all_turns: bool):
-    made = write(source)
-    assert made is not None and (made.keeps_space, made.takes_all_turns) == (
-        keeps_space,
-        takes_all_turns,
-    )
-    assert made.text.splitlines()[1] == "FROM ./model.gguf" and read(made.text)[
-        "PARAMETER stop"
-    ] == ["<|im_end|>"]
-    assert ("without tools" in made.text) != takes_all_turns
+    text = write(source)
+    assert text is not None and text.splitlines()[1] == "FROM ./model.gguf"
+    assert read(text)["PARAMETER stop"] == ["<|im_end|>"]
+    assert ("without white space" in text) != keeps_space
+    assert ("without tools" in text) != takes_all_turns
 
 
-@pytest.mark.parametrize("source", [TEMPLATES["mistral"], TEMPLATES["gemma"], BY_PLACE])
-def test_templates_of_another_form_have_none(source: str):
-    """The system text inside the first question; answers written by their place."""
-    assert write(source) is None
+def test_chatml_is_written_so():
+    """By hand: the form that Ollama reads."""
+    text = write(TEMPLATES["chatml"])
+    assert text is not None and read(text)["TEMPLATE"] == [
+        '{{ range $i, $_ := .Messages }}{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content'
+        ' }}<|im_end|>\n{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content'
+        ' }}<|im_end|>\n{{ else if eq .Role "system" }}<|im_start|>system\n{{ .Content'
+        ' }}<|im_end|>\n{{ else if eq .Role "tool" }}<|im_start|>tool\n{{ .Content }}<|im_end|>\n{{'
+        " end }}{{ end }}<|im_start|>assistant\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        BY_PLACE,
+        TEMPLATES["chatml"].replace("'\\n' + message", "'\u3000' + message"),
+        TEMPLATES["chatml"].replace("<|im_end|>\\n", "<|im_end|>"),
+    ],
+    ids=["answers by their place", "another space", "no line end"],
+)
+def test_templates_of_no_known_family_have_none(source: str):
+    assert source != TEMPLATES["chatml"] and write(source) is None
 
 
 def test_values_are_quoted_as_ollama_reads_them():
     """It knows no escapes, and drops signs that are not printable."""
     ends = ('<|end "x"|>', "\nUser:", "back\\slash", '"')
     made = write(TEMPLATES["chatml"], ends)
-    assert made is not None and read(made.text)["PARAMETER stop"] == list(ends)
+    assert made is not None and read(made)["PARAMETER stop"] == list(ends)
     assert (
         write(TEMPLATES["chatml"], ('"""',)) is None
         and write(TEMPLATES["chatml"], ("a\u200bb",)) is None
     )
-    assert write(TEMPLATES["chatml"].replace("'\\n' + message", "'\u3000' + message")) is None
-
-
-@pytest.mark.parametrize("before", ["{", "{{"])
-def test_a_brace_before_a_content_would_be_read_by_go(before: str):
-    """Go takes the first two of `{{{ .Content }}`."""
-    source = TEMPLATES["chatml"].replace("'\\n' + message", f"'\\n{before}' + message")
-    assert source != TEMPLATES["chatml"] and write(source) is None
-    with pytest.raises(ValueError):
-        render_go("{{{ .Content }}", {"Content": "a"})
 
 
 def test_a_bos_that_only_the_engine_writes_is_refused():
@@ -145,30 +131,15 @@ def test_a_bos_that_only_the_engine_writes_is_refused():
     settings = {"file_name": "model.gguf", "context_tokens": None, "ends": ["<|im_end|>"]}
     assert modelfile.write_modelfile(template, begins=True, **settings) is None
     made = modelfile.write_modelfile(template, begins=False, **settings)
-    assert made is not None and "num_ctx" not in made.text
+    assert made is not None and "num_ctx" not in made
 
 
-def test_a_template_that_differs_in_one_sign_is_found():
-    template = chat_template(TEMPLATES["chatml"])
-    source = go_template(template)
-    assert modelfile._equal(template, source, "", TEXTS + SPACED)
-    for old, new in (
-        ("<|im_end|>\n", "<|im_end|>"),
-        ("assistant\n", "assistant"),
-        ('"system"', '"sys"'),
-    ):
-        assert old in source and not modelfile._equal(template, source.replace(old, new), "", TEXTS)
-
-
-def test_the_fifty_conversations_are_of_all_forms():
-    found = list(itertools.islice(conversations(TEXTS), CONVERSATIONS))
-    assert (
-        len({json.dumps([message.content for message in one]) for one in found}) > CONVERSATIONS - 5
-    )
+def test_the_conversations_are_of_all_forms():
+    found = list(conversations(PLAIN + OTHER, TEXTS))
     orders = {
         "".join("c" if message.calls else message.role[0] for message in one) for one in found
     }
-    assert orders == {*ORDERS, *("s" + order for order in ORDERS)}
+    assert orders == {*PLAIN, *OTHER, *("s" + order for order in PLAIN + OTHER)}
     assert {message.content for one in found for message in one if not message.calls} == set(TEXTS)
 
 
@@ -208,22 +179,20 @@ func main() {
     shutil.which("go") is None,
     reason="needs Go (golang) on PATH: its text/template is the reference",
 )
-@pytest.mark.parametrize("name", ["chatml", "qwen", "phi3", "alpaca", "llama3", "deepseek"])
+@pytest.mark.parametrize("name", GO_TEMPLATES)
 def test_go_renders_the_same(name: str, tmp_path: Path):
-    source = go_template(chat_template(TEMPLATES[name]))
-    data = []
-    for messages in itertools.islice(conversations(TEXTS + SPACED), CONVERSATIONS):
-        data.append(
-            {
-                "Messages": [
-                    {"Role": message.role, "Content": message.content} for message in messages
-                ]
-            }
-        )
+    template, text = chat_template(TEMPLATES[name]), write(TEMPLATES[name])
+    assert text is not None
+    found = list(conversations(PLAIN, TEXTS))
+    data = [
+        {"Messages": [{"Role": message.role, "Content": message.content} for message in messages]}
+        for messages in found
+    ]
     (tmp_path / "main.go").write_text(GO)
     done = subprocess.run(
-        ["go", "run", "main.go"], cwd=tmp_path, input=json.dumps({"Source": source, "Data": data}),
-        capture_output=True, text=True, check=False, timeout=300,
+        ["go", "run", "main.go"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        input=json.dumps({"Source": read(text)["TEMPLATE"][0], "Data": data}), timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [render_go(source, one) for one in data]
+    expected = [template.render(messages, generation_prompt=True) for messages in found]
+    assert json.loads(done.stdout) == expected

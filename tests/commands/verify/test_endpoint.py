@@ -5,20 +5,19 @@ public names.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from protocol_server import SECRET, Server
 
 from finetune.__main__ import main as finetune
-from finetune.commands.verify.causes import CAUSES
+from finetune.commands.verify.comparison import FINDINGS, with_reasoning
 from finetune.commands.verify.endpoint import Endpoint
-from finetune.commands.verify.evidence import Prompt, Replay, Seen
+from finetune.commands.verify.evidence import EngineResponse
 from finetune.commands.verify.options import VerifyOptions
-from finetune.commands.verify.replaying import put_back, with_own
 from finetune.config.flags import flags_of
 from finetune.config.names import flag
 from finetune.errors import ConfigError, FinetuneError
@@ -47,7 +46,7 @@ def test_vllms_ids_and_logprobs_are_compared(
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [("cuts", "answers_cut"), ("stops", "stops_early"), ("draws", "not_greedy")]
+    ("way", "name"), [("cuts", "unknown"), ("stops", "unknown"), ("draws", "not_greedy")]
 )
 def test_what_is_done_to_answers_is_found(
     way: str, name: str, verify: Verify, adapter: Path, serve: Callable[..., Server]
@@ -128,13 +127,11 @@ FOREIGN: dict[str, Any] = {
     "logprobs a list": choice(logprobs=["x"]),
     "logprobs of texts": choice(logprobs={"content": ["x"]}),
     "a text as logprob": choice(logprobs={"content": [{"logprob": "x"}]}),
-    "an id of no vocabulary": choice(logprobs={"content": [{"logprob": -1.0, "id": 10**12}]}),
-    "a negative id": choice(logprobs={"content": [{"logprob": -1.0, "id": -1}]}),
     "no JSON": b"<html>hello</html>",
 }
 
 
-def ask(server: Server, seconds: float = 60) -> Seen:
+def ask(server: Server, seconds: float = 60) -> EngineResponse:
     endpoint = Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=seconds)
     return endpoint.chat([{"role": "user", "content": "hello"}], 4)
 
@@ -210,56 +207,19 @@ THOUGHT = "<think>\nab\n</think>\n\nc"
 
 
 @pytest.mark.parametrize(
-    ("content", "thoughts", "own", "thinks", "whole", "parsed"),
+    ("content", "reasoning", "own", "whole"),
     [
-        ("c", "ab", THOUGHT, True, THOUGHT, False),  # apart, and all there
-        ("c", "", THOUGHT, True, THOUGHT, True),  # kept back
-        ("", "c", "c", False, "c", True),
-        ("d", "xy", "c", False, "<think>\nxy\n</think>\n\nd", False),  # of another model
-        ("c", "", "c", False, "c", False),
+        ("c", "ab", THOUGHT, THOUGHT),
+        ("", "c", "c", "c"),  # taken for reasoning
+        ("", "ax", "ac", "ax"),
+        ("d", "xy", THOUGHT, "<think>\nxy\n</think>\n\nd"),  # of another model
     ],
 )
-def test_thoughts_are_put_back(
-    content: str, thoughts: str, own: str, thinks: bool, whole: str, parsed: bool
-):
-    seen, misled = put_back(Seen(content, "stop", thoughts=thoughts), own, thinks)
-    assert (seen.answer, misled) == (whole, parsed)
+def test_reasoning_is_put_back(content: str, reasoning: str, own: str, whole: str):
+    assert with_reasoning(EngineResponse(content, "stop", reasoning), own) == whole
 
 
-def test_a_parser_that_takes_one_answer_takes_every_one_that_is_cut():
-    """By itself a cut answer may be thoughts that have not ended; it was, where it parted at a tie
-    from the own one.
-    """
-    shown = {1: "ab", 2: "ad"}
-    asked = [
-        Replay(
-            number,
-            Prompt((), "", ()),
-            "",
-            (),
-            "",
-            Seen("", finish, thoughts=shown[number]),
-            None,
-            None,
-        )
-        for number, finish in ((1, "stop"), (2, "length"))
-    ]
-    own = {1: (*map(ord, "ab"), 0), 2: tuple(map(ord, "ac"))}
-
-    def seen(*numbers: int) -> list[tuple[str, bool]]:
-        reference: Any = SimpleNamespace(
-            stop_ids=(0,),
-            tokenizer=SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids))),
-            answers=lambda prompts, most: [own[number] for number in numbers],
-        )
-        found = with_own(reference, [asked[number - 1] for number in numbers], 3)
-        return [(replay.seen.answer, replay.parsed) for replay in found]
-
-    assert seen(1, 2) == [("ab", True), ("ad", True)]
-    assert seen(2) == [("<think>\nad", False)]
-
-
-def test_the_text_names_fault_evidence_and_remedy_in_both_languages(
+def test_the_text_names_fault_evidence_and_fix_in_both_languages(
     adapter: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ):
     data = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
@@ -277,18 +237,18 @@ def test_the_text_names_fault_evidence_and_remedy_in_both_languages(
     words += ["--prompts", 4, "--max-new-tokens", 24]
     assert finetune([*map(str, words), "--lang", "en"]) == 1
     english = capsys.readouterr().out
+    assert "unknown: the answers are not the trained model's" in english
     assert (
-        "answers_cut: the server cuts answers off" in english
-        and "  mend: raise its own limit" in english
+        re.search(r"  answer \d, character \d+: ", english) and "  mend: see the first" in english
     )
     with speaking("en"):
         assert finetune([*map(str, words), "--lang", "zh"]) == 1
-    assert "answers_cut: 服务器截断了答案" in capsys.readouterr().out
+    assert "  修复：" in capsys.readouterr().out
 
 
 @pytest.mark.frozen
 def test_public_names_are_frozen():
     """Flags and names of findings: one may be added (to the file too); one that is there stays."""
     lines = [f"verify {flag(name)}" for name in ("help", *flags_of(VerifyOptions))]
-    lines += [f"finding {cause.name}" for cause in CAUSES]
+    lines += [f"finding {name}" for name in FINDINGS]
     assert lines == FROZEN.read_text(encoding="utf-8").splitlines()

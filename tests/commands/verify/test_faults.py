@@ -1,4 +1,4 @@
-"""Each deliberate fault is found by its name, and a right deployment is not complained of:
+"""Each deliberate fault is found with its first difference, and a right deployment passes:
 transformers' own server, a folder through transformers, and llama.cpp's server.
 """
 
@@ -48,28 +48,47 @@ def endless(folder: Path) -> None:
     changed(folder, "config.json", eos_token_id=3999)
 
 
-# Name of the finding -> what is wrong with the folder.
+# What is wrong with a folder -> the folder's change, and the name of the finding.
 FAULTS = {
-    "template": template(TEMPLATES["alpaca"]),
-    "generation_prompt": edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
-    "system_left_out": edited_template(
-        _TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN
+    "template": (template(TEMPLATES["alpaca"]), "template"),
+    "generation_prompt": (
+        edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
+        "template",
     ),
-    "system_added": edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
-    "history": edited_template("for message in messages", "for message in messages[-1:]"),
-    "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
-    "thinking": edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
-    "special_tokens_as_text": control_tokens_as_text,
-    "repetition_penalty": lambda folder: changed(
-        folder, "generation_config.json", repetition_penalty=1.2
+    "system_left_out": (
+        edited_template(
+            _TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN
+        ),
+        "template",
     ),
-    "adapter_left_out": weights_of(BASE),
-    "adapter_scale": strengthened(BASE, 2.0),
-    "rope_scaling": rope(rope_type="linear", factor=4.0),
-    "quantised": weights(in_four_bits),
-    "end_ignored": endless,
+    "system_added": (
+        edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
+        "template",
+    ),
+    "history": (
+        edited_template("for message in messages", "for message in messages[-1:]"),
+        "template",
+    ),
+    "contents_trimmed": (
+        edited_template("message.content +", "message.content|trim +"),
+        "template",
+    ),
+    "thinking": (
+        edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
+        "template",
+    ),
+    "special_tokens_as_text": (control_tokens_as_text, "template"),
+    "repetition_penalty": (
+        lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
+        "unknown",
+    ),
+    "adapter_left_out": (weights_of(BASE), "adapter_left_out"),
+    "adapter_scale": (strengthened(BASE, 2.0), "unknown"),
+    "rope_scaling": (rope(rope_type="linear", factor=4.0), "unknown"),
+    "quantized": (weights(in_four_bits), "unknown"),
+    "end_ignored": (endless, "unknown"),
 }
-QUICK = ("template", "history", "thinking", "special_tokens_as_text", "end_ignored")
+QUICK = ("template", "history", "special_tokens_as_text", "adapter_scale", "end_ignored")
 AT_BEGINNING = {
     "bos_missing": edited_template("{{- bos_token }}", ""),
     "bos_added": edited_template("{{- bos_token }}", "{{- bos_token }}{{- bos_token }}"),
@@ -84,7 +103,7 @@ def assert_found(report: dict, name: str) -> None:
     assert names(report) == [name], json.dumps(report)
     (finding,) = report["findings"]
     assert report["code"] == 1 and finding["mend"] and finding["evidence"] and finding["prompts"]
-    assert finding["explains"] > report["same"]
+    assert len(finding["prompts"]) + report["same"] == report["prompts"]
 
 
 # ---------------------------------------------------------------- right deployments
@@ -181,23 +200,32 @@ def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
 # ---------------------------------------------------------------- wrong ones
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("fault", QUICK)
 def test_a_folder_with_a_fault_is_found(
-    name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path
+    fault: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path
 ):
-    assert_found(
-        verify(adapter, "--merged", deployment(merged, tmp_path / name, FAULTS[name])), name
-    )
+    change, name = FAULTS[fault]
+    report = verify(adapter, "--merged", deployment(merged, tmp_path / fault, change))
+    assert_found(report, name)
+    (finding,) = report["findings"]
+    assert finding["evidence"][0].startswith("prompt" if name == "template" else "answer")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_with_a_fault_is_found(
-    name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path, transformers_server: str
+    fault: str,
+    verify: Verify,
+    adapter: Path,
+    merged: Path,
+    tmp_path: Path,
+    transformers_server: str,
 ):
     """Seen from outside: answers and the lengths of prompts are all that this server shows."""
-    folder = deployment(merged, tmp_path / name, FAULTS[name])
-    assert_found(verify(adapter, "--endpoint", transformers_server, "--served-model", folder), name)
+    change, name = FAULTS[fault]
+    folder = deployment(merged, tmp_path / fault, change)
+    report = verify(adapter, "--endpoint", transformers_server, "--served-model", folder)
+    assert name in names(report) and report["code"] == 1, json.dumps(report)
 
 
 @pytest.mark.parametrize("name", AT_BEGINNING)
@@ -205,7 +233,10 @@ def test_a_missing_and_a_doubled_bos_are_found(
     name: str, verify: Verify, begun_adapter: Path, begun_merged: Path, tmp_path: Path
 ):
     folder = deployment(begun_merged, tmp_path / name, AT_BEGINNING[name])
-    assert_found(verify(begun_adapter, "--merged", folder), name)
+    report = verify(begun_adapter, "--merged", folder)
+    assert_found(report, "template")
+    place = 1 if name == "bos_missing" else 2
+    assert f"prompt 1, token {place}: " in report["findings"][0]["evidence"][0]
 
 
 def test_a_template_that_writes_todays_date_is_found(
@@ -217,9 +248,8 @@ def test_a_template_that_writes_todays_date_is_found(
         "{%- for message in messages %}", today + "{%- for message in messages %}"
     )
     trained = deployment(adapter, tmp_path / "trained", dated)
-    assert_found(
-        verify(trained, "--merged", deployment(merged, tmp_path / "served", dated)), "date"
-    )
+    report = verify(trained, "--merged", deployment(merged, tmp_path / "served", dated))
+    assert_found(report, "template")
 
 
 @pytest.fixture(scope="module")
@@ -235,28 +265,19 @@ def test_as_many_bits_as_asked_for_are_right(verify: Verify, adapter: Path, whol
     assert names(verify(adapter, "--merged", whole, "--deployed-dtype", "float32")) == []
 
 
-def test_fewer_bits_than_asked_for_are_found(
-    verify: Verify, adapter: Path, whole: Path, tmp_path: Path
-):
-    folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
-    assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
-
-
-def test_weights_of_fewer_bits_than_trained_are_found(
-    verify: Verify, adapter: Path, tmp_path: Path
-):
-    """One number beside all of the head's changes no answer, but takes bits from its numbers in
-    bfloat16.
+def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
+    """Of the weights, or of the arithmetic. A number added to all of the head's changes no answer,
+    but takes so many bits of bfloat16 that it shows with the kernels of every CPU.
     """
 
-    def beside(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shifted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}
 
     def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
     base, tuned, whole = (tmp_path / name for name in ("base", "tuned", "whole"))
-    deployment(BASE, base, weights(beside))
+    deployment(BASE, base, weights(shifted))
     changed(base, "config.json", dtype="float32")
     shutil.copytree(adapter, tuned)
     changed(tuned, "adapter_config.json", base_model_name_or_path=str(base))
@@ -267,25 +288,25 @@ def test_weights_of_fewer_bits_than_trained_are_found(
         == 0
     )
     assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
-    folder = deployment(whole, tmp_path / "rounded", weights(rounded))
-    assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "dtype")
+    for name, fault in (("weights", weights(rounded)), ("computed", in_dtype(torch.bfloat16))):
+        folder = deployment(whole, tmp_path / name, fault)
+        assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "unknown")
 
 
 def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
     """Another template, and the base in the place of the merged model."""
 
     def both(folder: Path) -> None:
-        FAULTS["history"](folder)
-        FAULTS["adapter_left_out"](folder)
+        for fault in ("history", "adapter_left_out"):
+            FAULTS[fault][0](folder)
 
     report = verify(adapter, "--merged", deployment(merged, tmp_path / "both", both))
-    assert names(report) == ["history", "adapter_left_out"] and report["code"] == 1
+    assert names(report) == ["template", "adapter_left_out"] and report["code"] == 1
 
 
-def test_a_fault_without_a_name_is_said_to_be_unknown(
+def test_other_weights_are_found_with_one_load_of_the_reference(
     verify: Verify, adapter: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Having tried all; and a model is loaded for each rounding, not for each fault."""
     load, loaded = reference.load_weights, []
     monkeypatch.setattr(
         reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more)
@@ -301,4 +322,4 @@ def test_a_fault_without_a_name_is_said_to_be_unknown(
     folder = deployment(merged, tmp_path / "drawn", weights(drawn))
     report = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")
     assert names(report) == ["unknown"] and report["code"] == 1
-    assert len(loaded) <= 8
+    assert len(loaded) == 1

@@ -1,4 +1,4 @@
-"""What passes as right, and what is named: answers that are empty, cut or repeat the prompt, and
+"""What passes as right, and what does not: answers that are empty, cut or repeat the prompt, and
 small differences.
 """
 
@@ -13,54 +13,52 @@ import torch
 from deployments import deployment, weights
 from launching import ROOT
 
+from finetune.commands.verify.comparison import ask, compare
 from finetune.commands.verify.conversations import choose
-from finetune.commands.verify.diagnosis import Diagnosis
-from finetune.commands.verify.evidence import Finding, Replay, Seen
-from finetune.commands.verify.judging import Fit, Judge
+from finetune.commands.verify.evidence import EngineResponse, Replay
 from finetune.commands.verify.merged import MergedFolder
 from finetune.commands.verify.reference import Reference
-from finetune.commands.verify.replaying import ask, with_own
 from finetune.inference.loading import find_source, load_tokenizer_of
 from finetune.runtime.progress import ProgressLine
 
 DATA = ROOT / "data_samples" / "valid.jsonl"
 CPU = torch.device("cpu")
-MOST = 24  # tokens of an answer
+MAX_TOKENS = 24  # of an answer
+Make = Callable[[], Reference]
 Verify = Callable[..., dict]
 
 
 @pytest.fixture(scope="module")
-def reference(adapter: Path) -> Reference:
-    """One for all tests: what it has said once is known."""
+def make(adapter: Path) -> Make:
+    """A reference; one for each comparison, which rounds its weights."""
     source = find_source(str(adapter), None)
     tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
-    return Reference(source, tokenizer, CPU, "float32", trust_remote_code=False)
+    return lambda: Reference(source, tokenizer, CPU, "float32", trust_remote_code=False)
 
 
-def replayed(reference: Reference, folder: Path) -> list[Replay]:
-    prompts = choose([str(DATA)], reference.template, 8)
-    return with_own(
-        reference, ask(MergedFolder(folder, CPU, trust_remote_code=False), prompts, MOST), MOST
-    )
+def replayed(make: Make, merged: MergedFolder) -> list[Replay]:
+    return ask(merged, choose([str(DATA)], make().template, 8), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def right(reference: Reference, merged: Path) -> list[Replay]:
-    return replayed(reference, merged)
+def right(make: Make, merged: Path) -> list[Replay]:
+    return replayed(make, MergedFolder(merged, CPU, trust_remote_code=False))
 
 
-def diagnosed(reference: Reference, replays: list[Replay]) -> tuple[list[Finding], Fit]:
-    return Diagnosis(Judge(reference, replays, MOST, "bfloat16"), "bfloat16").run()
+def compared(make: Make, replays: list[Replay]) -> dict:
+    return compare(make(), [replace(replay) for replay in replays], MAX_TOKENS, "bfloat16")
 
 
-def silent(seen: Seen) -> Seen:
+def silent(response: EngineResponse) -> EngineResponse:
     """As of a server that shows texts alone."""
-    return replace(seen, answer_ids=None, logprobs=None, prompt_ids=None)
+    return replace(response, logprobs=None, prompt_ids=None)
 
 
 WRONG = {
-    "filtered": lambda seen, _text: replace(silent(seen), answer="", finish="content_filter"),
-    "unfinished": lambda seen, _text: replace(silent(seen), answer="", finish="None"),
+    "filtered": lambda response, _text: replace(
+        silent(response), answer="", finish="content_filter"
+    ),
+    "unfinished": lambda response, _text: replace(silent(response), answer="", finish="None"),
     "empty at full length": lambda seen, _text: replace(
         silent(seen), answer="", finish="length", answer_tokens=24
     ),
@@ -70,57 +68,62 @@ WRONG = {
     "empty and ended": lambda seen, _text: replace(
         silent(seen), answer="", finish="stop", answer_tokens=1
     ),
-    "a whole answer, filtered": lambda seen, _text: replace(silent(seen), finish="content_filter"),
-    "the prompt before its answer": lambda seen, text: replace(
-        silent(seen), answer=text + seen.answer
+    "a whole answer, filtered": lambda response, _text: replace(
+        silent(response), finish="content_filter"
+    ),
+    "the prompt before its answer": lambda response, text: replace(
+        silent(response), answer=text + response.answer
     ),
 }
 
 
-def answered_so(replay: Replay, way: Callable[[Seen, str], Seen]) -> Replay:
-    """The same from a server that answers in this way, and takes no prompts that are rendered."""
+def answered_so(replay: Replay, way: Callable[[EngineResponse, str], EngineResponse]) -> Replay:
+    """The same from a server that answers in this way."""
     contents = "\n".join(message["content"] for message in replay.prompt.messages)
-    seen = way(replay.seen, f"user\n{contents}\nassistant\n")
-    return replace(replay, seen=seen, again=seen.answer, raw=None)
+    response = way(replay.response, f"user\n{contents}\nassistant\n")
+    return replace(replay, response=response, again=response.answer)
 
 
 @pytest.mark.parametrize("way", WRONG)
-def test_no_such_answer_passes(way: str, reference: Reference, right: list[Replay]):
-    findings, fit = diagnosed(reference, [answered_so(replay, WRONG[way]) for replay in right])
-    assert not any(fit.good), fit
-    assert [(finding.name, len(finding.prompts)) for finding in findings] == [
-        ("unknown", len(right))
-    ]
+def test_no_such_answer_passes(way: str, make: Make, right: list[Replay]):
+    report = compared(make, [answered_so(replay, WRONG[way]) for replay in right])
+    (finding,) = report["findings"]
+    assert report["same"] == 0 and finding["name"] == "unknown"
+    assert len(finding["prompts"]) == len(right)
 
 
 @pytest.mark.parametrize("shows", [True, False], ids=["ids", "lengths"])
 def test_a_context_that_is_too_short_is_found(
-    shows: bool, reference: Reference, right: list[Replay], merged: Path
+    shows: bool, make: Make, right: list[Replay], merged: Path
 ):
-    class Short(MergedFolder):
-        def _answer(self, ids, max_new_tokens, **_shown):
-            seen = super()._answer(ids[-64:], max_new_tokens, prompt_ids=tuple(ids[-64:]))
-            return seen if shows else silent(seen)
+    folder = MergedFolder(merged, CPU, trust_remote_code=False)
+    tokenizer = folder.tokenizer
 
-    short = Short(merged, CPU, trust_remote_code=False)
-    replays = with_own(reference, ask(short, [replay.prompt for replay in right], MOST), MOST)
-    (finding,), _fit = diagnosed(reference, replays)
-    assert (finding.name, finding.detail, finding.explained) == (
-        "context_cut",
-        "the last 64 tokens",
-        len(right),
-    )
-    cut = tuple(replay.number for replay in right if len(replay.prompt.ids) > 64)
-    assert finding.prompts == cut and 0 < len(cut) < len(right)
+    class Short:
+        chat_template = tokenizer.chat_template
+        apply_chat_template = tokenizer.apply_chat_template
+        decode = tokenizer.decode
+
+        def __call__(self, text: str, **settings: object) -> dict:
+            return {"input_ids": tokenizer(text, **settings)["input_ids"][-64:]}
+
+    folder.tokenizer = Short()
+    replays = replayed(make, folder)
+    if not shows:
+        replays = [replace(replay, response=silent(replay.response)) for replay in replays]
+    (finding,) = compared(make, replays)["findings"]
+    cut = [replay.number for replay in right if len(replay.prompt.ids) > 64]
+    assert finding["name"] == "template" and finding["prompts"] == cut
+    assert 0 < len(cut) < len(right)
 
 
-def test_texts_alone_are_right(reference: Reference, right: list[Replay]):
+def test_texts_alone_are_right(make: Make, right: list[Replay]):
     texts = [
-        answered_so(replay, lambda seen, _text: replace(silent(seen), answer_tokens=None))
+        answered_so(replay, lambda one, _text: replace(silent(one), answer_tokens=None))
         for replay in right
     ]
-    findings, fit = diagnosed(reference, texts)
-    assert findings == [] and all(fit.good)
+    report = compared(make, texts)
+    assert report["findings"] == [] and report["same"] == len(right)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -130,8 +133,8 @@ def test_a_full_model_is_right_whatever_it_is_computed_in(dtype: str, verify: Ve
     assert report["tolerance"]["logprob"] > 0.005
 
 
-def test_a_little_noise_has_no_name(
-    reference: Reference, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_little_noise_is_found(
+    make: Make, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -145,8 +148,7 @@ def test_a_little_noise_has_no_name(
         ProgressLine, "update", lambda self, done, **_: counted.append((done, self.total_steps))
     )
     noisy = deployment(merged, tmp_path / "drawn", weights(drawn))
-    findings, _fit = diagnosed(reference, replayed(reference, noisy))
-    assert [(finding.name, finding.detail) for finding in findings] == [
-        ("unknown", "small difference")
-    ]
-    assert counted and all(done <= total for done, total in counted)
+    replays = replayed(make, MergedFolder(noisy, CPU, trust_remote_code=False))
+    (finding,) = compared(make, replays)["findings"]
+    assert finding["name"] == "unknown" and finding["evidence"]
+    assert counted == [(number, 8) for number in range(1, 9)]

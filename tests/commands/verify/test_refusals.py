@@ -14,10 +14,9 @@ import torch
 from protocol_server import SECRET, Server
 
 from finetune.__main__ import main as finetune
-from finetune.commands.verify.diagnosis import refusals
-from finetune.commands.verify.evidence import Messages, Prompt, Replay, Seen
+from finetune.commands.verify.comparison import ask, refusals
+from finetune.commands.verify.evidence import EngineResponse, Messages, Prompt, Replay
 from finetune.commands.verify.merged import MergedFolder
-from finetune.commands.verify.replaying import ask
 from finetune.errors import ConfigError
 
 DATA = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
@@ -127,15 +126,14 @@ def test_a_refused_second_answer_is_no_other_answer():
     class Limited:
         name, facts, asked = "limited", {}, 0
 
-        def chat(self, _messages: Messages, _most: int) -> Seen:
+        def chat(self, _messages: Messages, _most: int) -> EngineResponse:
             self.asked += 1
-            return Seen("", "refused", status=429) if self.asked == 2 else Seen("yes", "stop")
-
-        def complete(self, *_: object) -> None:
-            return None
+            if self.asked == 2:
+                return EngineResponse("", "refused", status=429)
+            return EngineResponse("yes", "stop")
 
     first, second = ask(Limited(), [Prompt((), "", ())] * 2, 4)
-    assert (first.seen.answer, first.again, second.again) == ("yes", None, "yes")
+    assert (first.response.answer, first.again, second.again) == ("yes", None, "yes")
 
 
 def test_refusals_with_other_remedies_are_apart():
@@ -149,21 +147,15 @@ def test_refusals_with_other_remedies_are_apart():
         Replay(
             number,
             Prompt((), "", ()),
-            "",
-            (),
-            "",
-            Seen("", "refused", status=status, words=words),
-            None,
-            None,
+            EngineResponse("", "refused", status=status, words=words),
         )
         for number, (status, words) in enumerate(replies, 1)
     ]
     template, limit = refusals(replays)
-    assert (template.detail, template.prompts) == (
-        "400 no system",
-        (1, 2, 4),
-    ) and "chat template" in template.mend
-    assert (limit.detail, limit.prompts) == ("429 slower", (3,)) and "limits requests" in limit.mend
+    assert (template["detail"], template["prompts"]) == ("400 no system", [1, 2, 4])
+    assert "chat template" in template["mend"]
+    assert (limit["detail"], limit["prompts"]) == ("429 slower", [3])
+    assert "limits requests" in limit["mend"]
 
 
 def test_a_folder_whose_template_raises_is_a_refusal(merged: Path, tmp_path: Path):
