@@ -117,6 +117,7 @@ def _hold_port(nodes: Nodes) -> HeldPort:
     address = LOOPBACK if nodes.count == 1 else listening_address(nodes.address)
     held = hold_port(nodes.port, address=address)
     if held.taken and nodes.count > 1:
+        held.close()
         raise StateError(
             f"port {nodes.port} is taken on this machine, and the other nodes look for it",
             where="MASTER_PORT or --master-port",

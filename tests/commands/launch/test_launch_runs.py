@@ -207,7 +207,7 @@ def waiting(folder: Path) -> list[int]:
 
 def test_nodes_are_started_again_together(tmp_path: Path):
     """The last rank, on node 1, runs out of memory."""
-    with two_nodes(tmp_path, "exit4") as nodes:
+    with two_nodes(tmp_path, "exit4-others-wait") as nodes:
         assert [node.wait(WAIT_SECONDS) for node in nodes] == [0, 0]
     assert [len(started(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
     assert "[ERROR] on node 1 the workers ended with exit code 4" in said(tmp_path, "0")
@@ -217,7 +217,7 @@ def test_nodes_are_started_again_together(tmp_path: Path):
 
 
 def test_a_node_that_is_refused_stops_the_others(tmp_path: Path):
-    with two_nodes(tmp_path, "exit2") as nodes:
+    with two_nodes(tmp_path, "exit2-others-wait") as nodes:
         assert [node.wait(WAIT_SECONDS) for node in nodes] == [2, 2]
     assert [len(started(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
 

@@ -44,10 +44,14 @@ if what == "wait":
 # One that fails has the others ended: not before they have written down that they were there.
 while not all((folder / f"rank{rank}.txt").exists() for rank in range(world.world_size)):
     time.sleep(0.02)
-code = int(what.removeprefix("exit")) if what.startswith("exit") else 0
-if code and attempt == 1 and world.rank == world.world_size - 1:
-    print(f"[ERROR] exit code {code}, by order of the test", file=sys.stderr)
-    sys.exit(code)
+fails, _, others = what.partition("-")
+code = int(fails.removeprefix("exit")) if fails.startswith("exit") else 0
+if code and attempt == 1:
+    if world.rank == world.world_size - 1:
+        print(f"[ERROR] exit code {code}, by order of the test", file=sys.stderr)
+        sys.exit(code)
+    if others == "others-wait":  # as in a collective
+        time.sleep(600)
 if what == "step-then-crash" and attempt == 1:
     (folder / "trainer_log.jsonl").write_text('{"step": 1}\n')
 if "crash" in what and attempt == 1:
