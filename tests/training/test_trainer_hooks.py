@@ -50,7 +50,7 @@ TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
 SAVED = "finetune/training/saved_tensors.py"
 EXECUTION = "finetune/training/executor.py"
-GREEDY = "finetune/inference/greedy.py"
+DECODING = "finetune/inference/decoding.py"
 GUARDS = "finetune/training/guards.py"
 
 # (owner, name, parameters without self, who uses it)
@@ -95,7 +95,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
         GenerationMixin,
         "_update_model_kwargs_for_generation",
         "outputs model_kwargs is_encoder_decoder num_new_tokens",
-        f"{GREEDY}: decode",
+        f"{DECODING}: decode",
     ),
     (
         GenerationMixin,
@@ -104,7 +104,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
             "input_ids next_sequence_length past_key_values attention_mask inputs_embeds"
             " is_first_iteration kwargs"
         ),
-        f"{GREEDY}: decode",
+        f"{DECODING}: decode",
     ),
     (GradientState, "_set_sync_gradients", "sync_gradients", f"{EXECUTION}: _microbatch"),
     (GradientState, "_reset_state", "", "finetune/training/session.py: _forget_accelerate"),
