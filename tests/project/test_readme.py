@@ -145,7 +145,7 @@ def known_flags() -> frozenset[str]:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
             import_module(module).main(["--help"])
     ours = re.findall(r"--[a-z][\w-]+", said.getvalue())
-    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")]
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.py")]
     return frozenset(ours + re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(scripts)))
 
 
