@@ -258,9 +258,10 @@ def adapter_parameters(
     Args:
         adapted: names of the linear layers that get an adapter.
     """
-    beyond = config if isinstance(config, RunConfig) else None
-    ranks = (beyond and beyond.rank_pattern) or {}
-    layers, saved = (beyond.layers_to_transform, beyond.modules_to_save) if beyond else (None, ())
+    # settings that continued pretraining does not have
+    ranks = getattr(config, "rank_pattern", None) or {}
+    layers = getattr(config, "layers_to_transform", None)
+    saved = getattr(config, "modules_to_save", ())
     # Modules that are trained whole, as copies: one whose name, or that of one around it, ends so.
     whole = re.compile(rf"({'|'.join(map(re.escape, saved))})(\.|$)") if saved else None
 
@@ -281,11 +282,10 @@ def adapter_parameters(
                 named = (key for key in ranks if re.match(rf"(.*\.)?({key})$", matrix.path))
                 rank = ranks.get(next(named, ""), config.lora_r)
                 parameters += rank * (matrix.inputs + matrix.outputs)
-                parameters += matrix.outputs * bool(beyond and beyond.use_dora)
-    if beyond is None:
-        return parameters
+                parameters += matrix.outputs * bool(getattr(config, "use_dora", False))
     # Rows of embedding and head; a tied head has the embedding's.
-    tokens = _AUTO_TOKENS if "auto" in beyond.train_tokens else len(set(beyond.train_tokens))
+    train_tokens = getattr(config, "train_tokens", ())
+    tokens = _AUTO_TOKENS if "auto" in train_tokens else len(set(train_tokens))
     return parameters + tokens * shape.hidden * (1 if shape.tied else 2)
 
 

@@ -77,7 +77,8 @@ def _show(spec: LaunchSpec) -> None:
 
 def _notes(spec: LaunchSpec) -> list[str]:
     line = _("environment: {name}={value}: {why}")
-    return [*spec.notes, *(line.format(**variable._asdict()) for variable in spec.added)]
+    added = [line.format(name=name, value=value, why=why) for name, value, why in spec.added]
+    return [*spec.notes, *added]
 
 
 def quick_checks(spec: LaunchSpec) -> list[Check]:
