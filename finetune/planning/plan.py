@@ -11,7 +11,6 @@ from typing import Any
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import run_kind
-from finetune.config.run_config import RunConfig
 from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
 from finetune.planning.memory import Memory, fits, memory_of
@@ -161,7 +160,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
     judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
     # Pretraining has DDP, and Muon needs whole matrices.
-    sharded = isinstance(config, RunConfig) and not work.muon
+    sharded = not hasattr(config, "train_data_path") and not work.muon
     choices = tuple(_choices(work, cluster)) if sharded else ()
     preset = [getattr(config, n, None) for n in ("depth", "device_batch_size", "max_seq_len")]
     advice = [chosen.reason] if chosen.reason else []

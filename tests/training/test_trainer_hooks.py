@@ -30,6 +30,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import ROOT
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.utils import cpp_extension
 from transformers import (
     GenerationMixin,
@@ -50,12 +52,16 @@ TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
 SAVED = "finetune/training/saved_tensors.py"
 EXECUTION = "finetune/training/executor.py"
+AGENT = "finetune/commands/launch/agent.py"
 DECODING = "finetune/inference/decoding.py"
 GUARDS = "finetune/training/guards.py"
 
 # (owner, name, parameters without self, who uses it)
 SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (H11Protocol, "_unset_keepalive_if_required", "", "finetune/commands/serve/connections.py"),
+    (LocalElasticAgent, "_start_workers", "worker_group", AGENT),
+    (LocalElasticAgent, "_monitor_workers", "worker_group", AGENT),
+    (LocalElasticAgent, "_shutdown", "death_sig timeout", AGENT),
     (Trainer, "get_train_dataloader", "", f"{TRAINER}: get_train_dataloader"),
     (
         Trainer,
@@ -188,6 +194,8 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
         TRAINER,
     ),
     (Trainer, "accelerator callback_handler control state", TRAINER),
+    (LocalElasticAgent, "_remaining_restarts", AGENT),
+    (StaticTCPRendezvous, "_store", AGENT),
     (TrainingArguments, "_n_gpu n_gpu", "finetune/training/arguments.py"),
     (accelerate.Accelerator, "scaler gradient_state", f"{TRAINER}, {EXECUTION}"),
     (accelerate.optimizer.AcceleratedOptimizer, "optimizer", f"{TRAINER}: training_state"),
