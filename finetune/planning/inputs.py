@@ -318,7 +318,7 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
 
 def with_sharding(work: Workload, sharding: Sharding) -> Workload:
     """The same run sharded otherwise: dtypes of weights and adapters follow
-    (training/build_sft.py).
+    (training/build.py).
     """
     how, size = work.computing, work.computing.element_bytes
     lora = bool(work.adapter)

@@ -106,7 +106,7 @@ def _plain(work: Workload) -> list[Term]:
             held,
             "device",
             f"{how.weight_bytes} B x {_held(work)}",
-            "ours: training/build_sft.py",
+            "ours: training/build.py",
             there,
         ),
         *_quantised(work),
