@@ -19,8 +19,7 @@ class ExitCode(IntEnum):
     FAILED = 1  # failed while running
     REFUSED = 2  # refused before running; nothing was written
     STOPPED = 3  # stopped by a signal, with a checkpoint saved
-    # a sharded run ran out of device memory; start again: it resumes with smaller microbatches
-    OUT_OF_MEMORY = 4
+    OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; a restart shrinks microbatches
 
 
 INTERRUPTED = 130  # by Ctrl-C, before or beside a run: what shells say of it
