@@ -1,9 +1,12 @@
 """The generation core: prompts in, answers out, whole or as a stream; chat, serve and eval all
 stand on it.
 
-    generator = load_for_generation("runs/my-run") generator.generate(["a prompt", [{"role": "user",
-    "content": "a question"}]], Sampling(max_new_tokens=64)) stream = generator.stream([{"role":
-    "user", "content": "a question"}]) for piece in stream: ... stream.answer
+    generator = load_for_generation("runs/my-run")
+    question = {"role": "user", "content": "a question"}
+    generator.generate(["a prompt", [question]], Sampling(max_new_tokens=64))
+    stream = generator.stream([question])
+    for piece in stream: ...
+    stream.answer
 
 A prompt is a text (taken as it is), messages (written by the chat template), or token ids. With
 temperature 0 the tokens are those of transformers' `model.generate(do_sample=False)`, alone and in
