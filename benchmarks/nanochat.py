@@ -177,9 +177,9 @@ def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
         work / "prepare.log",
     )
     from finetune.config.pretrain_config import PretrainConfig
-    from finetune.training.pretraining.prepare import prepare_data
+    from finetune.training.pretraining.prepare import prepare_pretraining
 
-    data = prepare_data(PretrainConfig(**_our_settings(tokens, work / "none", options)))
+    data = prepare_pretraining(PretrainConfig(**_our_settings(tokens, work / "none", options)))
     order = [int(i) for step in range(options.steps) for i in data.batches.indices(step)]
     valid = np.stack([data.valid[i][0] for i in range(len(data.valid))])
     if valid[:, 1:].size != options.eval_tokens:

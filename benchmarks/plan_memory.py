@@ -295,12 +295,12 @@ def _train(config: Path, to: Path) -> None:
     import finetune
     import finetune.data.dataset
     import finetune.training.execute
-    from finetune.training import build_sft
+    from finetune.training import build
     from finetune.training.trainer import RunTrainer
 
     meter = Meter()
     imports, started = _status()["VmRSS"], time.process_time()
-    build_sft.load_model = meter.at("before", build_sft.load_model)
+    build.load_model = meter.at("before", build.load_model)
     RunTrainer.training_step = meter.after_loading(RunTrainer.training_step)
     RunTrainer._save_checkpoint = meter.saving(RunTrainer._save_checkpoint)
     RunTrainer.save_output = meter.saving(RunTrainer.save_output)

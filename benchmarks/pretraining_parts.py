@@ -92,7 +92,7 @@ def prepare(work: Path, windows: int) -> SimpleNamespace:
     per token.
     """
     from finetune.config.pretrain_config import PretrainConfig
-    from finetune.training.pretraining.prepare import prepare_data
+    from finetune.training.pretraining.prepare import prepare_pretraining
 
     tokens = work / "tokens"
     if not tokens.exists():
@@ -126,7 +126,7 @@ def prepare(work: Path, windows: int) -> SimpleNamespace:
         "total_batch_size": 8 * SEQUENCE,
         "eval_tokens": 2**16,
     }
-    data = prepare_data(PretrainConfig(**paths, **sizes, depth=4, num_iterations=128))
+    data = prepare_pretraining(PretrainConfig(**paths, **sizes, depth=4, num_iterations=128))
     taken = np.random.default_rng(0).permutation(len(data.train))[:windows]
     return SimpleNamespace(
         train=np.stack([data.train[int(i)][0] for i in taken]).astype(np.int64),

@@ -180,13 +180,13 @@ def write_model(folder: Path, settings: dict[str, Any], device: str) -> Any:
 
 def _order_of_our_run(folder: Path, settings: dict[str, Any]) -> list[int]:
     from finetune.config.run_config import RunConfig
-    from finetune.training.prepare_sft import prepare_data
+    from finetune.training.prepare import prepare_fine_tuning
 
     given = our_settings(folder, settings) | {
         "output_dir": str(folder / "none"),
         "data": (str(folder / "data.jsonl"),),
     }
-    data = prepare_data(RunConfig(**given | {"report_to": ("none",)}))
+    data = prepare_fine_tuning(RunConfig(**given | {"report_to": ("none",)}))
     steps = range(len(data.batches))
     return [int(data.train.record_ids[i]) for step in steps for i in data.batches.indices(step)]
 

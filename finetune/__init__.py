@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from finetune.training.pretraining.trainer import PretrainTrainer
     from finetune.training.results import RunResult
     from finetune.training.run import run
-    from finetune.training.sft_trainer import SFTTrainer
+    from finetune.training.trainer import SFTTrainer
 
 __all__ = [
     "CurriculumSampler",
@@ -50,36 +50,36 @@ __all__ = [
     "run",
 ]
 
-# name: (module, the name there)
+# name: the module that defines it
 _HOMES = {
-    "CurriculumSampler": ("finetune.batching.curriculum_sampler", "CurriculumSampler"),
-    "Finding": ("finetune.commands.diagnose.findings", "Finding"),
-    "FinetuneError": ("finetune.errors", "FinetuneError"),
-    "PackedCollator": ("finetune.batching.collate", "PackedCollator"),
-    "Plan": ("finetune.planning.plan", "Plan"),
-    "PreferenceConfig": ("finetune.config.preference_config", "PreferenceConfig"),
-    "PreferenceTrainer": ("finetune.training.preferences.trainer", "PreferenceTrainer"),
-    "PretrainConfig": ("finetune.config.pretrain_config", "PretrainConfig"),
-    "PretrainTrainer": ("finetune.training.pretraining.trainer", "PretrainTrainer"),
-    "RunConfig": ("finetune.config.run_config", "RunConfig"),
-    "RunResult": ("finetune.training.results", "RunResult"),
-    "SFTTrainer": ("finetune.training.sft_trainer", "SFTTrainer"),
-    "diagnose": ("finetune.commands.diagnose.command", "diagnose_logs"),
-    "follow": ("finetune.runs.follow", "follow"),
-    "plan": ("finetune.commands.plan.command", "plan"),
-    "run": ("finetune.training.run", "run"),
+    "CurriculumSampler": "finetune.batching.curriculum_sampler",
+    "Finding": "finetune.commands.diagnose.findings",
+    "FinetuneError": "finetune.errors",
+    "PackedCollator": "finetune.batching.collate",
+    "Plan": "finetune.planning.plan",
+    "PreferenceConfig": "finetune.config.preference_config",
+    "PreferenceTrainer": "finetune.training.preferences.trainer",
+    "PretrainConfig": "finetune.config.pretrain_config",
+    "PretrainTrainer": "finetune.training.pretraining.trainer",
+    "RunConfig": "finetune.config.run_config",
+    "RunResult": "finetune.training.results",
+    "SFTTrainer": "finetune.training.trainer",
+    "diagnose": "finetune.commands.diagnose.command",
+    "follow": "finetune.runs.follow",
+    "plan": "finetune.commands.plan.command",
+    "run": "finetune.training.run",
 }
+_NAMES_THERE = {"diagnose": "diagnose_logs"}  # others have the same
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that `import finetune` and the commands' help stay quick and need no
     # torch.
-    if name in _HOMES:
-        from importlib import import_module
+    if name not in _HOMES:
+        raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    from importlib import import_module
 
-        module, attribute = _HOMES[name]
-        return getattr(import_module(module), attribute)
-    raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), _NAMES_THERE.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 """Training on preferences: `python -m finetune.dpo --model ... --data pairs.jsonl --output-dir
 ...`.
 
-The order in which things happen is in training/run.py; what such a run prepares and builds is in
-training/preferences/.
+The order in which things happen is in training/run.py; a run on preferences is built as fine-tuning
+is, with a trainer of its own (training/preferences/).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.preference_config import PreferenceConfig
-from finetune.config.run_config import RunConfig
 from finetune.runtime.language import N_, _
 from finetune.sft import FineTuning
 from finetune.training.results import RunResult
@@ -62,17 +61,27 @@ class PreferenceTraining(FineTuning):
             model=settings["model"], how=settings.get("finetuning"), loss=settings.get("loss")
         )
 
-    def prepare(self, config: RunConfig) -> Any:
-        from finetune.training.preferences.prepare import prepare_data
+    def prepare(self, config: Any, begun: Mapping[str, Any]) -> Any:
+        from finetune.training.prepare import prepare_preferences
 
-        return prepare_data(config)
+        return prepare_preferences(config, begun)
 
-    def build_trainer(self, *parts: Any, **where: Any) -> Any:
-        from finetune.training.preferences.build import build_trainer
+    def build(self, config: Any, data: Any, session: Any) -> Any:
+        from finetune.batching.steps import AnswerBatches
+        from finetune.modeling.preference_loss import WeighedHead
+        from finetune.training.build import build_fine_tuning
+        from finetune.training.preferences.trainer import PreferenceTrainer
 
-        return build_trainer(*parts, **where)
+        return build_fine_tuning(
+            config,
+            data,
+            session,
+            trainer_class=PreferenceTrainer,
+            batches_class=AnswerBatches,
+            head_class=WeighedHead,
+        )
 
-    def workload(self, config: RunConfig, shape: Any, cluster: Any) -> Any:
+    def workload(self, config: Any, shape: Any, cluster: Any) -> Any:
         from finetune.planning.inputs import preference_workload
 
         return preference_workload(config, shape, cluster)

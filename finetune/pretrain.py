@@ -98,7 +98,7 @@ class Pretraining(RunKind):
         }
         os.execve(sys.executable, [sys.executable, "-m", *torchrun, *arguments], environment)
 
-    def check(self, config: PretrainConfig) -> list[FinetuneError]:
+    def check(self, config: PretrainConfig) -> Sequence[FinetuneError]:
         return check_pretraining_paths(config)
 
     def describe(self, settings: Mapping[str, Any]) -> str:
@@ -110,15 +110,15 @@ class Pretraining(RunKind):
         text = _("{arch} of depth {depth}, from scratch")
         return text.format(arch=settings.get("arch"), depth=settings.get("depth"))
 
-    def prepare(self, config: PretrainConfig) -> Any:
-        from finetune.training.pretraining.prepare import prepare_data
+    def prepare(self, config: PretrainConfig, begun: Mapping[str, Any]) -> Any:
+        from finetune.training.pretraining.prepare import prepare_pretraining
 
-        return prepare_data(config)
+        return prepare_pretraining(config)
 
-    def build_trainer(self, *parts: Any, **where: Any) -> Any:
-        from finetune.training.pretraining.build import build_trainer
+    def build(self, config: PretrainConfig, data: Any, session: Any) -> Any:
+        from finetune.training.pretraining.build import build_pretraining
 
-        return build_trainer(*parts, **where)
+        return build_pretraining(config, data, session)
 
     def shape(self, config: PretrainConfig) -> Any:
         from finetune.planning.inputs import shape_of_pretraining

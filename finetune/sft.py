@@ -2,16 +2,18 @@
 `finetune.run(cfg)`.
 
 The order in which things happen is in training/run.py; what fine-tuning prepares is in
-training/prepare_sft.py.
+training/prepare.py, what it builds in training/build.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind
 from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
@@ -44,10 +46,10 @@ class FineTuning(RunKind):
     name = "sft"
     module = "finetune.sft"
     title = N_("fine-tuning")
-    config_class = RunConfig
+    config_class: ClassVar[type[BaseConfig]] = RunConfig
     probed = ("model", "tokenizer", "data")
 
-    def check(self, config: RunConfig) -> list[FinetuneError]:
+    def check(self, config: RunConfig) -> Sequence[FinetuneError]:
         return check_paths(config)
 
     def describe(self, settings: Mapping[str, Any]) -> str:
@@ -55,22 +57,21 @@ class FineTuning(RunKind):
             return ""
         return _("{model}, {how}").format(model=settings["model"], how=settings.get("finetuning"))
 
-    def prepare(self, config: RunConfig) -> Any:
-        from finetune.training.prepare_sft import prepare_data
+    def prepare(self, config: RunConfig, begun: Mapping[str, Any]) -> Any:
+        from finetune.training.prepare import prepare_fine_tuning
 
-        return prepare_data(config)
-
-    def build_trainer(self, *parts: Any, **where: Any) -> Any:
-        from finetune.training.build_sft import build_trainer
-
-        return build_trainer(*parts, **where)
-
-    def ask(self, config: RunConfig, data: Any) -> Any:
+        data = prepare_fine_tuning(config, begun)
         if not config.eval_generate:
-            return None
+            return data
+        # Generation stands above training, which is given it.
         from finetune.commands.evaluate.while_training import ask
 
-        return ask(config, data)
+        return replace(data, ask=ask(config, data))
+
+    def build(self, config: RunConfig, data: Any, session: Any) -> Any:
+        from finetune.training.build import build_fine_tuning
+
+        return build_fine_tuning(config, data, session)
 
     def shape(self, config: RunConfig) -> Any:
         from finetune.planning.inputs import shape_of_base_model

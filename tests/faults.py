@@ -244,7 +244,7 @@ FAULTS = (
     Fault(
         "the rates do not follow the schedule",
         "training/trainer.py",
-        "        self._set_learning_rate(inputs.step)\n",
+        "        self.lr_scheduler.set(inputs.step)\n",
         "",
         "training/test_nonfinite.py",
         only="resumed_right_after",
@@ -383,8 +383,9 @@ FAULTS = (
     Fault(
         "the learning rate begins anew on resume",
         "training/trainer.py",
-        "factor = self.context.learning_rate_factor(step)",
-        "factor = self.context.learning_rate_factor(step - self.context.start_step)",
+        "StepSchedule(self.optimizer, self.context.learning_rate_factor)",
+        "StepSchedule(self.optimizer, lambda step: self.context.learning_rate_factor("
+        "step - self.context.start_step))",
         "training/test_resume.py",
     ),
     Fault(

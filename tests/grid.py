@@ -264,7 +264,7 @@ def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dic
 
 def trained_weights(run: Path, names: list[str]) -> dict[str, Any]:
     """The same after the last step, from its checkpoint, whole or in slices."""
-    from finetune.training.saved_tensors import SavedTensors
+    from finetune.training.state import SavedTensors
 
     saved = SavedTensors(run / f"checkpoint-{STEPS}", "weights")
     return {name: saved.get(name) for name in names}

@@ -33,10 +33,9 @@ from finetune.config.names import flag
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
-    "finetune.training.build_sft",
-    "finetune.training.pretraining.build",
-    "finetune.training.preferences.build",
     "finetune.training.execute",
+    "finetune.training.pretraining.build",
+    "finetune.training.preferences.trainer",
     "finetune.data.dataset",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # brings torch._inductor, which takes two seconds

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,15 +96,6 @@ def workload(config: ToyConfig, shape: Any, cluster: Cluster) -> Workload:
     return pretraining_workload(like, shape, cluster)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The text as windows, and the list of global batches."""
-
-    windows: Any
-    batches: Any
-    identity: dict[str, Any]
-
-
 class ByteWindows:
     """Windows of a text; see `data.steps.SampleSource`."""
 
@@ -126,11 +116,12 @@ class ByteWindows:
         return self.windows[index], None
 
 
-def prepare(config: ToyConfig) -> Prepared:
+def prepare(config: ToyConfig, begun: Mapping[str, Any]) -> Any:
     import numpy as np
 
     from finetune.batching.curriculum import uniform_schedule
     from finetune.batching.sampler import GlobalBatches
+    from finetune.training.prepare import PreparedRun
 
     windows = ByteWindows(config.text)
     batches = GlobalBatches(
@@ -146,21 +137,18 @@ def prepare(config: ToyConfig) -> Prepared:
         "total_steps": config.max_steps,
         "schedule": batches.fingerprint(),
     }
-    return Prepared(windows, batches, identity)
+    return PreparedRun(identity=identity, batches=batches, train=windows)
 
 
-def build_trainer(
-    config: ToyConfig, world: Any, data: Prepared, start: Any, session: Any, **where: Any
-) -> Any:
+def build(config: ToyConfig, data: Any, session: Any) -> Any:
     import numpy as np
     from safetensors.torch import save_file
 
     from finetune.batching.steps import LossGroups, StepBatches
     from finetune.modeling.scratch import make_model
-    from finetune.training import build
-    from finetune.training.arguments import training_arguments
+    from finetune.training.build import make_execution, run_context
     from finetune.training.state import TrainingState
-    from finetune.training.trainer import RunTrainer
+    from finetune.training.trainer import RunParts, RunTrainer, training_arguments
 
     class ToyTrainer(RunTrainer):
         def model_files(self, weights: Any) -> Any:
@@ -172,53 +160,31 @@ def build_trainer(
         def write_output(self, folder: Path, weights: dict[str, Any], saved: Path | None) -> None:
             save_file(weights, folder / "model.safetensors")
 
+    context = run_context(data, session, learning_rate_factor=lambda step: 1.0)
     arguments = training_arguments(
-        config,
-        learning_rate=config.learning_rate,
-        evaluates=False,
-        total_steps=config.max_steps,
-        gradient_checkpointing=False,
-        deepspeed=None,
-        resumed=start.step > 0,
-        **where,
+        config, context, learning_rate=config.learning_rate, evaluates=False
     )
     model = make_model(_model_config(), seed=config.seed)
-    if start.folder is not None:
-        TrainingState(model).load_weights(start.folder)
-    execution = build.make_execution(
-        world, session, packing=False, token_budget=0, samples_per_microbatch=1
-    )
+    if context.resume_from is not None:
+        TrainingState(model).load_weights(context.resume_from)
     step_batches = StepBatches(
-        data.windows,
+        data.train,
         data.batches,
-        execution,
-        difficulty_ids=np.full(len(data.windows), -1),
+        make_execution(session, samples_per_microbatch=1),
+        difficulty_ids=np.full(len(data.train), -1),
         groups=LossGroups(),
         pad_token_id=0,
     )
-    trainer = build.make_trainer(
-        ToyTrainer,
-        config,
-        data,
-        world,
-        session,
-        model=model,
+    return RunParts(
+        trainer_class=ToyTrainer,
+        config=config,
+        data=data,
+        session=session,
+        context=context,
         arguments=arguments,
-        context=build.make_context(
-            data, world, start, session, learning_rate_factor=lambda step: 1.0, epochs_per_step=0.1
-        ),
+        model=model,
         step_batches=step_batches,
-        eval_step_batches=None,
-        head=None,
-        flat_reduce=False,
-        device_type=where["device_type"],
-        state_form="parts",
     )
-    summary = build.plan_summary(step_batches, token_budget=0, samples_per_microbatch=1)
-    build.say_start(
-        trainer, world, summary, tables={}, facts={}, dtype=where["dtype"], zero_stage=0
-    )
-    return trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -235,7 +201,7 @@ class Toy(RunKind):
     check = staticmethod(check)
     describe = staticmethod(describe)
     prepare = staticmethod(prepare)
-    build_trainer = staticmethod(build_trainer)
+    build = staticmethod(build)
     shape = staticmethod(shape)
     workload = staticmethod(workload)
     probe = staticmethod(probe)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -99,6 +99,23 @@ class TwoNodes:
             )
         self.started.append(process)
         return process
+
+    @contextlib.contextmanager
+    def port_taken(self, port: int) -> Iterator[None]:
+        """Let another program listen at a port of node 0 without ever answering."""
+        code = (
+            f"import socket, time; s = socket.create_server(('', {port})); print('ready',"
+            " flush=True); time.sleep(999)"
+        )
+        words = ["ip", "netns", "exec", self.names[0], sys.executable, "-S", "-c", code]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
 
     def launch(self, flags: Sequence[str], folder: Path, **variables: str) -> list[Launched]:
         """`launchers/multi_node.sh` on both nodes, two processes each unless a variable says

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.batching.curriculum import Schedule, uniform_schedule
+
 
 def _some_tokens(count: int) -> np.ndarray:
     """Different ones: a device computes faster with equal numbers."""
@@ -55,6 +57,10 @@ class EveryStep:
     @property
     def global_batch_size(self) -> int:
         return self.samples
+
+    @property
+    def schedule(self) -> Schedule:
+        return uniform_schedule()
 
     def indices(self, step: int) -> np.ndarray:
         return np.arange(self.samples)

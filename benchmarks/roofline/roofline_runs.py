@@ -227,8 +227,11 @@ def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> An
 def session_of(case: Case, folder: str) -> Any:
     from finetune.storage.run_log import RunLog
     from finetune.training.control import Control
+    from finetune.training.resume import Resume
 
     return SimpleNamespace(
+        world=case.world,
+        start=Resume(None, 0),
         control=Control(case.world.world_size),
         runlog=RunLog(None),
         sample_log=None,
@@ -237,13 +240,22 @@ def session_of(case: Case, folder: str) -> Any:
     )
 
 
-def documents(case: Case, config: Any) -> Any:
+def documents(case: Case, config: Any, model_config: Any) -> Any:
     """What a run of fine-tuning would have prepared."""
-    from finetune.training.prepare_sft import Prepared
+    from finetune.training.prepare import PreparedConversations
 
     samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
     batches = EveryStep(len(samples), case.steps + 1)
-    return Prepared(None, samples, None, batches, (), (), (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+    return PreparedConversations(
+        identity={},
+        batches=batches,  # type: ignore[arg-type]
+        train=samples,  # type: ignore[arg-type]
+        valid=None,
+        tokenizer=None,  # type: ignore[arg-type]
+        model_config=model_config,
+        trained_token_ids=(5,) * len(getattr(config, "train_tokens", ())),
+        packing=config.packing,
+    )
 
 
 def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
@@ -251,13 +263,14 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
 
     from finetune.modeling.attention import choose_attention
     from finetune.modeling.loss import let_choose_logits
-    from finetune.training import build_sft
-    from finetune.training.resume import Resume
+    from finetune.training import build
+
+    config = on_device(config, on)
+    shape = model_config(case, layers)
 
     def load_model(
         config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any
     ) -> Any:
-        shape = model_config(case, layers)
         attention = choose_attention(shape)
         model_dtype = torch.bfloat16 if case.zero3 else model_dtype
         with torch.device(on):
@@ -267,30 +280,28 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
         let_choose_logits(model)
         return model.train()
 
-    data = documents(case, config)
-    adapt, arguments = build_sft.add_adapter, build_sft.training_arguments
+    data = documents(case, config, shape)
+    adapt, arguments = build.add_adapter, build.training_arguments
     with contextlib.ExitStack() as stack:
-        replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
+        replaced: dict[str, Any] = {"load_model": load_model}
         if case.zero3:  # as under DeepSpeed: one dtype, and no autocast
             replaced["add_adapter"] = lambda model, config, **rest: adapt(
                 model, config, **rest | {"one_dtype": True}
             )
-            replaced["training_arguments"] = lambda config, **rest: arguments(
-                config, **{**rest, "dtype": "float32"}
+            replaced["training_arguments"] = lambda config, *rest, **more: arguments(
+                config.model_copy(update={"dtype": "float32"}), *rest, **more
             )
             replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():
-            stack.enter_context(patch.object(build_sft, name, value))
-        session = session_of(case, config.output_dir)
-        return build_sft.build_trainer(
-            config,
-            case.world,
-            data,
-            Resume(None, 0),
-            session,
-            device_type=on,
-            dtype=dtype_of(config),
-        )
+            stack.enter_context(patch.object(build, name, value))
+        parts = build.build_fine_tuning(config, data, session_of(case, config.output_dir))
+        return parts.trainer_class(parts)
+
+
+def on_device(config: Any, device_type: str) -> Any:
+    """The settings as they are at the end."""
+    final = {"device_type": device_type, "dtype": dtype_of(config)}
+    return config.model_copy(update=final)
 
 
 def _fuse_partitioned(model: Any) -> int:
@@ -306,32 +317,28 @@ def _fuse_partitioned(model: Any) -> int:
 def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
     from finetune.modeling.scratch import make_unstarted_model
     from finetune.training.pretraining import build
-    from finetune.training.pretraining.prepare import Prepared
-    from finetune.training.resume import Resume
+    from finetune.training.pretraining.prepare import PreparedTexts
 
+    config = on_device(config, on)
     shape = scratch_shape(case, layers)
     samples = Windows(config.global_batch_size, config.max_seq_len)
     batches = EveryStep(len(samples), case.steps + 1)
-    data = Prepared(None, shape, samples, None, batches, None, {})  # type: ignore[arg-type]
+    data = PreparedTexts(
+        identity={},
+        batches=batches,  # type: ignore[arg-type]
+        train=samples,  # type: ignore[arg-type]
+        valid=None,
+        model_config=shape,
+        bytes_per_token=None,
+    )
 
     def make_model(shape: Any, *, seed: int, attention: str) -> Any:
         with torch.device(on):
             return make_unstarted_model(shape, attention).train()
 
-    with (
-        patch.object(build, "make_model", make_model),
-        patch.object(build, "_say_start", lambda *a, **k: None),
-    ):
-        session = session_of(case, config.output_dir)
-        return build.build_trainer(
-            config,
-            case.world,
-            data,
-            Resume(None, 0),
-            session,
-            device_type=on,
-            dtype=dtype_of(config),
-        )
+    with patch.object(build, "make_model", make_model):
+        parts = build.build_pretraining(config, data, session_of(case, config.output_dir))
+        return parts.trainer_class(parts)
 
 
 @contextlib.contextmanager
@@ -339,7 +346,7 @@ def device_branch(case: Case) -> Iterator[None]:
     """What an accelerator has and a CPU has not."""
     from finetune.modeling import attention, loss
     from finetune.runtime import device
-    from finetune.training import build
+    from finetune.training import trainer
     from finetune.training.session import _forget_accelerate
 
     logger = logging.getLogger("finetune")
@@ -360,7 +367,7 @@ def device_branch(case: Case) -> Iterator[None]:
         patch.object(loss, "LOGITS_PER_CHUNK_ON_CPU", chunk),
         patch("finetune.training.pretraining.build.keep_freed_memory", lambda device_type: None),
         patch.dict(device.DEVICE_KINDS, kinds),
-        patch.object(build, "largest_microbatch", lambda step_batches: None),
+        patch.object(trainer, "largest_microbatch", lambda step_batches: None),
         # Lists of tensors are one operator on accelerators, and on a CPU none.
         patch.object(
             torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: accelerator

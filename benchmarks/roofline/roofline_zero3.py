@@ -24,6 +24,7 @@ from roofline_runs import (
     documents,
     dtype_of,
     model_config,
+    on_device,
     record,
     run_config,
     session_of,
@@ -48,8 +49,7 @@ def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) 
 
     from finetune.modeling.attention import choose_attention
     from finetune.modeling.loss import let_choose_logits
-    from finetune.training import build_sft
-    from finetune.training.resume import Resume
+    from finetune.training import build
 
     case, config = replace(case, zero3=False), zero3_config(case, keys or {})
     shape = model_config(case, layers)
@@ -72,26 +72,17 @@ def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) 
         device_branch(case),
         fake_group(case.processes),
         _engine_alone(),
-        patch("finetune.modeling.model_config.load_model_config", lambda *a, **k: shape),
-        patch.object(build_sft, "load_model", load_model),
-        patch.object(build_sft, "_say_start", lambda *a, **k: None),
+        patch.object(build, "load_model", load_model),
         agreements(lambda: recorder.segment.collectives),
         fake,
         recorder,
         Crossings(recorder, fake),
     ):
-        config = config.model_copy(update={"output_dir": folder})
-        data, session = documents(case, config), session_of(case, folder)
-        trainer = build_sft.build_trainer(
-            config,
-            case.world,
-            data,
-            Resume(None, 0),
-            session,
-            device_type="cpu",
-            dtype=dtype_of(config),
+        config = on_device(config.model_copy(update={"output_dir": folder}), "cpu")
+        parts = build.build_fine_tuning(
+            config, documents(case, config, shape), session_of(case, folder)
         )
-        return record(trainer, recorder, case)
+        return record(parts.trainer_class(parts), recorder, case)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class RunKind:
         Called before anything else in a process that no launcher started.
         """
 
-    def check(self, config: Any) -> list[FinetuneError]:
+    def check(self, config: Any) -> Sequence[FinetuneError]:
         """Return the problems of a configuration that can be seen without torch."""
         raise NotImplementedError
 
@@ -63,29 +63,27 @@ class RunKind:
 
     # ------------------------------------------------------------------ training
 
-    def prepare(self, config: Any) -> Any:
-        """Read tokenizer and data and make the list of global batches; check all but the weights.
-
-        Returns: an object with `batches` and `identity`.
-        """
-        raise NotImplementedError
-
-    def build_trainer(
-        self, config: Any, world: Any, data: Any, start: Any, session: Any, **where: Any
-    ) -> Any:
-        """Build the trainer.
+    def prepare(self, config: Any, begun: Mapping[str, Any]) -> Any:
+        """Read tokenizer and data, make the list of global batches, and check all but the weights.
 
         Args:
-            data: the result of `prepare`.
-            where: `device_type` and `dtype`.
+            config: the settings; some may say auto.
+            begun: the identity of the run that is resumed; empty for a new one.
+
+        Returns: a `PreparedRun` (training/prepare.py).
         """
         raise NotImplementedError
 
-    def ask(self, config: Any, data: Any) -> Any:
-        """Return the function that answers validation prompts at each evaluation and scores the
-        answers; None if evaluations generate nothing.
+    def build(self, config: Any, data: Any, session: Any) -> Any:
+        """Fill the parts that the trainer is made of; the process group exists.
+
+        Args:
+            config: the final settings.
+            data: the result of `prepare`.
+
+        Returns: `RunParts` (training/trainer.py).
         """
-        return None
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ plan and doctor
 

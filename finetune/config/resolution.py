@@ -138,13 +138,17 @@ def _resolved(
     return Resolved(config, origins, resolution.notes, print_config)
 
 
-def to_yaml(config: BaseConfig) -> str:
+def to_yaml(config: BaseConfig, decided: Mapping[str, Any] | None = None) -> str:
     """Return the configuration as a run file.
 
     Settings that follow from the number of processes are left out, so that the file means the same
     run on another machine.
+
+    Args:
+        decided: values of settings that said auto.
     """
     values = config.model_dump(mode="json", exclude=set(config.machine_fields))
+    values |= decided or {}
     ordered = {name: values[name] for name in ordered_fields(type(config)) if name in values}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120)
 

@@ -52,7 +52,7 @@ class Chosen:
     """What was chosen.
 
     Attributes:
-        config: the configuration with numbers where it said auto.
+        config: the final settings: with a value wherever they said auto.
         values: what was chosen, by the names of the settings; empty where nothing was auto.
         reason: for people; "" where nothing was auto.
         fits: as the plan has it; None where no memory is known, and the most sparing way was taken.
@@ -95,7 +95,9 @@ def open_settings(config: BaseConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def with_values(config: BaseConfig, values: Mapping[str, Any]) -> BaseConfig:
-    """The configuration with these in place of auto."""
+    """Return the configuration with these values."""
+    if not values:
+        return config
     updates = {name: value for name, value in values.items() if name not in OFFLOADS}
     if any(name in OFFLOADS for name in values):
         updates["deepspeed"] = copy.deepcopy(config.deepspeed)
@@ -105,9 +107,11 @@ def with_values(config: BaseConfig, values: Mapping[str, Any]) -> BaseConfig:
     return config.model_copy(update=updates)
 
 
-def most_sparing(config: BaseConfig, device_type: str) -> Chosen:
-    """What is taken where no plan can be made: a model whose sizes are not known, or no memory to
-    judge by.
+def lowest_memory_choice(
+    config: BaseConfig, device_type: str, decided: Mapping[str, Any] | None = None
+) -> Chosen:
+    """Return what is taken if no plan can be made: the sizes of the model are not known, or there
+    is no memory to judge by. For `decided` see `choose_execution`.
     """
     values = {name: choices[0] for name, choices in open_settings(config).items()}
     if device_type == "cpu" and "gradient_checkpointing" in values:
@@ -115,7 +119,7 @@ def most_sparing(config: BaseConfig, device_type: str) -> Chosen:
         values["gradient_checkpointing"] = False
     reason = _("auto: {values}, because the memory that is needed, or that there is, is not known")
     return Chosen(
-        with_values(config, values),
+        with_values(config, {**(decided or {}), **values}),
         values,
         reason.format(values=_named(values)) if values else "",
         None,
@@ -127,6 +131,7 @@ def choose_execution(
     shape: ModelShape,
     cluster: Cluster,
     *,
+    decided: Mapping[str, Any] | None = None,
     step_tokens: float | None = None,
     out_of_memory: bool = False,
     workload: Callable[[Any, ModelShape, Cluster], Workload] = workload_of,
@@ -134,6 +139,7 @@ def choose_execution(
     """Put a value wherever the configuration says auto.
 
     Args:
+        decided: values of other settings, which go into the final settings with what is chosen.
         cluster: with the memory that is free.
         step_tokens: of a global batch, over all devices; None: all samples are of the longest there
             may be.
@@ -142,17 +148,16 @@ def choose_execution(
         workload: of the kind of run, where it is at hand.
     """
     choices = open_settings(config)
+    decided = decided or {}
     if not choices:
-        return Chosen(config, {}, "", None)
+        return Chosen(with_values(config, decided), {}, "", None)
     if out_of_memory:
         choices = {
             name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()
         }
-    ways = list(
-        _ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step, workload)
-    )
+    ways = list(_ways(config, shape, cluster, choices, decided, step_tokens, workload))
     if all(way.fits is None for way in ways):
-        return most_sparing(config, cluster.device_type)
+        return lowest_memory_choice(config, cluster.device_type, decided)
     fitting = [way for way in ways if way.fits]
     if not fitting:
         least = min(ways, key=lambda way: way.need_bytes)
@@ -170,25 +175,27 @@ def _ways(
     shape: ModelShape,
     cluster: Cluster,
     choices: Mapping[str, tuple[Any, ...]],
-    step_tokens: float,
+    decided: Mapping[str, Any],
+    step_tokens: float | None,
     workload: Callable[[Any, ModelShape, Cluster], Workload],
 ) -> Iterator[_Way]:
     for combination in product(*choices.values()):
         values = dict(zip(choices, combination, strict=True))
-        made = with_values(config, values)
+        made = with_values(config, {**decided, **values})
+        tokens = step_tokens or made.tokens_per_step
         work = workload(made, shape, cluster)
         if "micro_batch_size" in values and not _useful(
-            made, work, values["micro_batch_size"], step_tokens
+            made, work, values["micro_batch_size"], tokens
         ):
             continue
         if hasattr(made, "micro_batch_size"):
             work = replace(
                 work,
-                microbatches=max(1, ceil(step_tokens / (work.processes * work.microbatch_tokens))),
+                microbatches=max(1, ceil(tokens / (work.processes * work.microbatch_tokens))),
             )
         memory = memory_of(work)
         need = memory.node() if cluster.device_type == "cpu" else memory.device()
-        yield _Way(values, made, need, _seconds(work, cluster, step_tokens), fits(memory, cluster))
+        yield _Way(values, made, need, _seconds(work, cluster, tokens), fits(memory, cluster))
 
 
 def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -> bool:

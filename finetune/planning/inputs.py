@@ -230,7 +230,7 @@ def _workload(
 
 def with_sharding(work: Workload, sharding: Sharding) -> Workload:
     """The same run sharded otherwise: dtypes of weights and adapters follow
-    (training/build_sft.py).
+    (training/build.py).
     """
     size, wide = work.computing.element_bytes, 4
     computing = replace(

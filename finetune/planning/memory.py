@@ -175,7 +175,7 @@ def _plain(work: Workload) -> list[Term]:
     )
     buckets = 4 * trained if work.processes > 1 else 0
     return [
-        Term("weights", held, "device", weights, "ours: training/build_sft.py", there),
+        Term("weights", held, "device", weights, "ours: training/build.py", there),
         Term("gradients", each * trained, "device", f"{each} B x P_t", f"{_ZERO}, sec. 3.1", STEP),
         Term("optimizer", _moments(work, trained), "device", moments, optimizer),
         Term("buffers", update, "device", temporary, foreach, ("update",)),

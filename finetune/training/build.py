@@ -1,5 +1,7 @@
-"""From checked data and a model to a trainer: what fine-tuning and pretraining build the same
-way.
+"""Build a run: from final settings and prepared data to the trainer. What every kind has in common,
+then fine-tuning on conversations and preferences; texts are in pretraining/build.py.
+
+A kind fills `RunParts` (trainer.py), and `make_trainer` makes the trainer of it.
 """
 
 from __future__ import annotations
@@ -7,48 +9,51 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
 from finetune.batching.microbatch_schedule import PlanSummary, summarise
-from finetune.batching.steps import BatchSource, Execution, StepBatches
+from finetune.batching.mixing import source_line
+from finetune.batching.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.config.base_config import BaseConfig
+from finetune.config.deepspeed import deepspeed_dict, offloads, zero_stage
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.run_config import RunConfig
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.data.samples import Samples
 from finetune.errors import FinetuneError
 from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
-from finetune.modeling.loss import ChunkedHead
-from finetune.modeling.objective import Objective
-from finetune.modeling.pretrained import DTYPES, count_parameters
+from finetune.modeling.lora import fuse_lora
+from finetune.modeling.loss import ChunkedHead, make_chunked_head
+from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.runtime import device as devices
-from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
-from finetune.storage.checkpoint_files import verify
-from finetune.training.arguments import reporters
-from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
-from finetune.training.executor import (
-    LOOKED_AT_SAMPLES,
-    StepExecutor,
-    largest_microbatch,
-    looked_at_steps,
-)
-from finetune.training.results import Best, Evaluations, read_best
-from finetune.training.resume import Resume, metadata_of
+from finetune.training.executor import LOOKED_AT_SAMPLES, looked_at_steps
+from finetune.training.operators import load_shared_memory_operator
+from finetune.training.prepare import PreparedConversations, PreparedRun
 from finetune.training.session import Session
-from finetune.training.trainer import RunTrainer
+from finetune.training.state import TrainingState
+from finetune.training.trainer import (
+    RunParts,
+    RunTrainer,
+    SFTTrainer,
+    StartReport,
+    package_versions,
+    reporters,
+    training_arguments,
+)
 
 logger = logging.getLogger("finetune")
 
 # Global batches that are planned for the table: enough for the mean, cheap for a run of any length.
 SUMMARISED_STEPS = 50
-# (message pattern, category, why it is no news)
+# (message pattern, category)
 KNOWN_WARNINGS = (
     # DeepSpeed 0.19.8 calls them by their old names, hundreds of times a step under ZeRO-3.
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
@@ -66,277 +71,126 @@ KNOWN_WARNINGS = (
     (r"Warning only once for all operators", UserWarning),
 )
 
-AnyTrainer = TypeVar("AnyTrainer", bound=RunTrainer)
+
+def make_trainer(parts: RunParts) -> RunTrainer:
+    """Make the trainer of a run and report the start. Every rank must call it."""
+    # Ranks plan and name tensors without communication: with other packages or microbatches they
+    # would silently diverge.
+    context, execution = parts.context, parts.step_batches.execution
+    context.control.check_equal({**package_versions(), "packing": execution.describe()})
+    trained = count_parameters(parts.model)["trainable"]
+    trainer = parts.trainer_class(parts)
+    _check_world(trainer, parts)
+    _check_ties(trainer, trained)
+    if "tensorboard" in reporters(parts.config.report_to):
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        curves = Path(folder) if folder else parts.session.output_dir / "tensorboard"
+        context.runlog.draw_curves(curves.expanduser())
+    _report_start(parts)
+    return trainer
 
 
-class PreparedRun(Protocol):
-    """What both kinds of run know before a model exists."""
-
-    @property
-    def batches(self) -> BatchSource: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-
-def make_context(
+def run_context(
     data: PreparedRun,
-    world: LaunchWorld,
-    start: Resume,
     session: Session,
     *,
     learning_rate_factor: Callable[[int], float],
-    epochs_per_step: float,
     stage_name: Callable[[int], str] = lambda step: "",
 ) -> RunContext:
+    """Collect what the trainer is given of its run.
+
+    Args:
+        learning_rate_factor: step (0-based) -> factor on the learning rate.
+        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
+    """
+    start = session.start
+    assert start is not None, "a finished run builds nothing"
     return RunContext(
         total_steps=data.batches.total_steps,
         resume_from=start.folder,
         start_step=start.step,
         stage_name=stage_name,
         learning_rate_factor=learning_rate_factor,
-        epochs_per_step=epochs_per_step,
+        epochs_per_step=data.batches.global_batch_size / len(data.train),
         control=session.control,
-        signals=StopSignals(launched=world.launched),
+        signals=StopSignals(launched=session.world.launched),
         runlog=session.runlog,
         sample_log=session.sample_log,
     )
 
 
 def make_execution(
-    world: LaunchWorld,
-    session: Session,
-    *,
-    packing: bool,
-    token_budget: int,
-    samples_per_microbatch: int,
+    session: Session, *, token_budget: int | None = None, samples_per_microbatch: int | None = None
 ) -> Execution:
-    """How global batches are executed here; smaller than asked for where the last start ran out of
-    memory.
+    """Decide how global batches are executed here: in smaller microbatches than requested if the
+    last start ran out of memory.
+
+    Args:
+        token_budget: of a packed microbatch; None without packing.
+        samples_per_microbatch: of a padded one; None with packing.
     """
     note = session.out_of_memory_note()
     if note is not None:
-        token_budget = min(token_budget, note.get("token_budget") or token_budget)
-        samples_per_microbatch = min(
-            samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch
-        )
+        if token_budget is not None:
+            token_budget = min(token_budget, note.get("token_budget") or token_budget)
+        if samples_per_microbatch is not None:
+            samples_per_microbatch = min(
+                samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch
+            )
         logger.warning(
             "the last start ran out of memory at step %s: this one takes smaller microbatches",
             note["step"],
         )
     return Execution(
-        world.rank,
-        world.world_size,
-        token_budget=token_budget if packing else None,
-        samples_per_microbatch=None if packing else samples_per_microbatch,
+        session.world.rank,
+        session.world.world_size,
+        token_budget=token_budget,
+        samples_per_microbatch=samples_per_microbatch,
     )
 
 
-def choose_layers(
-    model: torch.nn.Module, config: BaseConfig, wanted: str, *, device_type: str, dtype: str
-) -> tuple[str, str]:
-    """Let the device's own functions compute layers and attention, where they agree; who computes
-    each.
+def speed_up(
+    model: torch.nn.Module, config: BaseConfig, fused_layers: str | None = None
+) -> dict[str, str]:
+    """Let the device's own functions compute layers and attention, if they agree with torch's.
 
     Args:
-        wanted: of the layers, as `--fused-layers`, which the attention goes by as it is.
+        fused_layers: as `--fused-layers`, instead of the setting.
+
+    Returns: who computes each, for the table about execution.
     """
+    dtype, tokens = DTYPES[config.dtype], config.tokens_per_microbatch
     fused = fuse_layers(
         model,
-        wanted,
-        device_type=device_type,
-        compiles=devices.capabilities(device_type).compile,
-        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.tokens_per_microbatch,
+        fused_layers or config.fused_layers,
+        device_type=config.device_type,
+        compiles=devices.capabilities(config.device_type).compile,
+        dtypes=[dtype, next(model.parameters()).dtype],
+        tokens=tokens,
     )
     attention = check_attention(
         model,
         config.fused_layers,
-        device_type=device_type,
-        dtype=DTYPES[dtype],
-        tokens=config.tokens_per_microbatch,
+        device_type=config.device_type,
+        dtype=dtype,
+        tokens=tokens,
     )
-    return fused, attention
+    return {"fused layers": fused, "attention": attention}
 
 
-def make_trainer(
-    trainer_class: type[AnyTrainer],
-    config: BaseConfig,
-    data: PreparedRun,
-    world: LaunchWorld,
-    session: Session,
-    *,
-    model: torch.nn.Module,
-    arguments: TrainingArguments,
-    context: RunContext,
-    step_batches: StepBatches,
-    head: ChunkedHead | None,
-    flat_reduce: bool,
-    device_type: str,
-    objective: Objective | None = None,
-    **own: Any,
-) -> AnyTrainer:
-    """The trainer with its executor and checkpointer, on what was asked for.
-
-    Args:
-        flat_reduce: see `StepExecutor`.
-        objective: what is minimised; None for the token loss.
-        own: further arguments of the class.
-    """
-    make_executor = partial(
-        StepExecutor,
-        step_batches=step_batches,
-        control=context.control,
-        seed=config.seed,
-        head=head,
-        flat_reduce=flat_reduce,
-        largest=largest_microbatch(step_batches),
-        objective=objective,
-    )
-    # Ranks plan and name tensors without communication: other packages or microbatches would part
-    # them in silence.
-    context.control.check_equal(
-        {**package_versions(), "packing": step_batches.execution.describe()}
-    )
-    trained = count_parameters(model)["trainable"]
-    held_out = getattr(own.get("eval_step_batches"), "samples", None)
-    best = _best_so_far(config, context, session.output_dir, _compared_data(config, held_out))
-    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(
-        config, context, best, session
-    )
-    trainer = trainer_class(
-        model=model,
-        args=arguments,
-        step_batches=step_batches,
-        context=context,
-        make_executor=make_executor,
-        head=head,
-        num_workers=config.dataloader_num_workers,
-        **own,
-    )
-    _check_world(trainer, config, world, device_type)
-    _check_ties(trainer, trained, device_type)
-    if "tensorboard" in reporters(config.report_to):
-        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
-        session.runlog.draw_curves(Path(folder).expanduser())
-    trainer.checkpointer = _checkpointer(trainer, config, data, world, session)
-    trainer.evaluations = _evaluations(config, context, best)
-    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
-    return trainer
-
-
-def _checkpointer(
-    trainer: RunTrainer, config: BaseConfig, data: PreparedRun, world: LaunchWorld, session: Session
-) -> Checkpointer:
-    context = trainer.context
-    return Checkpointer(
-        session.output_dir,
-        context.control,
-        rank=world.rank,
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-        metadata={"identity": data.identity, "versions": package_versions()},
-        model_files=trainer.model_files,
-        keep=config.save_total_limit,
-        runlog=session.runlog,
-        sample_log=session.sample_log,
-        last=None if context.resume_from is None else context.resume_from.name,
-        verified=_resumed_here(context, session.output_dir),
-        behind=config.async_save,
-    )
-
-
-def _evaluations(config: BaseConfig, context: RunContext, best: Best) -> Evaluations:
-    higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
-    return Evaluations(
-        best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping
-    )
-
-
-def _compared_data(config: BaseConfig, held_out: Any) -> str | None:
-    """What evaluations are of, where it is known: those of other data, or of other answers, are not
-    compared.
-    """
-    fingerprint = getattr(held_out, "fingerprint", None)
-    if fingerprint is None or not config.followed_metric.startswith("eval_exact_match"):
-        return fingerprint
-    # A setting at its default is left out: checkpoints from before there was one go on.
-    fields = type(config).model_fields
-    others = {name: getattr(config, name) for name in ("answer_field", "max_new_tokens")}
-    changed = [
-        f":{name}={value}" for name, value in others.items() if value != fields[name].default
-    ]
-    return f"{fingerprint}:{getattr(config, 'eval_generate', None)}{''.join(changed)}"
-
-
-def _best_so_far(
-    config: BaseConfig, context: RunContext, output_dir: Path, data: str | None
-) -> Best:
-    """The best evaluation before the checkpoint of this folder that the run resumes from. Every
-    rank calls.
-
-    Args:
-        data: fingerprint of the validation data, where it has one.
-    """
-    # Of another folder's checkpoint neither the best one nor this one is here to be kept.
-    own = _resumed_here(context, output_dir)
-    best = read_best(
-        config.followed_metric, metadata_of(context.resume_from if own is not None else None), data
-    )
-    if config.keep_best and best.value is not None:
-        if best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid:
-            logger.warning(
-                "the best checkpoint, of step %d, is not here: the best is looked for anew",
-                best.step,
-            )
-            best = Best(best.metric, data=data)
-    elif best.checkpoint is not None:
-        best = replace(best, checkpoint=None)
-    return Best(**context.control.share(best.facts()))
-
-
-def _lacks_evaluation(
-    config: BaseConfig, context: RunContext, best: Best, session: Session
-) -> bool:
-    """Whether a signal stopped the run at a step that it had to evaluate, so that this start makes
-    up for it.
-    """
-    if _resumed_here(context, session.output_dir) is None:
-        return False
-    step, follows = context.start_step, config.keep_best or config.early_stopping
-    due = step % config.eval_steps == 0 if config.eval_steps else False
-    return bool(
-        follows and step and best.evaluated != step and (due or step == context.total_steps)
-    )
-
-
-def _resumed_here(context: RunContext, output_dir: Path) -> str | None:
-    """Name of the checkpoint of this folder that the run resumes from, whose content was
-    verified.
-    """
-    folder = context.resume_from
-    return (
-        folder.name
-        if folder is not None and folder.resolve().parent == output_dir.resolve()
-        else None
-    )
-
-
-def _check_world(
-    trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str
-) -> None:
-    """Refuse to train as something else than what was asked for: all of these happen silently
+def _check_world(trainer: RunTrainer, parts: RunParts) -> None:
+    """Refuse to train as something else than what was requested: all of these happen silently
     elsewhere.
     """
-    accelerator = trainer.accelerator
+    accelerator, config, world = trainer.accelerator, parts.config, parts.session.world
     checks = [
         (
             accelerator.num_processes == world.world_size,
             f"{accelerator.num_processes} processes, not {world.world_size}",
         ),
         (
-            accelerator.device.type == device_type,
-            f"device {accelerator.device.type}, not {device_type}",
+            accelerator.device.type == config.device_type,
+            f"device {accelerator.device.type}, not {config.device_type}",
         ),
         (
             (accelerator.distributed_type.value == "DEEPSPEED") == bool(config.deepspeed),
@@ -352,91 +206,72 @@ def _check_world(
             )
 
 
-def _check_ties(trainer: RunTrainer, trained: int, device_type: str) -> None:
+def _check_ties(trainer: RunTrainer, trained: int) -> None:
     # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become
     # two.
     if count_parameters(trainer.model)["trainable"] != trained:
         raise FinetuneError(
-            f"tied weights came apart on the move to the {device_type} device: each would train on"
-            " its own",
+            "tied weights came apart on the move to the"
+            f" {trainer.args.device.type} device: each would train on its own",
             "start of training",
             "report this with your versions; until then train a model whose embeddings are not"
             " tied",
         )
 
 
-def package_versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers", "accelerate", "peft")}
-
-
-def say_start(
-    trainer: RunTrainer,
-    world: LaunchWorld,
-    summary: PlanSummary,
-    *,
-    tables: Mapping[str, list[tuple[str, str]]],
-    facts: dict[str, str],
-    **event: Any,
-) -> None:
-    """The start event, and on rank 0 the tables.
-
-    Args:
-        tables: title -> lines, before the table about execution.
-        facts: lines of that table.
-        event: further facts of the event.
-    """
-    context = trainer.context
+def _report_start(parts: RunParts) -> None:
+    """Log the start event and, on rank 0, show the tables."""
+    config, context, world = parts.config, parts.context, parts.session.world
+    report, summary = parts.report(parts), plan_summary(config, parts.step_batches)
     context.runlog.event(
         "start",
         step=context.start_step,
         total_steps=context.total_steps,
-        device_type=trainer.accelerator.device.type,
+        device_type=config.device_type,
         world_size=world.world_size,
-        rows=trainer.step_batches.execution.describe(),
+        rows=parts.step_batches.execution.describe(),
         plan=asdict(summary),
-        parameters=count_parameters(trainer.model),
+        parameters=count_parameters(parts.model),
         versions=package_versions(),
-        **event,
+        dtype=config.dtype,
+        zero_stage=zero_stage(config),
+        **report.event,
     )
     if context.resume_from is not None:
         context.runlog.event("resume", step=context.start_step, checkpoint=context.resume_from.name)
         logger.info("resuming from %s", context.resume_from.name)
-    if not world.is_main:
-        return
-    for title, lines in tables.items():
-        print_table(title, lines)
-    print_table("execution", startup_lines(summary, facts))
+    if world.is_main:
+        for title, lines in report.tables.items():
+            print_table(title, lines)
+        print_table("execution", startup_lines(summary, report.facts))
 
 
-def plan_summary(
-    step_batches: StepBatches, *, token_budget: int, samples_per_microbatch: int
-) -> PlanSummary:
-    """Microbatches, packing efficiency, imbalance and padding of an even choice of the run's steps.
-
-    Args: token_budget, samples_per_microbatch: of the way of making microbatches that the run does
-        not take, to compare.
+def plan_summary(config: Any, step_batches: StepBatches) -> PlanSummary:
+    """Plan an even choice of the run's steps, for the table: microbatches, packing efficiency,
+    imbalance and padding.
     """
-    packing = step_batches.execution.token_budget is not None
+    execution = step_batches.execution
+    packing = execution.token_budget is not None
     lengths = [
         step_batches.tokens_of(step_batches.batches.indices(step), packing=packing)
         for step in looked_at_steps(step_batches, LOOKED_AT_SAMPLES, most=SUMMARISED_STEPS)
     ]
     return summarise(
         lengths,
-        step_batches.execution.world_size,
-        token_budget=step_batches.execution.token_budget or token_budget,
-        samples_per_microbatch=step_batches.execution.samples_per_microbatch
-        or samples_per_microbatch,
-        packing=step_batches.execution.token_budget is not None,
+        execution.world_size,
+        token_budget=execution.token_budget or 0,
+        # of a packed run, to compare with
+        samples_per_microbatch=execution.samples_per_microbatch or config.samples_per_microbatch,
+        packing=packing,
     )
 
 
-def startup_lines(summary: PlanSummary, facts: dict[str, Any]) -> list[tuple[str, str]]:
+def startup_lines(summary: PlanSummary, facts: Mapping[str, str]) -> list[tuple[str, str]]:
     """The table's lines about execution, as (name, value) texts."""
     fewest, mean, most = summary.rows_per_rank
     counts = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
     return [
-        *((name, str(value)) for name, value in facts.items()),
+        *facts.items(),
         ("microbatches per process and step", counts),
         ("tokens per step", f"{summary.tokens:,.0f}"),
         ("packing efficiency", f"{summary.fill:.0%}"),
@@ -468,3 +303,203 @@ def quiet_known_warnings() -> None:
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     transformers_logging.disable_progress_bar()
+
+
+# ------------------------------------------------------------ conversations and preferences
+
+
+def build_fine_tuning(
+    config: RunConfig,
+    data: PreparedConversations,
+    session: Session,
+    *,
+    trainer_class: type[RunTrainer] = SFTTrainer,
+    batches_class: type[StepBatches] = StepBatches,
+    head_class: type[ChunkedHead] = ChunkedHead,
+) -> RunParts:
+    """Fill the parts of a run that starts from a model and its tokenizer; the process group exists.
+
+    Under DeepSpeed the order is forced (transformers 5.23, DeepSpeed 0.19.8): TrainingArguments
+    registers the configuration (HfDeepSpeedConfig: a weak reference, which from_pretrained asks
+    whether to load under zero.Init), `deepspeed.init_distributed` makes its process group, and only
+    then `from_pretrained` partitions what it loads. `load_model` checks that it did.
+    """
+    steps = data.batches.total_steps
+    schedule = ScheduleSettings(steps, warmup_count(config.warmup_steps, steps))
+
+    def stage_name(step: int) -> str:
+        stages = data.batches.schedule.stages
+        return f"stage {data.batches.stage(step) + 1}/{len(stages)}" if len(stages) > 1 else ""
+
+    context = run_context(
+        data,
+        session,
+        learning_rate_factor=learning_rate_schedule(config.lr_scheduler, schedule),
+        stage_name=stage_name,
+    )
+    arguments = training_arguments(
+        config,
+        context,
+        learning_rate=float(config.learning_rate),
+        evaluates=data.valid is not None,
+        deepspeed=_deepspeed(config, data, session),
+    )
+    if config.deepspeed:
+        _init_deepspeed(config.device_type)
+    model = load_start_model(config, arguments.device, data.trained_token_ids)
+    layers = speed_up(model, config)
+    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see
+    # state.py).
+    if context.resume_from is not None:
+        TrainingState(model).load_weights(context.resume_from)
+    step_batches, eval_step_batches = _step_batches(config, data, session, batches_class)
+    return RunParts(
+        trainer_class=trainer_class,
+        config=config,
+        data=data,
+        session=session,
+        context=context,
+        arguments=arguments,
+        model=model,
+        step_batches=step_batches,
+        eval_step_batches=eval_step_batches,
+        head=make_chunked_head(model, head_class),
+        layers=layers,
+        report=_report,
+    )
+
+
+def _report(parts: RunParts) -> StartReport:
+    config: Any = parts.config
+    data: Any = parts.data
+    context, world = parts.context, parts.session.world
+    parameters = count_parameters(parts.model)
+    sharding = "DDP" if world.world_size > 1 else "none"
+    if config.deepspeed:
+        sharding = f"ZeRO-{zero_stage(config)}"
+    samples = (("training data", data.train), ("validation data", data.valid))
+    tables = {title: side.report.lines() for title, side in samples if side is not None}
+    if draws := data.batches.source_draws():
+        tables["sources"] = [(source.name, source_line(source)) for source in draws]
+    return StartReport(
+        facts={
+            "steps": (
+                f"{context.start_step + 1} to {context.total_steps}, {config.global_batch_size}"
+                " samples each"
+            ),
+            "processes": (
+                f"{world.world_size} on {config.device_type}, {config.dtype}, sharding {sharding}"
+            ),
+            **parts.layers,
+            "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
+            "microbatches": parts.step_batches.execution.describe(),
+        },
+        event={
+            "fused_layers": parts.layers["fused layers"],
+            "global_batch_size": config.global_batch_size,
+        },
+        tables=tables,
+    )
+
+
+def _deepspeed(
+    config: RunConfig, data: PreparedConversations, session: Session
+) -> dict[str, Any] | None:
+    if not config.deepspeed:
+        return None
+    # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for
+    # every use would cost more in messages than it saves in memory.
+    largest = 0
+    if config.finetuning == "lora":
+        text = data.model_config.get_text_config()
+        widths = [
+            text.hidden_size,
+            getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        ]
+        largest = config.lora_r * max(widths)
+    pin = devices.can_pin(config.device_type)
+    if (
+        not pin
+        and config.device_type != "cpu"
+        and any(offloads(config.deepspeed, what) for what in ("param", "optimizer"))
+    ):
+        logger.warning(
+            "what is offloaded is not pinned, so copies hold up the device: this process may lock"
+            " less than %d MiB. Fix: ulimit -l unlimited (docker run --ulimit memlock=-1)",
+            devices.LEAST_LOCKED_BYTES >> 20,
+        )
+    return deepspeed_dict(
+        config,
+        world_size=session.world.world_size,
+        dtype=config.dtype,
+        largest_adapter_tensor=largest,
+        pin=pin,
+    )
+
+
+def _init_deepspeed(device_type: str) -> None:
+    import deepspeed
+
+    # init_distributed loads it as well, but waits for ever for the lock of a process that was
+    # killed meanwhile.
+    load_shared_memory_operator()
+    # For a CPU run accelerate's PartialState knows torch's group only, and leaves DeepSpeed's
+    # wrapper of it unmade; zero.Init, under which the model is loaded, would take the world for
+    # one process and partition nothing.
+    deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)
+
+
+def load_start_model(
+    config: RunConfig | PretrainConfig, device: torch.device, token_ids: Sequence[int] = ()
+) -> torch.nn.Module:
+    """Load the model that the run starts from, with its adapter.
+
+    Args:
+        token_ids: tokens whose embeddings are trained with the adapter.
+    """
+    lora = config.finetuning == "lora"
+    # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are
+    # lost in 16 bits. DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
+    model_dtype = DTYPES[config.dtype] if lora or config.deepspeed else torch.float32
+    model = load_model(
+        config,
+        model_dtype=model_dtype,
+        zero3=zero_stage(config) == 3,
+        quantization=getattr(config, "quantization", "none"),
+        device=device,
+    )
+    if not lora:
+        return model
+    adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed), token_ids=token_ids)
+    if config.fused_lora:
+        fuse_lora(adapted)
+    return adapted
+
+
+def _step_batches(
+    config: RunConfig,
+    data: PreparedConversations,
+    session: Session,
+    batches_class: type[StepBatches],
+) -> tuple[StepBatches, StepBatches | None]:
+    execution = make_execution(
+        session,
+        token_budget=config.tokens_per_microbatch if data.packing else None,
+        samples_per_microbatch=None if data.packing else config.samples_per_microbatch,
+    )
+
+    def make(samples: Samples, batches: Any, sources: tuple[str, ...]) -> StepBatches:
+        return batches_class(
+            samples,
+            batches,
+            execution,
+            difficulty_ids=samples.difficulties,
+            groups=LossGroups(data.difficulty_names, sources, samples.source_starts),
+            pad_token_id=data.padding_id,
+        )
+
+    valid = None
+    if data.valid is not None:
+        in_order = InOrder(len(data.valid), data.batches.global_batch_size)
+        valid = make(data.valid, in_order, data.valid_source_names)
+    return make(data.train, data.batches, data.source_names), valid

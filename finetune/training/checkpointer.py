@@ -45,8 +45,7 @@ from finetune.storage.checkpoint_files import CheckpointWriter, rotate
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 from finetune.training.control import Control
-from finetune.training.saved_tensors import HostCopies, Records
-from finetune.training.state import TrainingState
+from finetune.training.state import HostCopies, Records, TrainingState
 
 logger = logging.getLogger("finetune")
 
@@ -91,6 +90,7 @@ class Checkpointer:
             best.
         last: name of the checkpoint that this start resumed from.
         verified: the same, where it is one of this run folder.
+        best: of the evaluations so far, for the manifest.
         behind: save behind the training, where the host has memory for a copy of the state.
 
     Attributes:
@@ -111,6 +111,7 @@ class Checkpointer:
         sample_log: SampleLog | None,
         last: str | None = None,
         verified: str | None = None,
+        best: dict[str, Any] | None = None,
         behind: bool = False,
         local_world_size: int = 1,
     ) -> None:
@@ -125,7 +126,7 @@ class Checkpointer:
         self.sample_log = sample_log
         self.local_world_size = local_world_size
         self.last = last
-        self.best: dict[str, Any] | None = None  # of the evaluations so far, for the manifest
+        self.best = best
         self._verified = set() if verified is None else {verified}
         self._behind = behind
         self._memory_asked = False
@@ -262,7 +263,7 @@ class Checkpointer:
         return self.control.together(partial(work, *arguments))
 
     def _go_on(self, saving: _Saving) -> None:
-        """The next part of a save whose last part is done on this rank. Every rank calls."""
+        """The next part of a save whose last part is done on this rank. Every rank must call it."""
         self._saving = None
         failure = saving.work.exception()
         with saving.entered as entered:

@@ -1,8 +1,7 @@
-"""What ranks agree on while they train, the signals that ask a run to stop, and what a trainer is
-told of its run.
+"""What ranks agree on while they train, the signals that stop a run, and a trainer's run context.
 
-Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never
-on the device, so that asking does not wait for what the device still computes.
+Agreement uses its own gloo group next to the device's group: a handful of bytes per step, never on
+the device, so that it does not wait for what the device still computes.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Control:
         self.group = _make_group(timedelta(seconds=timeout_seconds)) if world_size > 1 else None
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Every rank must call."""
+        """Whether the flag is set on any rank. Every rank must call it."""
         return flag if self.group is None else largest_of_all([int(flag)], group=self.group) == [1]
 
     def gather(self, item: object) -> list[Any]:

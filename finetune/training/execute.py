@@ -1,5 +1,8 @@
-"""The last step of a run: train, save the result, write how it ended. Where a run comes from:
-training/run.py.
+"""Execute a prepared run: decide its final settings, build, train, and save the result.
+
+Here the settings become final: `final_settings` makes them of what was requested, what was decided
+with the device and the data, and what the memory of the devices allows. Nothing changes them
+afterwards.
 """
 
 from __future__ import annotations
@@ -7,24 +10,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from finetune.errors import ExitCode, FinetuneError
+from finetune.config.base_config import BaseConfig
+from finetune.config.kinds import RunKind
+from finetune.errors import ConfigError, ExitCode, FinetuneError
+from finetune.planning.auto import (
+    choose_execution,
+    lowest_memory_choice,
+    open_settings,
+    with_values,
+)
 from finetune.planning.finished_run import peaks_of, planned_of_run, read_events
+from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
-from finetune.runtime.host import peak_host_bytes
+from finetune.runtime.host import HostMeter, peak_host_bytes
 from finetune.storage import durable_files
 from finetune.storage.run_folder import RunState
+from finetune.training.build import make_trainer, quiet_known_warnings
 from finetune.training.control import StoppedBeforeTraining
 from finetune.training.executor import StepOutOfMemory, cannot_shrink_error
+from finetune.training.prepare import PreparedRun
 from finetune.training.results import RunResult
-from finetune.training.session import Session, write_out_of_memory
+from finetune.training.session import Session, process_group, write_out_of_memory
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
 
-# What storage answers that is full, over quota, broken, or no longer mounted.
+# Errors of storage that is full, over quota, broken, or no longer mounted.
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN}
 
 
@@ -36,6 +51,80 @@ class OutOfMemoryError(FinetuneError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+def execute(
+    kind: RunKind,
+    requested: BaseConfig,
+    decided: Mapping[str, Any],
+    data: PreparedRun,
+    session: Session,
+    *,
+    backend: str,
+) -> RunResult:
+    """Execute a run whose folder this process holds.
+
+    Args:
+        requested: the settings of flags and files; some may say auto.
+        decided: values of some of them, by name, with `device_type` and `dtype`.
+        data: the result of the kind's `prepare`.
+        backend: of the process group.
+    """
+    device_type, timeout_seconds = decided["device_type"], requested.timeout_seconds
+    with process_group(device_type, session.world, timeout_seconds, backend):
+        session.agree_on_run(timeout_seconds)
+        config = final_settings(kind, requested, decided, data, session)
+        quiet_known_warnings()
+        devices.use_fast_matmul(device_type)
+        trainer = make_trainer(kind.build(config, data, session))
+        return train_and_save(trainer, session)
+
+
+def final_settings(
+    kind: RunKind,
+    requested: BaseConfig,
+    decided: Mapping[str, Any],
+    data: PreparedRun,
+    session: Session,
+) -> BaseConfig:
+    """Return the settings with a value wherever they said auto: those decided already, and those
+    that only execute the run, by the memory that is free now. The same on every rank.
+    """
+    device_type = decided["device_type"]
+    if not open_settings(requested):
+        return with_values(requested, decided)
+    world, host = session.world, HostMeter().look()
+    free = (
+        devices.free_memory_bytes(device_type, world.local_rank),
+        host.memory_total_bytes - host.memory_used_bytes,
+    )
+    of_devices, of_hosts = zip(*session.control.gather(free), strict=True)
+    cluster = Cluster(
+        nodes=max(1, world.world_size // world.local_world_size),
+        devices_per_node=world.local_world_size,
+        device_type=device_type,
+        device_memory_bytes=None if None in of_devices else min(of_devices),
+        host_memory_bytes=min(of_hosts),
+        peak_flops=devices.capabilities(device_type).peak_flops,
+    )
+    # The note first: every rank must ask for it, whether or not a plan can be made.
+    out_of_memory = session.out_of_memory_note() is not None
+    try:
+        chosen = choose_execution(
+            requested,
+            kind.shape(requested),
+            cluster,
+            decided=decided,
+            step_tokens=float(data.train.lengths.mean()) * data.batches.global_batch_size,
+            out_of_memory=out_of_memory,
+            workload=kind.workload,
+        )
+    except ConfigError as error:  # a model whose sizes the planner cannot read
+        logger.info("no plan can be made of this model: %s", error.what)
+        chosen = lowest_memory_choice(requested, device_type, decided)
+    logger.log(logging.WARNING if chosen.fits is False else logging.INFO, "%s", chosen.reason)
+    session.runlog.event("execution", chosen=chosen.values, reason=chosen.reason)
+    return chosen.config
+
+
 def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
     """Train to the end or to a signal.
 
@@ -44,7 +133,7 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             start.
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
-    # Until the output is written: a signal that comes then must not leave half of it.
+    # Until the output is written: a signal in between must not leave half of it.
     with trainer.context.signals, _storage_errors(trainer, session):
         try:
             with contextlib.suppress(StoppedBeforeTraining), trainer.checkpointer:
@@ -55,16 +144,19 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.console.close()
             session.steps_done = trainer.state.global_step
         state: RunState = "stopped" if trainer.stopped_by is not None else "done"
-        steps, told = trainer.state.global_step, trainer.evaluations.best.told()
+        steps, outcome = trainer.state.global_step, trainer.evaluations.best.outcome()
         output_step = None
         if state == "done":
             best = _best_checkpoint(trainer, session)
             output_step = steps if best is None else trainer.evaluations.best.step
             trainer.save_output(session.output_dir, best)
-            told |= {"output_step": output_step}
-        peaks = {**_peaks(trainer), **_planned_peaks(session)}
+            outcome |= {"output_step": output_step}
         session.finish(
-            state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told
+            state,
+            step=steps,
+            outcome=outcome,
+            peaks={**_peaks(trainer), **_planned_peaks(session)},
+            checkpoint=trainer.checkpointer.last,
         )
     if state == "stopped":
         saved = trainer.checkpointer.last or "no checkpoint"
@@ -74,8 +166,9 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
 
 
 def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
-    """The checkpoint that the output is made of; None: the weights as they are now. Every rank
-    calls.
+    """Return the checkpoint that the output is made of; None for the weights as they are now.
+
+    Every rank must call it.
 
     Raises:
         FinetuneError: its content was changed.
@@ -99,8 +192,8 @@ def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
 
 
 def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
-    """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which
-    readers spare.
+    """Return the peak that `plan` computes for the run, on rank 0: torch and the model's code are
+    loaded here, and readers of the log need not load them.
     """
     if not session.world.is_main:
         return {}
@@ -122,8 +215,8 @@ def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
 
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
-    """The most memory of each rank so far, by rank, on its device and its host. Every rank
-    calls.
+    """Return the peak memory of each rank so far, by rank, on its device and its host. Every rank
+    must call it.
     """
     mine: tuple[int | None, int | None] = (
         devices.peak_memory_bytes(trainer.args.device),
@@ -135,7 +228,7 @@ def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
 
 @contextlib.contextmanager
 def _storage_errors(trainer: RunTrainer, session: Session) -> Iterator[None]:
-    """Say what became of the run where its folder's storage fails."""
+    """Raise an error that states what became of the run if its folder's storage fails."""
     try:
         yield
     except Exception as error:
@@ -155,10 +248,10 @@ def _storage_errors(trainer: RunTrainer, session: Session) -> Iterator[None]:
 
 
 def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> FinetuneError:
-    """The error to raise, after a smaller execution was written for the next start (where there is
-    one).
+    """Return the error to raise, after writing a smaller execution for the next start, if there is
+    one.
     """
-    # On whichever rank it happened: the others are in a collective with it and cannot be asked.
+    # Written on the rank that ran out: the others are in a collective with it and cannot be asked.
     old = trainer.step_batches.execution
     new = old.smaller(trainer.step_batches.longest)
     step = trainer.state.global_step + 1

@@ -67,8 +67,6 @@ class StepExecutor:
         objective: what is minimised.
         largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it
             shows now and not days on.
-
-    Attributes:
         on_out_of_memory: called after each retry with the step (0-based), the old and the new
             execution, and the error.
     """
@@ -84,6 +82,7 @@ class StepExecutor:
         flat_reduce: bool,
         largest: Microbatch | None,
         objective: Objective | None = None,
+        on_out_of_memory: Callable[[int, Execution, Execution, str], None] = lambda *retry: None,
     ) -> None:
         self.accelerator = accelerator
         self.step_batches = step_batches
@@ -92,9 +91,7 @@ class StepExecutor:
         self.head = head
         self.largest = largest
         self.objective: Objective = objective or TokenLoss()
-        self.on_out_of_memory: Callable[[int, Execution, Execution, str], None] = (
-            lambda *arguments: None
-        )
+        self.on_out_of_memory = on_out_of_memory
         self.is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
         self.flat_reduce = flat_reduce and not self.is_deepspeed and accelerator.num_processes > 1
         self.can_retry = not self.is_deepspeed and (

@@ -21,7 +21,7 @@ logger = logging.getLogger("finetune")
 NONFINITE_LIMIT = 10
 SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
-# Steps, or lines of the log, that nothing changed in, after which it is said.
+# Steps, or lines of the log, without a change after which there is a warning.
 STILL_STEPS = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,7 +75,7 @@ class StepOutcomes:
         self._unread: deque[tuple[int, Any, Callable[[], bool]]] = deque()
 
     def add(self, step: int, batch: Any, nonfinite: Callable[[], bool]) -> None:
-        """A step (1-based) with its batch; `nonfinite` says how it went, when asked."""
+        """Add a step (1-based) with its batch; `nonfinite` returns its outcome when needed."""
         self._unread.append((step, batch, nonfinite))
 
     def read(self, *, all_of_them: bool) -> Iterator[tuple[int, Any, bool]]:
@@ -106,10 +106,10 @@ def step_engine(engine: Any) -> bool:
 
 
 class SpikeDetector:
-    """Tells a loss that lies more than 6 sigma above the mean of the last 128 steps (OLMo's
+    """Detects a loss of more than 6 sigma above the mean of the last 128 steps (OLMo's
     SkipStepOptimizer rule).
 
-    It only tells: a spike's step is trained on, so that the samples of every step stay those of its
+    It only detects: the step is trained on, so that the samples of every step stay those of its
     global batch.
     """
 
@@ -136,8 +136,7 @@ class SpikeDetector:
 
 
 class StillGuard:
-    """Says once that the trained weights have not moved, and once that the loss is constant. It
-    only says so.
+    """Warns once that the trained weights have not moved, and once that the loss is constant.
 
     Args:
         steps: with a learning rate above 0, or lines of the log, that must have changed something.
@@ -158,10 +157,10 @@ class StillGuard:
     def after_step(
         self, model: torch.nn.Module, rate: float, any_rank: Callable[[bool], bool]
     ) -> None:
-        """Look at the weights once, after enough steps. Every rank calls.
+        """Look at the weights once, after enough steps. Every rank must call it.
 
         Args:
-            any_rank: whether it is so on any rank: under ZeRO-3 each looks at its own slices.
+            any_rank: whether it is so on any rank: under ZeRO-3 each checks its own slices.
         """
         if rate <= 0 or self._taken >= self.steps:
             return

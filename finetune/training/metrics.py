@@ -223,7 +223,7 @@ class StepMeter:
             self._mark = now
 
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
-        """What was added since the last call. Every rank calls."""
+        """What was added since the last call. Every rank must call it."""
         self._collect_seconds()
         if len(self._sums):
             sum_over_ranks(self._sums)

@@ -1,5 +1,5 @@
 """Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one
-torch optimizer; and those of full fine-tuning beside AdamW.
+torch optimizer; those of full fine-tuning other than AdamW; and the schedule of the rates.
 
 Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py
 setup_optimizer and base_train.py); Muon itself is in muon.py.
@@ -280,6 +280,34 @@ def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: 
                 parameter for parameter in group["params"] if id(parameter) not in chosen
             ]
             optimizer.add_param_group({**group, "params": own, "lr": ratio * group["lr"]})
+
+
+class StepSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """Learning rates as a function of the step, set before each one; the only place that sets them.
+
+    torch's schedulers count their calls, and Trainer leaves those out after a step that was skipped
+    (ZeRO-1/2, float16): resumed right after it, a run would have other rates. So `step` does
+    nothing here. Groups are the same objects in DeepSpeed's optimizer and the one below it.
+
+    Args:
+        factor: step (0-based) -> factor on the rate that each group was made with.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+        self.factor = factor
+        super().__init__(optimizer)
+
+    def set(self, step: int) -> None:
+        """Set the rates of a step (0-based)."""
+        factor = self.factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing."""
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""What a run came to, and which of its evaluations was the best."""
+"""The result of a run, and the best of its evaluations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.base_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode
+from finetune.storage.checkpoint_files import verify
 from finetune.storage.run_log import read_jsonl_tolerant
+from finetune.training.resume import metadata_of
 
 if TYPE_CHECKING:
     from transformers import TrainerControl
 
+    from finetune.batching.steps import StepBatches
     from finetune.training.control import RunContext
 
 logger = logging.getLogger("finetune")
@@ -25,16 +28,17 @@ EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": Exit
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         output_dir: the run folder: the adapter or model, logs and checkpoints.
         state: "done", or "stopped" (by a signal, with a checkpoint saved).
         steps: optimizer steps done.
         metrics: of the last evaluation and the last logged step.
-        first_step: done before this start; None where it did nothing, as the run was finished.
-        output_step: step of the weights that the output is made of; None where there is none, or it
-            was there before.
+        first_step: steps done before this start; None if it did nothing because the run was
+            finished.
+        output_step: step of the weights that the output is made of; None if there is no output, or
+            it existed before.
     """
 
     output_dir: Path
@@ -50,10 +54,9 @@ class RunResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The logged steps and evaluations of this start, in order, read from the run folder: a
-        week's are many.
+        """The logged steps and evaluations of this start, in order.
 
-        A number that is not finite is None.
+        They are read from the run folder, as a week has many. Values that are not finite are None.
         """
         if self.first_step is None:
             return []
@@ -72,22 +75,22 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far: what a checkpoint says of it. NaN or inf never is.
+    """Best evaluation so far, as stored in a checkpoint. NaN and inf never count.
 
-    Of equal values the one with the lower loss is better, so that few answers do not choose the
-    least trained. The evaluation before the first step does not count: there is no checkpoint of
-    it, and nothing trained in one.
+    Ties are broken by the lower loss; otherwise a metric over few answers would pick the least
+    trained step. The evaluation before the first step is ignored: nothing is trained yet and no
+    checkpoint of it exists.
 
     Attributes:
         metric: as the log names it.
         value: of the best one; None before the first.
-        loss: validation loss of the best one; None where an older checkpoint does not say: nothing
+        loss: validation loss of the best one; None if an older checkpoint has none: then nothing
             equal is better.
         step: of the best one.
         since: evaluations after it.
         evaluated: step of the last evaluation; None before the first.
-        checkpoint: the best one's, where it is kept.
-        data: fingerprint of the validation data; None where it is not known.
+        checkpoint: name of the best one's, if it is kept.
+        data: fingerprint of the validation data; None if unknown.
     """
 
     metric: str
@@ -100,8 +103,11 @@ class Best:
     loss: float | None = None
 
     def after(self, step: int, value: float, loss: float, *, higher: bool, keep: bool) -> Best:
-        """With the evaluation of a step, its value and its loss; `higher`: whether a higher value
-        is better.
+        """Return the best after the evaluation of a step, given its value and loss.
+
+        Args:
+            higher: whether a higher value is better.
+            keep: whether the best one's checkpoint is kept.
         """
         if step == 0:
             return self
@@ -125,17 +131,11 @@ class Best:
             return self.loss is not None and loss < self.loss
         return (value > self.value) == higher
 
-    def facts(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
-
-    def told(self) -> dict[str, Any]:
-        """What an event says of it; nothing before the first."""
-        return (
-            {}
-            if self.value is None
-            else {"metric": self.metric, "best": self.value, "best_step": self.step}
-        )
+    def outcome(self) -> dict[str, Any]:
+        """Return it for events and the status; nothing before the first."""
+        if self.value is None:
+            return {}
+        return {"metric": self.metric, "best": self.value, "best_step": self.step}
 
 
 class Evaluations:
@@ -143,27 +143,44 @@ class Evaluations:
     better has come for long.
 
     Args:
-        higher: whether a higher value of the metric is better.
-        keep: the best one's checkpoint.
-        patience: evaluations without a better one, after which the run ends; 0: any number.
+        best: before this start.
+        context: of the run.
+        resumed_here: name of the checkpoint that the run resumes from, if it is of this run folder:
+            its content was verified.
     """
 
     def __init__(
-        self, best: Best, context: RunContext, *, higher: bool, keep: bool, patience: int
+        self, config: BaseConfig, context: RunContext, best: Best, resumed_here: str | None
     ) -> None:
         self.best = best
         self.context = context
-        self.higher = higher
-        self.keep = keep
-        self.patience = patience
+        self.resumed_here = resumed_here
+        self.higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
+        self.keep = config.keep_best
+        self.patience = config.early_stopping
+        self.every = config.eval_steps
 
     @property
     def enough(self) -> bool:
+        """Whether the run ends because of them."""
         return 0 < self.patience <= self.best.since
 
+    def is_due(self, step: int) -> bool:
+        """Return whether the evaluation of a step (1-based) that the run resumes from is missing: a
+        signal stopped it before that.
+        """
+        if self.resumed_here is None or not step or not (self.keep or self.patience):
+            return False
+        due = (self.every and step % self.every == 0) or step == self.context.total_steps
+        return bool(due) and self.best.evaluated != step
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the best one for a checkpoint's manifest; None before the first evaluation."""
+        return None if self.best.evaluated is None else asdict(self.best)
+
     def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
-        """Take in an evaluation after so many steps, and tell Trainer what follows of it. Every
-        rank calls.
+        """Take in the evaluation of a step, and tell Trainer to save or to stop. Every rank must
+        call it.
         """
         now = self.best.after(
             step,
@@ -173,7 +190,7 @@ class Evaluations:
             keep=self.keep,
         )
         # one decision, however the ranks round
-        self.best = Best(**self.context.control.share(now.facts()))
+        self.best = Best(**self.context.control.share(asdict(now)))
         if self.keep and step and self.best.step == step:
             flow.should_save = True
         if self.enough and step < self.context.total_steps:
@@ -183,16 +200,55 @@ class Evaluations:
                 self.best.since,
             )
             self.context.runlog.event(
-                "early_stop", step=step, evaluations=self.best.since, **self.best.told()
+                "early_stop", step=step, evaluations=self.best.since, **self.best.outcome()
             )
             flow.should_save = flow.should_training_stop = True
 
 
-def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None = None) -> Best:
-    """What a checkpoint's facts say of the best evaluation; the beginning where they are of another
-    metric or data.
+def follow_evaluations(
+    config: BaseConfig, context: RunContext, output_dir: Path, valid: StepBatches | None
+) -> Evaluations:
+    """Continue with the best evaluation that the checkpoint to resume from knows. Every rank must
+    call it.
     """
-    found = (metadata or {}).get("best") or {}
+    folder = context.resume_from
+    here = folder is not None and folder.resolve().parent == output_dir.resolve()
+    data = evaluated_data(config, getattr(valid, "samples", None))
+    # In another folder's checkpoint neither the best one nor this one can be kept.
+    best = read_best(config.followed_metric, metadata_of(folder if here else None), data)
+    if config.keep_best and best.value is not None:
+        if best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid:
+            logger.warning(
+                "the best checkpoint, of step %d, is not here: the best is looked for anew",
+                best.step,
+            )
+            best = Best(best.metric, data=data)
+    elif best.checkpoint is not None:
+        best = replace(best, checkpoint=None)
+    best = Best(**context.control.share(asdict(best)))
+    return Evaluations(config, context, best, folder.name if folder is not None and here else None)
+
+
+def evaluated_data(config: BaseConfig, valid: Any) -> str | None:
+    """Return what identifies the data of evaluations, and the answers that they ask for; None if
+    unknown. Evaluations of other data are not compared.
+    """
+    fingerprint: str | None = getattr(valid, "fingerprint", None)
+    if fingerprint is None or not config.followed_metric.startswith("eval_exact_match"):
+        return fingerprint
+    # Omit settings at their default, so that checkpoints from before the setting existed still
+    # match.
+    fields_of = type(config).model_fields
+    others = {name: getattr(config, name) for name in ("answer_field", "max_new_tokens")}
+    changed = [
+        f":{name}={value}" for name, value in others.items() if value != fields_of[name].default
+    ]
+    return f"{fingerprint}:{getattr(config, 'eval_generate', None)}{''.join(changed)}"
+
+
+def read_best(metric: str, metadata: Mapping[str, Any], data: str | None = None) -> Best:
+    """Return a checkpoint's best evaluation; an empty one if it is of another metric or data."""
+    found = metadata.get("best") or {}
     names = {each.name for each in fields(Best)}
     if found.get("metric") != metric:
         return Best(metric, data=data)
@@ -206,21 +262,21 @@ def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None 
 
 
 def ended_early(config: BaseConfig, metadata: Mapping[str, Any], step: int) -> bool:
-    """Whether a finished run ended with its newest checkpoint, of this step, because nothing better
-    had come for long.
+    """Return whether a finished run ended with its newest checkpoint, of this step, because no
+    evaluation was better for as long as the settings allow.
 
     Args:
         metadata: the checkpoint's facts.
     """
     best = read_best(config.followed_metric, metadata)
-    # Where a signal came before the step's evaluation, that followed the checkpoint, and was not
-    # better: the run ended.
+    # If a signal came before the step's evaluation, the evaluation followed the checkpoint and was
+    # not better: the run ended.
     late = best.evaluated not in (None, step)
     return 0 < config.early_stopping <= best.since + late
 
 
 def check_evaluated(config: BaseConfig, total_steps: int) -> None:
-    """Raise ConfigError for a run that is to follow its evaluations and ends with the first."""
+    """Raise ConfigError for a run that must follow its evaluations and ends with the first."""
     name = "keep_best" if config.keep_best else "early_stopping"
     if getattr(config, name) and config.eval_steps >= total_steps:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Where a run starts: anew, from a checkpoint, or not at all because it is finished. Reads only."""
+"""Where a run starts: from scratch, from a checkpoint, or not at all because it is finished. Only
+reads.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,10 @@ def decide_resume(
     damaged: Mapping[str, str] | None = None,
     is_enough: Callable[[Mapping[str, Any], int], bool] = lambda metadata, step: False,
 ) -> Resume | None:
-    """What to do with what is in the output folder. None: this run is finished already.
+    """Decide from the output folder where the run starts; None if it is finished already.
 
-    Checkpoints are looked at by names, sizes and manifest; their content is for the ranks to read
-    once they have met, each its share (Session.agree_on_run).
+    Checkpoints are checked by names, sizes and manifest. The ranks read the content later, each its
+    share, when the process group exists (Session.agree_on_run).
 
     Args:
         damaged: names of checkpoints whose content was found changed, with the reason.
@@ -90,8 +92,8 @@ def decide_resume(
 
 
 def _refuse_unread(skipped: list[Path]) -> None:
-    """A mount or disk that fails says nothing about a checkpoint; to go back to an older one would
-    lose its steps.
+    """Raise StateError if a checkpoint cannot be read: a failing mount or disk is no reason to lose
+    its steps by resuming from an older one.
     """
     for folder in skipped:
         validity = verify(folder, hashes=False)
@@ -143,14 +145,14 @@ def _refuse_differences(found: list[Difference], where: str, allow_change: bool)
 
 
 def metadata_of(folder: Path | None) -> dict[str, Any]:
-    """The facts in a checkpoint's manifest; none of no checkpoint."""
+    """Return the metadata in a checkpoint's manifest; empty without a checkpoint."""
     manifest = None if folder is None else verify(folder, hashes=False).manifest
     return {} if manifest is None else dict(manifest["metadata"])
 
 
 def identity_begun(output_dir: Path, resume: str) -> dict[str, Any]:
-    """The identity of the run that would go on; empty where one would begin. What is wrong with it
-    is said later.
+    """Return the identity of the run that would be resumed; empty for a new one. What is wrong with
+    it is reported later.
 
     Args:
         resume: auto, never, or the folder of a checkpoint.

@@ -1,22 +1,18 @@
-"""A run from the command line (or from Python) to its exit code, whatever it trains. The steps, in
-order:
+"""A run of any kind, from the command line (or from Python) to its exit code. The steps, in order:
 
 1. `run_command` or `run_config`: resolve the settings (config/resolution.py)
 2. `_check`: what can be seen without torch: paths, packages, the environment
-3. the kind's `prepare` (prepare_sft.py, pretraining/prepare.py): tokenizer, samples, the list of
-  global batches
+3. the kind's `prepare` (prepare.py, pretraining/prepare.py): tokenizer, samples, the list of global
+  batches; it decides those settings of auto that decide what is trained
 4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong
   is refused
-5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and
-  `agree_on_run`
-6. the kind's `build_trainer` (build_sft.py, pretraining/build.py): model, executor, trainer,
-  checkpointer
-7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the
-  output, the status
-8. `_exit_code`
+5. `Session` (session.py): the run folder's lock, identity and logs
+6. `execute` (execute.py): the process group, the final settings, the kind's `build` (build.py,
+  pretraining/build.py), the loop of transformers.Trainer (trainer.py, executor.py), the output,
+  the status
+7. `_exit_code`
 
-A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py,
-finetune/dpo.py).
+A kind of run is a `RunKind` (finetune/sft.py, finetune/pretrain.py, finetune/dpo.py).
 """
 
 from __future__ import annotations
@@ -49,13 +45,14 @@ from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
 
 if TYPE_CHECKING:
+    from finetune.training.prepare import PreparedRun
     from finetune.training.session import Session
 
 logger = logging.getLogger("finetune")
 
-# An elastic launcher ends all workers as soon as one has exited. Where all are refused, local rank
-# 0 prints why and the others wait so long, that it is heard. Who is there still was refused alone,
-# or has no such launcher: it says why.
+# An elastic launcher ends all workers as soon as one exits. If every rank is refused, local rank 0
+# prints the error and the others wait this long so that it is not lost. A rank that is still alive
+# afterwards was refused alone, or has no such launcher, and prints the error itself.
 QUIET_RANK_SECONDS = 3.0
 
 
@@ -82,7 +79,7 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file.
 
     Args:
-        config: of the kind that its `kind` names; else that its class or its names tell; else
+        config: its `kind` decides the kind of run; else its class or its names; else it is
             fine-tuning.
 
     Returns:
@@ -125,7 +122,7 @@ def _unchanged_environment() -> Iterator[None]:
 
 
 def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
-    """Steps 2 to 7."""
+    """Steps 2 to 6."""
     die_with_launcher(world)
     _check(kind, resolved, world)
 
@@ -133,22 +130,18 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     with _collector_paused():
         from finetune.modeling.hub import with_model_found
         from finetune.runtime import device as devices
-        from finetune.training.session import process_group
-
-    config = with_model_found(resolved.config)
-    device_type = devices.choose_device_type(config.device_type)
+        from finetune.training.resume import identity_begun
+    requested = with_model_found(resolved.config)
+    device_type = devices.choose_device_type(requested.device_type)
     devices.check_local_ranks(device_type, world)
-    dtype = devices.choose_dtype(config.dtype, device_type)
-    backend = devices.choose_backend(getattr(config, "backend", "auto"), device_type)
-    data = kind.prepare(config)
-    derived = getattr(data, "derived", {})
-    config = config.model_copy(update=derived)
-    # Who generates stands above training, and is handed to it.
-    ask = kind.ask(config, data)
+    dtype = devices.choose_dtype(requested.dtype, device_type)
+    backend = devices.choose_backend(getattr(requested, "backend", "auto"), device_type)
+    data = kind.prepare(requested, identity_begun(Path(requested.output_dir), requested.resume))
+    decided = {"device_type": device_type, "dtype": dtype, **data.decided}
     total_steps = data.batches.total_steps
-    check_evaluated(config, total_steps)
+    check_evaluated(requested, total_steps)
     session = _make_session(
-        config, world, data, config_yaml=to_yaml(resolved.config.model_copy(update=derived))
+        requested, world, data, config_yaml=to_yaml(resolved.config, data.decided)
     )
     if session.start is None:
         folder = session.output_dir
@@ -162,33 +155,23 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         # refused before that.
         with _collector_paused():
             import_bitsandbytes()  # transformers' Trainer imports peft
-            from finetune.training.execute import train_and_save
-        with process_group(device_type, world, config.timeout_seconds, backend):
-            session.agree_on_run(config.timeout_seconds)
-            config = _choose_execution(
-                config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
-            )
-            trainer = kind.build_trainer(
-                config, world, data, session.start, session, device_type=device_type, dtype=dtype
-            )
-            trainer.ask = ask
-            return train_and_save(trainer, session)
+            from finetune.training.execute import execute
+        return execute(kind, requested, decided, data, session, backend=backend)
 
 
 def _make_session(
-    config: BaseConfig, world: LaunchWorld, data: Any, *, config_yaml: str
+    config: BaseConfig, world: LaunchWorld, data: PreparedRun, *, config_yaml: str
 ) -> Session:
-    """Where the run starts, and its folder.
+    """Decide where the run starts, and open its folder.
 
     Args:
-        data: what the kind's `prepare` returned.
-        config_yaml: the settings as they were asked for.
+        config_yaml: the settings as they were requested.
     """
     from finetune.training.resume import decide_resume
     from finetune.training.session import Session
 
     output_dir = Path(config.output_dir)
-    # Another rank may look when rank 0 has begun this very run.
+    # Rank 0 may have started this very run by now.
     resume = config.resume if world.is_main or config.resume != "never" else "auto"
     return Session(
         output_dir,
@@ -206,63 +189,6 @@ def _make_session(
         ),
         log_samples=config.log_samples,
     )
-
-
-def _choose_execution(
-    config: BaseConfig,
-    kind: RunKind,
-    world: LaunchWorld,
-    data: Any,
-    session: Session,
-    device_type: str,
-) -> BaseConfig:
-    """The configuration with numbers where it says auto, by the memory that is free now; the same
-    on every rank.
-
-    Args:
-        data: what the kind's `prepare` returned.
-    """
-    from finetune.planning.auto import choose_execution, most_sparing, open_settings
-    from finetune.planning.workload import Cluster
-    from finetune.runtime import device as devices
-    from finetune.runtime.host import HostMeter
-
-    if not open_settings(config):
-        return config
-    host = HostMeter().look()
-    free = (
-        devices.free_memory_bytes(device_type, world.local_rank),
-        host.memory_total_bytes - host.memory_used_bytes,
-    )
-    of_devices, of_hosts = zip(*session.control.gather(free), strict=True)
-    cluster = Cluster(
-        nodes=max(1, world.world_size // world.local_world_size),
-        devices_per_node=world.local_world_size,
-        device_type=device_type,
-        device_memory_bytes=None if None in of_devices else min(of_devices),
-        host_memory_bytes=min(of_hosts),
-        peak_flops=devices.capabilities(device_type).peak_flops,
-    )
-    samples = getattr(data, "train", None)  # where a kind names them so, their lengths are known
-    tokens = (
-        None if samples is None else float(samples.lengths.mean()) * data.batches.global_batch_size
-    )
-    noted = session.out_of_memory_note() is not None
-    try:
-        chosen = choose_execution(
-            config,
-            kind.shape(config),
-            cluster,
-            step_tokens=tokens,
-            out_of_memory=noted,
-            workload=kind.workload,
-        )
-    except ConfigError as error:  # a model whose sizes the planner cannot read
-        logger.info("no plan can be made of this model: %s", error.what)
-        chosen = most_sparing(config, device_type)
-    logger.log(logging.WARNING if chosen.fits is False else logging.INFO, "%s", chosen.reason)
-    session.runlog.event("execution", chosen=chosen.values, reason=chosen.reason)
-    return chosen.config
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """A run as a process: its folder, lock, logs and process group, and how it ends. The same for every
 kind of run.
 
-The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes
-the lock (rank 0); `process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0
-holds the folder, checks that all have the same run, reads the checkpoint to resume from, and writes
-the first files; `finish` writes how it ended, or `__exit__` where it failed.
+The order: `Session(...)` decides where to start and writes nothing. Entering it takes the lock, on
+rank 0. `process_group` connects the ranks. After `agree_on_run` all know that rank 0 holds the
+folder; it checks that all have the same run, reads the checkpoint to resume from, and writes the
+first files. `finish` writes how the run ended, or `__exit__` if it failed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Session:
     run writes nothing.
 
     Args:
-        decide: says where the run starts, given the names of damaged checkpoints with the reason
-            (see resume.decide_resume); called again where the folder changed meanwhile.
+        decide: returns where the run starts, given the names of damaged checkpoints with the reason
+            (see resume.decide_resume); called again if the folder has changed meanwhile.
 
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
@@ -96,8 +96,8 @@ class Session:
                 list_anew(self.output_dir)
                 self._decide_again()
                 self._copy_log(stack)
-            # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or
-            # be refused it.
+            # Other ranks may not touch the folder yet: rank 0 may still wait for its lock, or not
+            # get it.
             self._stack = stack.pop_all()
         return self
 
@@ -147,10 +147,10 @@ class Session:
         """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are
         another training's.
 
-        The run will come to their steps again and must not find its own work done there.
+        The run will reach their steps again and must not find its own work done there.
         """
         own = start.folder is None or start.folder.resolve().parent == self.output_dir.resolve()
-        # What another run's checkpoint is resumed in place of has that one's step.
+        # If another run's checkpoint is resumed, one of its step here is another training's too.
         first = start.step + 1 if own else start.step
         later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) >= first]
         for folder in later:
@@ -170,9 +170,8 @@ class Session:
         self.control = Control(self.world.world_size, timeout_seconds)
         if not self.world.is_main:
             self._copy_log(self._stack)
-        # Ranks plan without communication: two nodes with different files would train on different
-        # batches, in silence. Where the model lies may differ from node to node; which it is stands
-        # in "weights".
+        # Ranks plan without communication: two nodes with different files would silently train on
+        # different batches. The model's path may differ from node to node; "weights" identifies it.
         named = {"model"} if "weights" in self._identity else set()
         facts = {name: value for name, value in self._identity.items() if name not in named}
         self._see_the_same_checkpoints()
@@ -200,7 +199,7 @@ class Session:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read
         their share of it.
 
-        Every rank must call.
+        Every rank must call it.
 
         16 ranks that each read all of a 32B model's state would read 6 TB. What a rank will load is
         in its share.
@@ -209,8 +208,7 @@ class Session:
         mine = self.control.together(share).result()
         everyone = self.control.gather([mine.why, mine.unread])
         for rank, (why, unread) in enumerate(everyone):
-            # A mount that failed on one node says nothing about the checkpoint, and going back
-            # would lose steps.
+            # A mount that failed on one node is no reason to go back, which would lose steps.
             if unread:
                 raise StateError(
                     f"rank {rank} cannot read the checkpoint: {why}",
@@ -250,19 +248,24 @@ class Session:
         *,
         step: int,
         exit_code: int | None = None,
-        told: Mapping[str, Any] | None = None,
-        **facts: Any,
+        outcome: Mapping[str, Any] | None = None,
+        peaks: Mapping[str, Any] | None = None,
+        **status: Any,
     ) -> None:
         """Write how the run ended, with the code that the process ends with; on rank 0.
 
         Args:
-            told: further facts for the event: most memory of each rank, what was planned, the best
-                evaluation.
+            outcome: for the status and the event: the best evaluation, the step of the output.
+            peaks: for the event: peak memory of each rank, and what was planned.
+            status: for the status alone.
         """
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
-            write_status(self.output_dir, state, code, step=step, **facts)
-            self.runlog.event("end", state=state, exit_code=code, step=step, **(told or {}))
+            outcome = outcome or {}
+            write_status(self.output_dir, state, code, step=step, **status, **outcome)
+            self.runlog.event(
+                "end", state=state, exit_code=code, step=step, **(peaks or {}), **outcome
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
@@ -281,7 +284,7 @@ class Session:
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
             try:
                 self.finish("failed", step=self.steps_done, exit_code=code, error=message)
-            except OSError as second:  # a full disk, say: the first error is the one to tell
+            except OSError as second:  # e.g. a full disk: the first error is the one to report
                 logger.error("the run's end could not be written down: %s", second)
         self._stack.close()
 
@@ -341,7 +344,7 @@ def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
 
 
 def write_out_of_memory(output_dir: Path, rank: int, **facts: Any) -> None:
-    # Whole or not at all: several ranks may run out of memory at once, and a launcher kills the
+    # Atomically: several ranks may run out of memory at the same time, and a launcher kills the
     # others meanwhile.
     content = (json.dumps(facts) + "\n").encode()
     durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, content, writer=f".{rank}")

@@ -2,7 +2,7 @@
 moments.
 
 The moments are Adam's two, Muon's momentum, or what another optimizer holds for the parameter
-(saved_tensors.py).
+(`SavedTensors`).
 
 Three forms on disk, all safetensors plus `state.json`:
 
@@ -23,37 +23,47 @@ Of DeepSpeed (0.19.8) this uses deepspeed.utils.safe_* (documented) and, because
 before the first step, the optimizer's `state` of each flat group; a test pins the attributes used.
 Its own checkpoints are not used: they are pickles, and belong to one ZeRO stage and one number of
 processes.
+
+float16's loss scale is saved as well, in the same form for torch's GradScaler and DeepSpeed's
+DynamicLossScaler. A run that forgot it would begin again at 65,536 and skip steps until it has come
+down: other steps than the run that was not interrupted. Both double the scale after a number of
+steps without overflow (a window) and halve it at an overflow; DeepSpeed may let a few overflows
+pass first (hysteresis).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
+from finetune.errors import FinetuneError
+from finetune.runtime import device as devices
+from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import share_out
-from finetune.training.loss_scale import read_scale, restore_scale
+from finetune.training.muon import SECOND_MOMENT
 from finetune.training.optimizers import restored_state, step_count
-from finetune.training.saved_tensors import (
-    ALL_MOMENTS,
-    MOMENTS,
-    STATE_NAME,
-    HostCopies,
-    Records,
-    SavedTensors,
-    Snapshot,
-    held_part,
-    local_slice,
-    read_description,
-    write_description,
-    write_tensors,
-)
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+# And those of Muon, NorMuon, Adafactor; of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to
+# 255 with a scale for 256 of them.
+SCALES = ("absmax1", "absmax2")
+# than their parameter's
+OF_OTHER_SHAPE = ("exp_avg_sq_row", "exp_avg_sq_col", SECOND_MOMENT, *SCALES)
+ALL_MOMENTS = (*MOMENTS, "momentum_buffer", "state1", "state2", *OF_OTHER_SHAPE)
+STATE_NAME = "state.json"
+# of files written, by name: size and SHA-256 (durable_files.write_hashed)
+Records = dict[str, dict[str, Any]]
 NUMBER_BYTES = 12  # of a trained number in a checkpoint: float32 weight and Adam's two moments
 
 Form = Literal["whole", "parts", "slices"]
@@ -381,7 +391,7 @@ def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager
 
 
 def _fill_partitioned(parameter: Any, saved: SavedTensors, name: str) -> None:
-    """Set the weights of a ZeRO-3 parameter before there is an engine. Every rank calls."""
+    """Set the weights of a ZeRO-3 parameter before there is an engine. Every rank must call it."""
     # A second partition (zero_hpz_partition_size) is made of the first while that is written, and
     # one on NVMe is not in memory: those DeepSpeed fills from rank 0's copy.
     apart = parameter.ds_status.name == "NOT_AVAILABLE" and parameter.ds_secondary_tensor is None
@@ -407,7 +417,7 @@ def with_saved(folder: Path, weights: dict[str, torch.Tensor]) -> dict[str, torc
 def whole_weights(
     model: torch.nn.Module, dtype: torch.dtype | None, *, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name on the CPU, whole whatever holds them. Every rank calls.
+    """Return parameters and buffers by name, whole, on the CPU. Every rank must call it.
 
     Args:
         dtype: of the parameters; None: as they are.
@@ -424,3 +434,273 @@ def whole_weights(
             if not isinstance(buffer, torch.nn.Parameter):
                 weights[name] = buffer.detach().cpu().clone()
     return weights
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    description: dict[str, Any] = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+    return description
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write float32 CPU tensors into a new file, synced; returns its record
+    (durable_files.write_hashed).
+
+    Byte for byte what safetensors' `save_file` writes, which hashes nothing: the length of the
+    header, the header as JSON padded to 8 bytes, then the tensors by name
+    (https://github.com/huggingface/safetensors#format).
+    """
+    names, header, end = sorted(tensors), {}, 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (
+        tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in names
+    )
+    return durable_files.write_hashed(
+        path, itertools.chain([len(text).to_bytes(8, "little") + text], contents)
+    )
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
+    return durable_files.write_hashed(
+        folder / STATE_NAME, [json.dumps(description, indent=1).encode()]
+    )
+
+
+class HostCopies:
+    """Host memory that tensors are copied into, the same from save to save: fresh pages would be
+    cleared each time.
+
+    One user at a time: what was copied is gone with the next copy of that name.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A float32 copy, to be waited for (`wait`)."""
+        self._devices.add(tensor.device)
+        if name not in self._buffers:
+            self._buffers[name] = devices.host_buffer(tensor.shape, tensor.device)
+        return self._buffers[name].copy_(
+            tensor.detach(), non_blocking=self._buffers[name].is_pinned()
+        )
+
+    def wait(self) -> None:
+        for device in self._devices:
+            devices.wait_for_copies(device)
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank saves of the training state after a step, in memory that training does not
+    touch.
+
+    Attributes:
+        files: tensors by name, by the name of the file that they go to.
+        description: of the whole state, on rank 0.
+    """
+
+    files: dict[str, dict[str, torch.Tensor]]
+    description: dict[str, Any] | None
+
+    def write(self, folder: Path) -> Records:
+        """Write the files."""
+        records = {
+            name: write_tensors(folder / name, tensors) for name, tensors in self.files.items()
+        }
+        if self.description is not None:
+            records[STATE_NAME] = write_description(folder, self.description)
+        return records
+
+
+class SavedTensors:
+    """Tensors by name from any form on disk, one at a time; a file is opened when something in it
+    is asked for.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.description = read_description(folder)
+        self._slices: int = self.description["slices"]
+        self._writers: dict[str, int] = self.description.get("writers", {})
+        self._opened: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        file = self._name_of_file(0 if self._slices else self._writers.get(self._parameter(name)))
+        if file not in self._names:
+            # A rank that had nothing to write wrote no file.
+            self._names[file] = frozenset(
+                self._open(file).keys() if (self.folder / file).exists() else ()
+            )
+        return name in self._names[file]
+
+    def _name_of_file(self, rank: int | None) -> str:
+        return f"{self.kind}.safetensors" if rank is None else f"{self.kind}-{rank:05d}.safetensors"
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, framework="pt")
+        return self._opened[file]
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        saved = {name: tuple(shape) for name, shape in self.description["shapes"].items()}
+        if saved != shapes:
+            wrong = sorted(
+                name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name)
+            )
+            raise FinetuneError(
+                f"the checkpoint's trainable parameters are not this model's: {wrong[0]} is"
+                f" {saved.get(wrong[0])} there and {shapes.get(wrong[0])} here ({len(wrong)}"
+                " differ)",
+                where=self.folder.name,
+                fix="resume with the model and LoRA settings that the run was started with",
+            )
+
+    @staticmethod
+    def _parameter(name: str) -> str:
+        # Of moments the name has the key in front, what describes the parameter has not.
+        of_moment = name.startswith(tuple(f"{key}." for key in ALL_MOMENTS))
+        return name.split(".", 1)[1] if of_moment else name
+
+    def _shape(self, name: str) -> list[int]:
+        if name.startswith(tuple(f"{key}." for key in OF_OTHER_SHAPE)):
+            file = self._name_of_file(self._writers.get(self._parameter(name)))
+            return list(self._open(file).get_slice(name).get_shape())
+        shape: list[int] = self.description["shapes"][self._parameter(name)]
+        return shape
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole float32 tensor, in the parameter's shape, on the CPU."""
+        shape = self._shape(name)
+        return self.flat(name, 0, math.prod(shape)).reshape(shape)
+
+    def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Numbers `start` to `stop` of the flattened tensor, float32 on the CPU, zeros where it has
+        ended.
+
+        Only these are read: a rank needs one of hundreds of slices of a large model's state.
+        """
+        found = torch.zeros(stop - start)
+        for file, begin, low, high in self._places(name, start, stop):
+            part = self._open(file).get_slice(name)
+            found[low - start : high - start] = _flat_of(
+                part, part.get_shape(), low - begin, high - begin
+            )
+        return found
+
+    def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """Where the numbers `start` to `stop` lie: a file, the number that it begins with, and
+        which of them it has.
+        """
+        stop = min(stop, math.prod(self._shape(name)))
+        if start >= stop:
+            return
+        if not self._slices:
+            yield self._name_of_file(self._writers.get(self._parameter(name))), 0, start, stop
+            return
+        # of each; the last are padded behind the end
+        size = -(-math.prod(self._shape(name)) // self._slices)
+        for rank in range(start // size, -(-stop // size)):
+            yield (
+                self._name_of_file(rank),
+                rank * size,
+                max(start, rank * size),
+                min(stop, (rank + 1) * size),
+            )
+
+
+def _flat_of(part: Any, shape: list[int], start: int, stop: int) -> torch.Tensor:
+    """Numbers `start` to `stop` of a flattened tensor of a safetensors file, read by whole lines of
+    its first axis.
+    """
+    line = math.prod(shape[1:]) or 1
+    first = start // line
+    lines = part[first : -(-stop // line)] if shape else part[...]
+    flat: torch.Tensor = lines.flatten()[start - first * line : stop - first * line]
+    return flat
+
+
+def local_slice(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor:
+    """This rank's flat slice of a saved tensor, padded with zeros to DeepSpeed's partition size."""
+    size = parameter.ds_tensor.numel()
+    rank = dist.get_rank(parameter.ds_process_group)
+    return saved.flat(name, rank * size, (rank + 1) * size)
+
+
+def held_part(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor | None:
+    """A tensor in the parameter's shape that is right where this rank's ZeRO-1/2 partition has it;
+    None: nowhere.
+    """
+    if parameter._hp_mapping is None:
+        return None
+    place = parameter._hp_mapping.lp_fragment_address
+    whole = torch.empty(parameter.numel())  # what is not written takes no memory
+    whole[place.start : place.start + place.numel] = saved.flat(
+        name, place.start, place.start + place.numel
+    )
+    return whole.reshape(parameter.shape)
+
+
+# ------------------------------------------------------------------ loss scale
+
+
+def read_scale(scaler: Any, engine: Any) -> dict[str, float] | None:
+    """The scale and the steps since it was last changed or an overflow seen; None where there is no
+    scale.
+
+    Args:
+        scaler: torch.amp.GradScaler; None without one.
+        engine: DeepSpeed's engine; None without DeepSpeed.
+    """
+    if scaler is not None:
+        state = scaler.state_dict()
+        return (
+            {"scale": float(state["scale"]), "good_steps": int(state["_growth_tracker"])}
+            if state
+            else None
+        )
+    dynamic = _dynamic(engine)
+    if dynamic is None:
+        return None
+    return {
+        "scale": float(dynamic.cur_scale),
+        "good_steps": int(dynamic.cur_iter - dynamic.last_overflow_iter - 1),
+        "hysteresis": int(dynamic.cur_hysteresis),
+    }
+
+
+def restore_scale(saved: dict[str, float] | None, scaler: Any, engine: Any) -> None:
+    """Set what `read_scale` returned, wherever it was read."""
+    if saved is None:
+        return
+    if scaler is not None and (state := scaler.state_dict()):
+        good_steps = int(saved["good_steps"]) % int(state["growth_interval"])
+        scaler.load_state_dict(state | {"scale": saved["scale"], "_growth_tracker": good_steps})
+    dynamic = _dynamic(engine)
+    if dynamic is not None:
+        dynamic.cur_scale = saved["scale"]
+        dynamic.last_overflow_iter, dynamic.cur_iter = -1, int(saved["good_steps"])
+        dynamic.cur_hysteresis = int(saved.get("hysteresis", dynamic.delayed_shift))
+
+
+def _dynamic(engine: Any) -> Any:
+    if engine is None or not engine.fp16_enabled():
+        return None
+    scaler = engine.optimizer.loss_scaler
+    return scaler if scaler.dynamic else None  # one that the user has fixed has no state

@@ -1,9 +1,9 @@
-"""RunTrainer: transformers.Trainer executing a list of global batches.
+"""The trainers: transformers.Trainer executing a list of global batches, and fine-tuning's.
 
 Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are:
 where batches come from (one loader item is one optimizer step), how a step is executed
 (training/executor.py), the loss, evaluation by the same schedule and sums, checkpoints
-(training/checkpointer.py), and the log (training/metrics.py). What the comments say of others is of
+(training/checkpointer.py), and the log (training/metrics.py). Comments about other packages are of
 transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Their private hooks that are overridden or
 called here (`_prepare_for_training`, `_get_grad_norm`, ...) are pinned by
 tests/training/test_trainer_hooks.py.
@@ -11,29 +11,45 @@ tests/training/test_trainer_hooks.py.
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from finetune.batching.collate import Microbatch
 from finetune.batching.steps import Execution, StepBatch, StepBatches, as_is
+from finetune.config.base_config import BaseConfig
+from finetune.config.deepspeed import offloads, zero_stage
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
-from finetune.runtime.device import read_later
+from finetune.modeling.objective import Objective, TokenLoss
+from finetune.modeling.pretrained import DTYPES, check_adapter_file
+from finetune.modeling.quantisation import NOTE_NAME, quantization_of
+from finetune.runtime.device import DEVICE_KINDS, read_later
 from finetune.runtime.parent_watchdog import progress
+from finetune.storage.checkpoint_files import step_of
 from finetune.storage.run_folder import put_output
-from finetune.training.arguments import StepEnd
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
-from finetune.training.executor import StepExecutor
+from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.guards import (
     NonFiniteGuard,
     SpikeDetector,
@@ -50,80 +66,294 @@ from finetune.training.metrics import (
     line_facts,
     mean_losses,
 )
-from finetune.training.optimizers import skip_where
-from finetune.training.results import Evaluations
-from finetune.training.state import Form, TrainingState, whole_weights, with_saved
+from finetune.training.optimizers import (
+    Rates,
+    StepSchedule,
+    make_small_optimizer,
+    set_apart,
+    skip_where,
+)
+from finetune.training.results import Evaluations, follow_evaluations
+from finetune.training.state import (
+    Form,
+    TrainingState,
+    read_description,
+    trainable,
+    whole_weights,
+    with_saved,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from finetune.training.prepare import PreparedRun
+    from finetune.training.session import Session
 
 logger = logging.getLogger("finetune")
 
 
-class RunTrainer(Trainer):
-    """Executes a run.
+def package_versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "accelerate", "peft")}
 
-    Args:
+
+@dataclass(frozen=True)
+class StartReport:
+    """What a kind of run reports at the start, besides what all report.
+
+    Attributes:
+        facts: lines of the table about execution.
+        event: fields of the start event.
+        tables: title -> lines of further tables, which are shown first.
+    """
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    event: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """Everything that a trainer is made of. A kind of run fills it; the trainer receives it whole.
+
+    Attributes:
+        config: the final settings (training/execute.py).
+        arguments: made before the model; see `training_arguments`.
+        model: as it is at this start, not wrapped yet.
         step_batches: the training steps on this rank.
         eval_step_batches: the validation batches on this rank; None without validation data.
-        make_executor: makes the step executor once accelerate is there.
-        state_form: of its checkpoints (training/state.py).
-        num_workers: loader processes.
-        cost: for the utilisation in the log; None where it is not counted.
+        head: computes losses chunk by chunk; None if the model has its own way.
+        rates: of pretraining from scratch, scaled; None for kinds with one learning rate.
+        cost: for the utilization in the log; None if it is not counted.
+        layers: who computes the model's layers and attention, and whether it is compiled.
+        report: what the start reports.
     """
+
+    trainer_class: type[RunTrainer]
+    config: BaseConfig
+    data: PreparedRun
+    session: Session
+    context: RunContext
+    arguments: TrainingArguments
+    model: torch.nn.Module
+    step_batches: StepBatches
+    eval_step_batches: StepBatches | None = None
+    head: ChunkedHead | None = None
+    rates: Rates | None = None
+    cost: ComputeCost | None = None
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    report: Callable[[RunParts], StartReport] = lambda parts: StartReport()
+
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter is trained."""
+        return getattr(self.config, "finetuning", "full") == "lora"
+
+    @property
+    def state_form(self) -> Form:
+        """The form of the run's checkpoints (training/state.py)."""
+        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a
+        # checkpoint as it is.
+        if self.lora:
+            return "whole"
+        return "slices" if zero_stage(self.config) == 3 else "parts"
+
+
+def reporters(report_to: str | tuple[str, ...]) -> list[str]:
+    """Where to report: `auto` is TensorBoard when it is installed."""
+    from importlib.util import find_spec
+
+    if report_to == "auto":
+        return ["tensorboard"] if find_spec("tensorboard") else []
+    return [
+        name
+        for name in ([report_to] if isinstance(report_to, str) else report_to)
+        if name != "none"
+    ]
+
+
+def training_arguments(
+    config: BaseConfig,
+    context: RunContext,
+    *,
+    learning_rate: float,
+    evaluates: bool,
+    deepspeed: dict[str, Any] | None = None,
+) -> TrainingArguments:
+    """Translate the final settings for Trainer, the one place where the two meet.
+
+    Call it before anything else of a build: TrainingArguments creates the process group, and
+    registers DeepSpeed's configuration. Trainer, accelerate and DeepSpeed are all given micro-batch
+    1 and accumulation 1: one loader item is one optimizer step.
+
+    Args:
+        learning_rate: of a step whose factor is 1; `StepSchedule` sets that of each step.
+        deepspeed: its configuration; None without DeepSpeed.
+    """
+    arguments = TrainingArguments(
+        output_dir=config.output_dir,
+        use_cpu=config.device_type == "cpu",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=context.total_steps,
+        learning_rate=learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        # Without clipping the norm is still taken: not finite, it makes the step one that is
+        # skipped.
+        max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
+        optim=_optimizer_name(config.device_type, deepspeed),
+        bf16=config.dtype == "bfloat16",
+        fp16=config.dtype == "float16",
+        seed=config.seed,
+        logging_strategy="steps",
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,  # it would replace a NaN loss by an average in the log
+        # At save_steps, and at the last step; a run without save_steps saves at the last only.
+        save_strategy="steps",
+        save_steps=config.save_steps or context.total_steps,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=(config.eval_steps or context.total_steps) if evaluates else None,
+        eval_on_start=evaluates and not context.start_step,
+        activation_checkpointing=config.gradient_checkpointing is True,
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        # Trainer's default for peft models is True: a graph walk per step
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        ddp_timeout=config.timeout_seconds,
+        average_tokens_across_devices=False,  # the denominator is the global batch's
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        # TensorBoard is drawn by the run log (storage/run_log.py, by `make_trainer`).
+        report_to=[name for name in reporters(config.report_to) if name != "tensorboard"] or "none",
+        run_name=getattr(config, "wandb_run_name", None) or Path(config.output_dir).name,
+        use_cache=True,  # Trainer writes this into the model's config; the forward overrides it
+        disable_tqdm=True,
+        log_level="warning",
+        deepspeed=deepspeed,
+    )
+    _use_one_device(arguments)
+    return arguments
+
+
+def _optimizer_name(device_type: str, deepspeed: dict[str, Any] | None) -> str:
+    # Offloaded, AdamW steps on the CPU, whose fused kernel takes a tenth of the time (20 million
+    # parameters, one core: 15 ms instead of 161).
+    fused = DEVICE_KINDS[device_type].fused_adamw or offloads(deepspeed, "optimizer")
+    return "adamw_torch_fused" if fused else "adamw_torch"
+
+
+def _use_one_device(arguments: TrainingArguments) -> None:
+    """Train on one device if a process without a launcher sees several: Trainer would wrap the
+    model in DataParallel, which scatters the tensors of a microbatch regardless of their meaning.
+    """
+    if arguments.n_gpu > 1:
+        logger.warning(
+            "this process sees %d devices and trains on one: start it with python -m finetune"
+            " launch to use all, or make one visible",
+            arguments.n_gpu,
+        )
+        arguments._n_gpu = 1
+
+
+class StepEnd(TrainerCallback):
+    """Calls the trainer at the end of each step."""
+
+    # A callback, because Trainer has no method there to override; added last, so that it runs after
+    # DefaultFlowCallback has decided whether to evaluate, save or stop, and can decide otherwise.
+
+    def __init__(self, end_of_step: Callable[[], None]) -> None:
+        self._end_of_step = end_of_step
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_of_step()
+
+
+class RunTrainer(Trainer):
+    """Executes a run. Makes its executor, checkpointer and evaluations of the parts."""
 
     # Narrower than Trainer's own annotations: there is always a model, and never an image
     # processor.
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase | None
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
-    checkpointer: Checkpointer  # given once the model is known, as the next (build.make_trainer)
-    evaluations: Evaluations
+    lr_scheduler: Any  # a StepSchedule
     metrics: Sequence[Metric] = METRICS  # what a line of the log has
-    _batch: StepBatch  # of the step under way
-    _learning_rate: float  # of its first group
+    _batch: StepBatch  # of the step in progress
 
-    def __init__(
-        self,
-        *,
-        step_batches: StepBatches,
-        eval_step_batches: StepBatches | None,
-        context: RunContext,
-        make_executor: Callable[[Accelerator], StepExecutor],
-        head: ChunkedHead | None,
-        state_form: Form,
-        num_workers: int,
-        cost: ComputeCost | None = None,
-        **trainer_arguments: Any,
-    ) -> None:
+    def __init__(self, parts: RunParts) -> None:
+        self.settings: Any = parts.config  # narrower in each class
+        self.context = parts.context
+        self.evaluations: Evaluations = follow_evaluations(
+            parts.config, self.context, parts.session.output_dir, parts.eval_step_batches
+        )
+        if self.evaluations.is_due(self.context.start_step):
+            parts.arguments.eval_on_start = True
         super().__init__(
-            train_dataset=step_batches, eval_dataset=eval_step_batches, **trainer_arguments
+            model=parts.model,
+            args=parts.arguments,
+            train_dataset=parts.step_batches,
+            eval_dataset=parts.eval_step_batches,
+            processing_class=parts.data.tokenizer,
         )
         # Trainer adds the first with disable_tqdm, the second without: both would write over our
         # progress line.
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(StepEnd(self.end_of_step))
-        self.step_batches = step_batches
-        self.eval_step_batches = eval_step_batches
-        self.context = context
-        self.head = head
-        self.state_form = state_form
-        self.num_workers = num_workers
-        self.executor = make_executor(self.accelerator)
-        self.executor.on_out_of_memory = self._log_out_of_memory
-        sums = self.executor.objective.sums(len(step_batches.groups))
-        self.meter = StepMeter(step_batches.groups, sums, self.args.device, cost)
+        self.step_batches = parts.step_batches
+        self.eval_step_batches = parts.eval_step_batches
+        self.head = parts.head
+        self.lora = parts.lora
+        self.state_form = parts.state_form
+        self.executor = StepExecutor(
+            self.accelerator,
+            parts.step_batches,
+            self.context.control,
+            seed=parts.config.seed,
+            head=parts.head,
+            flat_reduce=parts.lora,
+            largest=largest_microbatch(parts.step_batches),
+            objective=self.make_objective(parts),
+            on_out_of_memory=self._log_out_of_memory,
+        )
+        self.checkpointer = self._make_checkpointer(parts)
+        sums = self.executor.objective.sums(len(parts.step_batches.groups))
+        self.meter = StepMeter(parts.step_batches.groups, sums, self.args.device, parts.cost)
         self.guard = NonFiniteGuard()
         self.spikes = SpikeDetector()
         self.outcomes = StepOutcomes()
         self.still = StillGuard()
         self.stopped_by: str | None = None
         self.measured: dict[str, Any] = {}  # by the last line of the log and the last evaluation
-        self.console = ConsoleProgress(context)
-        # the step under way, asked when it has to be known
+        self.console = ConsoleProgress(self.context)
+        # the step in progress, evaluated when it has to be known
         self._nonfinite: Callable[[], bool] = lambda: False
+
+    def make_objective(self, parts: RunParts) -> Objective:
+        """Return what is minimized."""
+        return TokenLoss()
+
+    def _make_checkpointer(self, parts: RunParts) -> Checkpointer:
+        context, session = self.context, parts.session
+        return Checkpointer(
+            session.output_dir,
+            context.control,
+            rank=session.world.rank,
+            world_size=session.world.world_size,
+            local_world_size=session.world.local_world_size,
+            metadata={"identity": parts.data.identity, "versions": package_versions()},
+            model_files=self.model_files,
+            keep=parts.config.save_total_limit,
+            runlog=context.runlog,
+            sample_log=context.sample_log,
+            last=None if context.resume_from is None else context.resume_from.name,
+            verified=self.evaluations.resumed_here,
+            best=self.evaluations.facts(),
+            behind=parts.config.async_save,
+        )
 
     # ------------------------------------------------------------------ the list of global batches
 
@@ -136,7 +366,7 @@ class RunTrainer(Trainer):
             self.step_batches,
             batch_size=None,
             sampler=self._steps_left(),
-            num_workers=self.num_workers,
+            num_workers=self.settings.dataloader_num_workers,
             collate_fn=as_is,
             persistent_workers=False,
         )
@@ -192,12 +422,19 @@ class RunTrainer(Trainer):
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        # After super: moments live in the optimizer that it creates and wraps (DeepSpeed: in the
-        # engine). Trainer is never told of a checkpoint to resume from: it would look for its own
-        # files, and unpickle them.
+        # After super: moments are in the optimizer that it creates and wraps (DeepSpeed: in the
+        # engine). Trainer never gets a checkpoint to resume from: it would look for its own files,
+        # and unpickle them.
         if self.context.resume_from is not None:
             self.training_state().load_moments(self.context.resume_from)
         return prepared
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> StepSchedule:
+        """Make the schedule, a function of the step; the optimizer is wrapped by now."""
+        self.lr_scheduler = StepSchedule(self.optimizer, self.context.learning_rate_factor)
+        return self.lr_scheduler
 
     def training_state(self) -> TrainingState:
         return TrainingState(
@@ -223,7 +460,7 @@ class RunTrainer(Trainer):
         """
         progress.begin_step(self.context.control.timeout_seconds)
         model.train()  # evaluation leaves it in eval mode
-        self._set_learning_rate(inputs.step)
+        self.lr_scheduler.set(inputs.step)
         self.still.before_step(self.model)
         result = self.executor.run(model, inputs)
         self._batch = inputs
@@ -232,20 +469,6 @@ class RunTrainer(Trainer):
             skipped = step_engine(model)
             self._nonfinite = lambda: skipped
         return result.loss
-
-    def _set_learning_rate(self, step: int) -> None:
-        """The rates of a step (0-based): the schedule is a function of it."""
-        # Not in a scheduler: it would count its calls, and is not called after a step that was
-        # skipped (ZeRO-1/2, float16). Trainer's own, which is constant, notes the initial rates and
-        # puts them back after each step; groups are the same objects in DeepSpeed's optimizer and
-        # the one below it.
-        factor = self.context.learning_rate_factor(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
-
-    def _get_learning_rate(self) -> float:
-        return self._learning_rate  # Trainer would ask the scheduler, which is constant
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, with or without clipping; where it is not finite the optimizer's step
@@ -267,9 +490,7 @@ class RunTrainer(Trainer):
         return norm
 
     def end_of_step(self) -> None:
-        """After the optimizer's step: the save under way, guards, sample log, agreement on a
-        stop.
-        """
+        """Advance the save in progress, run guards, write the sample log, and agree on a stop."""
         progress.end_step()
         # First: a save that failed for want of room gives back what it has taken before the logs
         # need it.
@@ -280,7 +501,7 @@ class RunTrainer(Trainer):
         if self.context.sample_log is not None:
             self.context.sample_log.append(step, self._record_ids(batch))
         self.outcomes.add(step, batch, self._nonfinite)
-        self.still.after_step(self.model, self._learning_rate, self.context.control.any)
+        self.still.after_step(self.model, self._get_learning_rate(), self.context.control.any)
         # Agreed in every step: signals reach ranks at different times, and a rank that saved alone
         # would wait for the others in the checkpoint's collectives.
         stopping = self.context.control.any(self.context.signals.requested)
@@ -301,7 +522,7 @@ class RunTrainer(Trainer):
             self.control.should_evaluate = False
 
     def note_stop(self) -> None:
-        """Log which signal came to any rank. Every rank calls."""
+        """Log which signal any rank received. Every rank must call it."""
         self.stopped_by = next(
             str(name) for name in self.context.control.gather(self.context.signals.name) if name
         )
@@ -320,7 +541,7 @@ class RunTrainer(Trainer):
         return [int(number) for number in self.step_batches.samples.record_ids[batch.indices]]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/traffic.py
+        return 0  # Trainer's own count is 6N even for an adapter; ours is in planning/traffic.py
 
     def store_flos(self) -> None:
         # Trainer's own gathers that count from all ranks, and waits for the device, at every line
@@ -344,7 +565,7 @@ class RunTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.evaluations.note(self.state.global_step, metrics, self.control)
-        self.checkpointer.best = self.evaluations.best.facts()
+        self.checkpointer.best = self.evaluations.facts()
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
@@ -352,7 +573,7 @@ class RunTrainer(Trainer):
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """The loss of validation batches, overall, per difficulty and per source. Every rank
-        calls.
+        must call it.
         """
         groups, total, tokens = step_batches.groups, 0.0, 0
         sums = torch.zeros(len(groups), dtype=torch.float64)
@@ -447,7 +668,7 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         # Trainer's own pickles the optimizer, scheduler and random states, and removes old
-        # checkpoints before anything has looked at the new one.
+        # checkpoints before anything has checked the new one.
         with self.meter.paused():
             # The last one is waited for: there is nothing to train meanwhile.
             wait = self.control.should_training_stop
@@ -460,7 +681,7 @@ class RunTrainer(Trainer):
         raise NotImplementedError
 
     def output_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the output is made of, whole, on rank 0's CPU. Every rank calls."""
+        """Return the output's weights, whole, on rank 0's CPU. Every rank must call it."""
         raise NotImplementedError
 
     def write_output(
@@ -474,8 +695,9 @@ class RunTrainer(Trainer):
         raise NotImplementedError
 
     def save_output(self, output_dir: Path, best: Path | None = None) -> None:
-        """Put the result into the run folder: written beside, reopened, then moved in. Every rank
-        calls.
+        """Put the result into the run folder: written next to it, reopened, then moved in.
+
+        Every rank must call it.
 
         Args:
             best: the checkpoint that it is made of; None: the weights as they are.
@@ -492,6 +714,212 @@ class RunTrainer(Trainer):
 
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers on rank 0's CPU, parameters in `dtype` (None: as they are).
-        Every rank calls.
+        Every rank must call it.
         """
         return whole_weights(self.model, dtype, keep=self.is_world_process_zero())
+
+
+class SFTTrainer(RunTrainer):
+    """Fine-tunes with or without LoRA; the output is a peft adapter or a whole model."""
+
+    processing_class: PreTrainedTokenizerBase  # there is always one
+
+    def __init__(self, parts: RunParts) -> None:
+        super().__init__(parts)
+        # answers validation prompts and scores the answers; None if none are generated
+        self.ask: Callable[..., dict[str, float]] | None = parts.data.ask
+        self.own_padding = getattr(self.model.config, "pad_token_id", None)
+        if (padding := getattr(self.processing_class, "pad_token_id", None)) is not None:
+            # As Trainer would, with a warning about which nothing is to be done
+            # (trainer_utils.align_special_tokens).
+            for found in (
+                self.model.config.get_text_config(),
+                getattr(self.model, "generation_config", None),
+            ):
+                if found is not None:
+                    found.pad_token_id = padding
+
+    def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
+        """Return the losses and, if answers are generated, the share that is right. Every rank
+        must call it.
+        """
+        found = super().evaluation(step_batches)
+        if self.ask is None:
+            return found
+        execution, control, model = (
+            step_batches.execution,
+            self.context.control,
+            cast(Any, self.model),
+        )
+        longest = int(self.step_batches.samples.lengths.max())
+        return found | self.ask(
+            self.model_wrapped,
+            model.get_base_model() if self.lora else model,
+            rank=execution.rank,
+            world_size=execution.world_size,
+            tokens_at_once=execution.token_budget
+            or longest * (execution.samples_per_microbatch or 1),
+            gather=control.gather,
+            # ZeRO-3 gathers weights in each forward, so all ranks make as many.
+            going=control.any if hasattr(next(model.parameters()), "ds_id") else bool,
+        )
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        made = self.optimizer is None
+        if made and self.settings.optimizer != "adamw":
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [
+                        p for name, p in trainable(self.model) if (name in decayed) == decays
+                    ],
+                    "weight_decay": self.args.weight_decay if decays else 0.0,
+                }
+                for decays in (True, False)
+            ]
+            self.optimizer = make_small_optimizer(
+                self.settings.optimizer, self.model, groups, self.args
+            )
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        # LoRA+: the B matrices at a multiple of the rate (Hayou et al. 2024, arXiv:2402.12354).
+        ratio = getattr(self.settings, "lora_plus_ratio", None) if self.lora else None
+        if made and ratio is not None:
+            ups = {
+                id(parameter)
+                for name, parameter in self.model.named_parameters()
+                if "lora_B" in name
+            }
+            set_apart(optimizer, ups, ratio)
+        return optimizer
+
+    def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+        """Write the adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is a
+        complete adapter folder.
+        """
+        write_model = self._adapter_files(weights()) if self.lora else None
+
+        def write(folder: Path) -> None:
+            if write_model is not None:
+                write_model(folder)
+            self.processing_class.save_pretrained(folder)
+
+        return write
+
+    def _adapter_files(
+        self, weights: dict[str, torch.Tensor], saved: Path | None = None
+    ) -> Callable[[Path], None]:
+        write, shapes = adapter_writer(self.model, weights), adapter_shapes(self.model)
+        trained = self._has_learned(saved)
+
+        def write_and_check(folder: Path) -> None:
+            write(folder)
+            check_adapter_file(folder, shapes, trained=trained)
+
+        return write_and_check
+
+    def _has_learned(self, saved: Path | None) -> bool:
+        """Whether steps were taken, and not skipped, at a learning rate above zero (a warm-up's
+        first has none).
+
+        Args:
+            saved: until this checkpoint; None: until now.
+        """
+        if saved is None:
+            step, taken = self.state.global_step, self.training_state().optimizer_step()
+        else:
+            step, taken = step_of(saved.name) or 0, read_description(saved)["optimizer_step"]
+        idle = sum(
+            self.context.learning_rate_factor(number) == 0 for number in range(min(step, 10_000))
+        )
+        return bool(taken > idle)
+
+    def output_weights(self) -> dict[str, torch.Tensor]:
+        """Float32 masters of an adapter; a whole model in the compute dtype."""
+        if self.lora:
+            return self.training_state().collect_weights(keep=self.is_world_process_zero())
+        return self.whole_weights(DTYPES["bfloat16"] if self.settings.dtype == "bfloat16" else None)
+
+    def write_output(
+        self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None
+    ) -> None:
+        if self.lora:
+            self._adapter_files(weights, saved)(folder)
+        else:
+            # Trainer has copied the tokenizer's pad token there, where it would become a
+            # padding_idx: an embedding that does not train in a run from this model. And it may be
+            # the token that ends answers.
+            self.model.config.pad_token_id = self.own_padding
+            self.model.save_pretrained(folder, state_dict=weights)
+            _note_dtype(folder / "config.json", next(iter(weights.values())).dtype)
+        self.processing_class.save_pretrained(folder)
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let config.json name the dtype of the written weights: save_pretrained names that of the
+    model in memory.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    """What writes an adapter's files into a folder, without looking at the model again.
+
+    They are adapter_config.json and adapter_model.safetensors, and of a quantised base what it was
+    held in.
+
+    Args:
+        model: a peft model.
+        weights: its trainable ones, by parameter name.
+    """
+    from peft import get_peft_model_state_dict
+
+    lora = copy.copy(model.peft_config["default"])
+    # As PeftModel.save_pretrained does: an adapter is frozen when it is loaded, unless the loader
+    # asks to train it.
+    lora.inference_mode = True
+    # Not PeftModel.save_pretrained: it takes the tensors from the model, and under ZeRO-3 those are
+    # empty there.
+    adapter = get_peft_model_state_dict(model, state_dict=_under_all_names(model, weights))
+    quantization = quantization_of(model)
+
+    def write(folder: Path) -> None:
+        lora.save_pretrained(folder)
+        if quantization != "none":
+            (folder / NOTE_NAME).write_text(
+                json.dumps({"quantization": quantization}) + "\n", encoding="utf-8"
+            )
+        write_tensors(
+            folder / "adapter_model.safetensors",
+            {name: tensor.contiguous() for name, tensor in adapter.items()},
+        )
+
+    return write
+
+
+def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a complete adapter file holds: the name there and the whole shape of every trained
+    parameter.
+    """
+    from peft import get_peft_model_state_dict
+
+    empty = {
+        name: torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+        for name, parameter in trainable(model)
+    }
+    adapter = get_peft_model_state_dict(model, state_dict=_under_all_names(model, empty))
+    return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+
+
+def _under_all_names(
+    model: torch.nn.Module, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Trained weights under each of their names, as peft looks for them: tied modules have one
+    weight.
+    """
+    names = {id(parameter): name for name, parameter in trainable(model)}
+    every = model.named_parameters(remove_duplicate=False)
+    return {
+        name: weights[names[id(parameter)]] for name, parameter in every if id(parameter) in names
+    }

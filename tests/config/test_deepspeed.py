@@ -180,7 +180,7 @@ def test_removed_names_are_those_that_deepspeed_refuses() -> None:
 
 def blocks(known: dict[str, Any], path: str = "") -> Iterator[str]:
     for name, inner in known.items():
-        if inner is not None and inner is not ANY:
+        if inner is not None and inner != ANY:
             yield path + name
             yield from blocks(inner, f"{path}{name}.")
 

@@ -24,7 +24,7 @@ from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
-from finetune.training.prepare_sft import prepare_data
+from finetune.training.prepare import prepare_fine_tuning
 
 LEVELS = ("explain", "reasoning", "topology")
 
@@ -342,9 +342,9 @@ def test_a_run_trains_on_one_side_and_validates_on_the_other(tmp_path: Path) -> 
         "data": str(write(tmp_path / "a.jsonl", rows)), "output_dir": str(tmp_path / "run"), "cutoff_len": 128,
         "cache_dir": str(tmp_path / "cache"), "preprocessing_num_workers": 1, "use_curriculum": False,
     }  # fmt: skip
-    plain = prepare_data(RunConfig(**settings))
-    split = prepare_data(RunConfig(**settings, valid_split=6))
-    once = prepare_data(RunConfig(**settings, drop_duplicates=True))
+    plain = prepare_fine_tuning(RunConfig(**settings))
+    split = prepare_fine_tuning(RunConfig(**settings, valid_split=6))
+    once = prepare_fine_tuning(RunConfig(**settings, drop_duplicates=True))
     assert plain.valid is None and split.valid is not None and once.valid is None
     assert (
         sorted([*split.train.record_ids, *split.valid.record_ids]) == list(range(35))

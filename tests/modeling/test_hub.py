@@ -27,7 +27,7 @@ from finetune.modeling.model_config import load_model_config, weights_identity
 from finetune.modeling.pretrained import add_adapter, load_model
 from finetune.planning.inputs import shape_of_base_model
 from finetune.storage.run_folder import CONFIG_NAME, write_identity
-from finetune.training.sft_trainer import adapter_writer
+from finetune.training.trainer import adapter_writer
 
 NAME = "owner/tiny"
 FIRST, SECOND = "a" * 40, "b" * 40

@@ -103,7 +103,7 @@ def test_a_run_warns_once_where_lora_cannot_teach_the_end(
     changes: dict, warned: bool, materials, tmp_path
 ):
     from finetune.config.resolution import resolve_object
-    from finetune.training.prepare_sft import prepare_data
+    from finetune.training.prepare import prepare_fine_tuning
 
     spoil(Path(materials.model), 0.0)
     messages: list[str] = []
@@ -111,7 +111,9 @@ def test_a_run_warns_once_where_lora_cannot_teach_the_end(
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("finetune").addHandler(handler)
     try:
-        prepare_data(resolve_object({**materials.settings(tmp_path / "out"), **changes}, 1).config)
+        prepare_fine_tuning(
+            resolve_object({**materials.settings(tmp_path / "out"), **changes}, 1).config
+        )
     finally:
         logging.getLogger("finetune").removeHandler(handler)
     said = [message for message in messages if "never trained in this base model" in message]

@@ -26,7 +26,7 @@ from finetune.planning.auto import (
     SIZES,
     Chosen,
     choose_execution,
-    most_sparing,
+    lowest_memory_choice,
     open_settings,
 )
 from finetune.planning.inputs import workload_of
@@ -35,7 +35,7 @@ from finetune.planning.traffic import step_time
 from finetune.planning.workload import GIB, Cluster
 from finetune.runtime import device, host
 from finetune.runtime.host import HostUse
-from finetune.training import run
+from finetune.training import execute, run
 
 PRESETS = Path(__file__).parents[2] / "ds_configs"
 NAMES = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B"]
@@ -186,7 +186,7 @@ def test_without_memory_to_judge_by_the_sparing_way_is_taken():
             and chosen.values["micro_batch_size"] == 1
         )
         assert chosen.config.gradient_checkpointing is True
-    assert most_sparing(config_of(), "cpu").config.gradient_checkpointing is False
+    assert lowest_memory_choice(config_of(), "cpu").config.gradient_checkpointing is False
 
 
 def test_after_out_of_memory_nothing_is_kept_that_could_go():
@@ -263,7 +263,7 @@ def test_ranks_with_different_memory_choose_the_same(
         )
         return Chosen(config, {}, "", True)
 
-    monkeypatch.setattr("finetune.planning.auto.choose_execution", choose)
+    monkeypatch.setattr(execute, "choose_execution", choose)
     data = SimpleNamespace(
         train=SimpleNamespace(lengths=np.array([10, 30])),
         batches=SimpleNamespace(global_batch_size=8),
@@ -273,10 +273,10 @@ def test_ranks_with_different_memory_choose_the_same(
         control=SimpleNamespace(gather=lambda item: everyone),
         out_of_memory_note=lambda: None,
         runlog=SimpleNamespace(event=lambda name, **facts: events.append((name, facts))),
+        world=SimpleNamespace(world_size=2, local_world_size=2, local_rank=0),
     )
-    world = SimpleNamespace(world_size=2, local_world_size=2, local_rank=0)
     for _rank in range(2):
-        run._choose_execution(config, KINDS["sft"], world, data, session, "cpu")
+        execute.final_settings(KINDS["sft"], config, {"device_type": "cpu"}, data, session)
     assert seen == [(5 * GIB, 20 * GIB, 2, 160.0)] * 2 and events[0][0] == "execution"
 
 

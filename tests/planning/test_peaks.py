@@ -96,13 +96,7 @@ def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.Monk
     """
     from roofline_runs import Case, empty_model, run_config, trace
 
-    from finetune.training import build_sft
-
     case = Case(**CASES[name], rows=2, steps=1)
-    # There is no tokenizer here.
-    monkeypatch.setattr(
-        build_sft, "token_ids", lambda config, _: [5] * len(getattr(config, "train_tokens", ()))
-    )
     made = trace(case, LAYERS)
     # Such are the products that roofline_cpu.py measures: an `out` is none of their matrices.
     products = [kernel.shapes[-2:] for kernel in made.second.kernels if kernel.name == "mm"]

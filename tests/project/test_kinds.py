@@ -153,9 +153,8 @@ def test_nobody_else_lists_the_kinds():
     # Besides the table: the entries and what prepares them, which name themselves.
     allowed = {"sft.py", "pretrain.py", "dpo.py", "__main__.py", "config/kinds.py"}
     allowed |= {
-        "training/prepare_sft.py",
+        "training/prepare.py",
         "training/pretraining/prepare.py",
-        "training/preferences/prepare.py",
     }
     # "dpo" is also the loss that its kind is named after.
     allowed |= {

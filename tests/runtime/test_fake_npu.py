@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch_npu.device import host_reads
 from finetune.modeling import attention
 from finetune.sft import main
-from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.trainer import SFTTrainer
 
 facts = {"layouts": {}, "documents": 0, "host_reads": 0, "fused_calls": {}}
 attend, isolated = torch_npu.npu_fusion_attention, attention.isolated_attention

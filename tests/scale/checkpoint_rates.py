@@ -24,9 +24,8 @@ from finetune.storage import durable_files
 from finetune.storage.run_log import RunLog
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control
-from finetune.training.saved_tensors import write_tensors
 from finetune.training.session import Session
-from finetune.training.state import TrainingState
+from finetune.training.state import TrainingState, write_tensors
 
 PROCESSES = 4
 MATRIX = (4096, 4096)

@@ -96,7 +96,7 @@ class CountingDisk:
         return _File(str(path), safe_open(path, framework=framework, backend="pread"))
 
     def flat_of(self, part: _Part, shape: list[int], start: int, stop: int) -> torch.Tensor:
-        """As saved_tensors._flat_of, with whole lines of the first axis, which it reads."""
+        """As state._flat_of, with whole lines of the first axis, which it reads."""
         line, rank = prod(shape[1:]), self.get_rank()
         size = 4 * line * (-(-stop // line) - start // line)
         self.count("loaded", size)
@@ -108,8 +108,8 @@ class CountingDisk:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Everything in this process that goes through durable_files and saved_tensors."""
-        files, tensors = "finetune.storage.durable_files", "finetune.training.saved_tensors"
+        """Everything in this process that goes through durable_files and training/state.py."""
+        files, tensors = "finetune.storage.durable_files", "finetune.training.state"
         plain_start = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:

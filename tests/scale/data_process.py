@@ -32,7 +32,7 @@ def cpu_seconds() -> float:
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """`prepare_data` of a run, as each of its processes calls it."""
+    """`prepare_fine_tuning` of a run, as each of its processes calls it."""
     from finetune.data import samples as sample_arrays
 
     # some, of few rows too
@@ -44,7 +44,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     import finetune.modeling.attention
     import finetune.modeling.model_config  # noqa: F401
     from finetune.config.run_config import RunConfig
-    from finetune.training.prepare_sft import prepare_data
+    from finetune.training.prepare import prepare_fine_tuning
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", filename=work["log"])
     config = RunConfig(
@@ -60,7 +60,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     )
     private = ("Private_Dirty", "Pss")
     before, begin, spent = memory(*private), time.perf_counter(), cpu_seconds()
-    data = prepare_data(config)
+    data = prepare_fine_tuning(config)
     seconds, after = time.perf_counter() - begin, memory(*private)
     facts = {
         "seconds": seconds,

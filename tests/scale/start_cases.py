@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 1800  # --timeout-seconds
 # start.py).
 WIRE = Wire(between=50e-6, within=15e-6, service=20e-6, rate=1.25e9)
 HOP = Hop(seconds=50e-6, rate=1.25e9)
-# Of a run that is fine-tuned, as it names itself (training/prepare_sft.py): digests mostly.
+# Of a run that is fine-tuned, as it names itself (training/prepare.py): digests mostly.
 FACTS = {f"fact {number}": "0123456789abcdef" * 4 for number in range(16)}
 
 

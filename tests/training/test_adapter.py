@@ -37,7 +37,7 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
     saved.
     """
     from finetune import run
-    from finetune.training.sft_trainer import SFTTrainer
+    from finetune.training.trainer import SFTTrainer
 
     folder = tmp_path_factory.mktemp("adapter")
     made: dict[str, Trained] = {}
@@ -302,12 +302,12 @@ def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch: pytest.Mon
     """ZeRO-3 has made such files in more than one package; here the run ends with exit code 1 and
     says so.
     """
-    from finetune.training import sft_trainer
+    from finetune.training import trainer
 
     def hollow(path: Path, tensors: dict) -> None:
         save_file({name: torch.ones(0) for name in tensors}, path)
 
-    monkeypatch.setattr(sft_trainer, "write_tensors", hollow)
+    monkeypatch.setattr(trainer, "write_tensors", hollow)
     with pytest.raises(FinetuneError, match="empty tensor") as caught:
         train("hollow")
     assert caught.value.exit_code == 1

@@ -26,7 +26,7 @@ from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.shapes import shape_of_model
 from finetune.planning.workload import Cluster
 from finetune.training.optimizers import set_apart
-from finetune.training.prepare_sft import prepare_data, token_ids
+from finetune.training.prepare import prepare_fine_tuning
 
 IDS = torch.arange(7, 7 + 2 * 24).reshape(2, 24)
 TOKENS = ["<|im_end|>", "<|im_start|>"]
@@ -86,7 +86,7 @@ def logits(model: Any) -> torch.Tensor:
 def trained(settings: dict[str, Any]) -> torch.Tensor:
     """Train in this process; the logits of the model at the end."""
     from finetune import run
-    from finetune.training.sft_trainer import SFTTrainer
+    from finetune.training.trainer import SFTTrainer
 
     seen: list[torch.Tensor] = []
     save_output = SFTTrainer.save_output
@@ -227,15 +227,15 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         model.get_input_embeddings().weight[-20:] = 0.02
     model.save_pretrained(folder)
     settings = materials.settings(tmp_path / "run", model=str(folder))
-    prepared = prepare_data(config_of(settings))
+    prepared = prepare_fine_tuning(config_of(settings))
     end = prepared.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert "<|im_end|> was never trained" in caplog.text and "--train-tokens auto" in caplog.text
     caplog.clear()
     auto = config_of(settings | {"train_tokens": "auto"})
-    assert token_ids(auto, prepare_data(auto).tokenizer) == [end]
+    assert prepare_fine_tuning(auto).trained_token_ids == (end,)
     assert "never trained" not in caplog.text
     other = config_of(settings | {"train_tokens": "<|im_start|>"})
-    assert "<|im_end|> was never trained" in (prepare_data(other), caplog.text)[1]
+    assert "<|im_end|> was never trained" in (prepare_fine_tuning(other), caplog.text)[1]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
 )
 def test_what_cannot_be_trained_is_refused(materials, tmp_path, changes, words) -> None:
     with pytest.raises(FinetuneError) as refused:
-        prepare_data(config_of(materials.settings(tmp_path / "run", **changes)))
+        prepare_fine_tuning(config_of(materials.settings(tmp_path / "run", **changes)))
     assert words in str(refused.value) and isinstance(refused.value, ConfigError)
 
 
@@ -360,8 +360,8 @@ def test_a_plan_counts_what_is_trained(materials, untied, kind) -> None:
 
 
 def test_each_makes_another_run(materials, tmp_path) -> None:
-    plain = prepare_data(config_of(materials.settings(tmp_path))).identity
+    plain = prepare_fine_tuning(config_of(materials.settings(tmp_path))).identity
     for changes in KINDS.values():
-        found = prepare_data(config_of(materials.settings(tmp_path, **changes))).identity
+        found = prepare_fine_tuning(config_of(materials.settings(tmp_path, **changes))).identity
         assert found.keys() - plain.keys() == changes.keys()
         assert json.loads(json.dumps(found)) == found

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,18 @@ def test_the_rule() -> None:
             == right.after(8, 0.5, 1.6, **highest).step
             == 4
         )
-        older = {name: value for name, value in right.facts().items() if name != "loss"}
+        older = {name: value for name, value in asdict(right).items() if name != "loss"}
         assert read_best(metric, {"best": older}) == replace(right, loss=None)
         assert read_best(metric, {"best": older}).after(8, 0.5, 0.1, **highest).step == 4
-    assert read_best("eval_loss", {"best": best.facts()}) == best
+    assert read_best("eval_loss", {"best": asdict(best)}) == best
     # of another metric
-    assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")
+    assert read_best("eval_loss/explain", {"best": asdict(best)}) == Best("eval_loss/explain")
     # Losses of other data are not compared; older checkpoints do not say which they were.
     of_data = replace(best, data="a")
-    assert read_best("eval_loss", {"best": of_data.facts()}, "a") == of_data
-    assert read_best("eval_loss", {"best": best.facts()}, "a") == of_data
-    assert read_best("eval_loss", {"best": of_data.facts()}, "b") == Best("eval_loss", data="b")
-    assert read_best("eval_loss", {}) == read_best("eval_loss", None) == Best("eval_loss")
+    assert read_best("eval_loss", {"best": asdict(of_data)}, "a") == of_data
+    assert read_best("eval_loss", {"best": asdict(best)}, "a") == of_data
+    assert read_best("eval_loss", {"best": asdict(of_data)}, "b") == Best("eval_loss", data="b")
+    assert read_best("eval_loss", {}) == Best("eval_loss")
 
 
 # --------------------------------------------------------------------------------------- whole runs

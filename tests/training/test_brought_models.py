@@ -38,7 +38,7 @@ from finetune.modeling.model_config import (
 )
 from finetune.modeling.pretrained import add_adapter
 from finetune.storage.run_folder import check_output_folder, write_identity
-from finetune.training.prepare_sft import prepare_data
+from finetune.training.prepare import prepare_fine_tuning
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -205,7 +205,7 @@ def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path,
         json.dumps(settings | {"quantization_config": {"quant_method": method}})
     )
     with pytest.raises(ConfigError, match=f"weights are quantised .{method}."):
-        prepare_data(run_config(materials, model=str(folder)))
+        prepare_fine_tuning(run_config(materials, model=str(folder)))
 
 
 # ---------------------------------------------------------------- code that came with the model
@@ -284,7 +284,7 @@ def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="only .* embeddings; the first is .*'<image>'") as caught:
-        prepare_data(run_config(materials, model=str(blind), data=str(data)))
+        prepare_fine_tuning(run_config(materials, model=str(blind), data=str(data)))
     assert caught.value.where == f"{data}:2"
 
 

@@ -31,11 +31,10 @@ from finetune.storage.checkpoint_files import (
 )
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog, read_jsonl_tolerant
-from finetune.training import saved_tensors
+from finetune.training import state
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control
-from finetune.training.saved_tensors import HostCopies, Snapshot, write_tensors
-from finetune.training.state import TrainingState
+from finetune.training.state import HostCopies, Snapshot, TrainingState, write_tensors
 
 
 class Saved:
@@ -303,7 +302,7 @@ def test_ranks_agree_at_the_same_step(
     def publish(*arguments: Any) -> Path:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(saved_tensors, "write_tensors", write)
+    monkeypatch.setattr(state, "write_tensors", write)
     if fails == "publish":
         monkeypatch.setattr(CheckpointWriter, "publish", publish)
 

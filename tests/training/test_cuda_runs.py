@@ -25,7 +25,7 @@ from run_helpers import LAYOUTS, Materials
 
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
-from finetune.training.saved_tensors import read_description
+from finetune.training.state import read_description
 
 DEVICE = os.environ.get("FINETUNE_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"

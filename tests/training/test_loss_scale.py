@@ -12,8 +12,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from finetune.training.loss_scale import read_scale, restore_scale
-from finetune.training.state import TrainingState
+from finetune.training.state import TrainingState, read_scale, restore_scale
 
 OVERFLOWS = [2, 3, 9, 10, 11, 20]  # of 30 steps
 

@@ -27,7 +27,7 @@ from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config
 from finetune.planning.workload import Cluster
-from finetune.training.prepare_sft import IDENTITY_SETTINGS, prepare_data
+from finetune.training.prepare import IDENTITY_SETTINGS, prepare_fine_tuning
 
 # Relative, of losses: weights in 4 bits are off by a tenth of their norm, in 8 bits by a hundredth.
 LOSS_LIMITS = {"nf4": 0.05, "int8": 2e-3}
@@ -142,7 +142,7 @@ def test_an_adapter_says_what_it_was_trained_on_wherever_it_lies(
 
 def test_it_is_another_run_and_plain_ones_are_as_before(materials, tmp_path) -> None:
     plain, quantised = (
-        prepare_data(resolve_object(materials.settings(tmp_path, **own), 1).config).identity
+        prepare_fine_tuning(resolve_object(materials.settings(tmp_path, **own), 1).config).identity
         for own in ({}, {"quantization": "nf4"})
     )
     assert quantised == plain | {"quantization": "nf4"}
@@ -162,7 +162,7 @@ def test_devices_without_kernels_are_refused_where_they_are_found(
     ).config
     monkeypatch.setattr(devices, "choose_device_type", lambda requested: device)
     with pytest.raises(ConfigError, match=f"not on {device}"):
-        prepare_data(config)
+        prepare_fine_tuning(config)
 
 
 def test_without_bitsandbytes_it_says_what_to_install(

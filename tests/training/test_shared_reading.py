@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune.storage.checkpoint_files import reading_shares
 from finetune.storage.durable_files import hash_file
-from finetune.training import saved_tensors
-from finetune.training.saved_tensors import HostCopies, SavedTensors, write_tensors
-from finetune.training.state import TrainingState
+from finetune.training import state
+from finetune.training.state import HostCopies, SavedTensors, TrainingState, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_a_tensor_that_is_not_contiguous_is_written_as_its_numbers_are_ordered(t
 def test_only_files_with_what_is_asked_for_are_opened(saved, monkeypatch):
     opened = []
     monkeypatch.setattr(
-        saved_tensors,
+        state,
         "safe_open",
         lambda path, **_: opened.append(path.name) or safe_open(path, "pt"),
     )
@@ -343,10 +342,8 @@ def test_any_part_of_a_tensor_is_found_in_either_form(saved, data):
 def test_what_a_rank_reads_is_its_share(saved, form, ranks, monkeypatch):
     """And at most two lines of the first axis more, where its slice begins or ends inside one."""
     count = [0]
-    plain = saved_tensors._flat_of
-    monkeypatch.setattr(
-        saved_tensors, "_flat_of", lambda part, *rest: plain(Counting(part, count), *rest)
-    )
+    plain = state._flat_of
+    monkeypatch.setattr(state, "_flat_of", lambda part, *rest: plain(Counting(part, count), *rest))
     for name, tensor in saved["tensors"].items():
         line = math.prod(tensor.shape[1:])
         size = -(-tensor.numel() // ranks)

@@ -25,7 +25,7 @@ from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config
 from finetune.planning.workload import Cluster
 from finetune.training.optimizers import JointOptimizer, make_small_optimizer
-from finetune.training.prepare_sft import prepare_data
+from finetune.training.prepare import prepare_fine_tuning
 
 NAMES = ("adamw-8bit", "adafactor", "muon")
 RATE = 1e-3
@@ -144,7 +144,7 @@ def test_what_it_does_not_go_with_is_refused(materials, tmp_path, changes, words
 
 def test_it_makes_another_run_and_adamw_does_not(materials, tmp_path) -> None:
     plain, named, other = (
-        prepare_data(resolve_object(made, 1).config).identity
+        prepare_fine_tuning(resolve_object(made, 1).config).identity
         for made in (
             materials.settings(tmp_path, finetuning="full", learning_rate=RATE),
             settings(materials, tmp_path, "adamw"),

@@ -43,14 +43,12 @@ from transformers import (
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.config.run_config import RunConfig
-from finetune.training.arguments import training_arguments
-from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.state import TrainingState
-from finetune.training.trainer import RunTrainer
+from finetune.training.trainer import RunTrainer, SFTTrainer, training_arguments
 
 TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
-SAVED = "finetune/training/saved_tensors.py"
+SAVED = STATE
 EXECUTION = "finetune/training/executor.py"
 AGENT = "finetune/commands/launch/agent.py"
 DECODING = "finetune/inference/decoding.py"
@@ -87,7 +85,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
         "epoch_iterator num_batches device",
         f"{TRAINER}: get_batch_samples",
     ),
-    (Trainer, "create_scheduler", "num_training_steps optimizer", f"{TRAINER}: _set_learning_rate"),
+    (Trainer, "create_scheduler", "num_training_steps optimizer", f"{TRAINER}: create_scheduler"),
     (Trainer, "training_step", "model inputs num_items_in_batch", f"{TRAINER}: training_step"),
     (Trainer, "_get_grad_norm", "model grad_norm", f"{TRAINER}: _get_grad_norm"),
     (Trainer, "floating_point_ops", "inputs", f"{TRAINER}: floating_point_ops"),
@@ -175,7 +173,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
         peft,
         "get_peft_model_state_dict",
         "model state_dict adapter_name unwrap_compiled save_embedding_layers",
-        "finetune/training/sft_trainer.py: adapter_writer",
+        f"{TRAINER}: adapter_writer",
     ),
     # What a layer computes, and these in it, tests/modeling/test_lora.py compares with.
     (
@@ -196,7 +194,7 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (Trainer, "accelerator callback_handler control state", TRAINER),
     (LocalElasticAgent, "_remaining_restarts", AGENT),
     (StaticTCPRendezvous, "_store", AGENT),
-    (TrainingArguments, "_n_gpu n_gpu", "finetune/training/arguments.py"),
+    (TrainingArguments, "_n_gpu n_gpu", TRAINER),
     (accelerate.Accelerator, "scaler gradient_state", f"{TRAINER}, {EXECUTION}"),
     (accelerate.optimizer.AcceleratedOptimizer, "optimizer", f"{TRAINER}: training_state"),
     (DeepSpeedEngine, "optimizer", f"{TRAINER}, {STATE}"),
@@ -475,7 +473,7 @@ def test_training_starts_in_the_order_we_need():
     assert_in_order(
         Trainer._prepare_for_training,
         "self.create_scheduler(",
-        why=f"{TRAINER}: _set_learning_rate",
+        why=f"{TRAINER}: create_scheduler",
     )
 
 
@@ -534,7 +532,7 @@ def test_partitioned_parameters_have_these():
 
 def test_names_that_our_code_compares_with():
     assert accelerate.utils.DistributedType.DEEPSPEED.value == "DEEPSPEED", f"used by {EXECUTION}"
-    assert {"on_step_end"} <= set(dir(TrainerCallback)), "used by training/arguments.py: StepEnd"
+    assert {"on_step_end"} <= set(dir(TrainerCallback)), "used by training/trainer.py: StepEnd"
     fields = TrainingArguments.__dataclass_fields__
     needed = (
         "activation_checkpointing ddp_broadcast_buffers average_tokens_across_devices"
@@ -542,7 +540,7 @@ def test_names_that_our_code_compares_with():
     )
     for name in needed.split():
         assert name in fields, (
-            f"TrainingArguments has no {name}; used by finetune/training/arguments.py"
+            f"TrainingArguments has no {name}; used by finetune/training/trainer.py"
         )
 
 
@@ -631,6 +629,21 @@ def test_fused_adam_asks_found_inf():
 # ---------------------------------------------------------------- what no CPU shows
 
 
+ONE_STEP = SimpleNamespace(total_steps=1, start_step=0)
+
+
+def run_config(folder: Path, device_type: str) -> RunConfig:
+    return RunConfig(
+        model="m",
+        data=("d",),
+        output_dir=str(folder),
+        report_to=("none",),
+        device_type=device_type,
+        dtype="float32",
+        gradient_checkpointing=False,
+    )
+
+
 def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path, caplog):
     """Else Trainer makes a DataParallel of the model; two devices stand here for what torch would
     count.
@@ -644,19 +657,9 @@ def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path
     found = cached_property(two_devices)
     found.__set_name__(TrainingArguments, "_setup_devices")
     monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
-    config = RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",))
+    config = run_config(tmp_path, "cpu")
     monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [caplog.handler])
-    arguments = training_arguments(
-        config,
-        learning_rate=1e-4,
-        evaluates=False,
-        device_type="cpu",
-        dtype="float32",
-        total_steps=1,
-        gradient_checkpointing=False,
-        deepspeed=None,
-        resumed=False,
-    )
+    arguments = training_arguments(config, ONE_STEP, learning_rate=1e-4, evaluates=False)
     assert arguments.n_gpu == 1
     assert "sees 2 devices and trains on one" in caplog.text and "finetune launch" in caplog.text
 
@@ -673,19 +676,15 @@ def test_an_offloaded_optimizer_steps_fused_on_the_cpu_on_every_device(
     """
     given: dict[str, object] = {}
     monkeypatch.setattr(
-        "finetune.training.arguments.TrainingArguments", lambda **named: given.update(named)
+        "finetune.training.trainer.TrainingArguments", lambda **named: given.update(named)
     )
-    monkeypatch.setattr("finetune.training.arguments._use_one_device", lambda arguments: None)
+    monkeypatch.setattr("finetune.training.trainer._use_one_device", lambda arguments: None)
     training_arguments(
-        RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",)),
+        run_config(tmp_path, "npu"),
+        ONE_STEP,
         learning_rate=1e-4,
         evaluates=False,
-        device_type="npu",
-        dtype="bfloat16",
-        total_steps=1,
-        gradient_checkpointing=False,
         deepspeed={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}},
-        resumed=False,
     )
     assert given["optim"] == optim
 

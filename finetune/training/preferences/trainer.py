@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,40 +17,57 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from finetune.batching.collate import Microbatch
-from finetune.batching.steps import AnswerBatches, InOrder, StepBatches
+from finetune.batching.steps import AnswerBatches, BatchSource, InOrder, StepBatches
+from finetune.data import cache
+from finetune.data.samples import Samples
 from finetune.runtime.parent_watchdog import progress
 from finetune.runtime.progress import ProgressLine
 from finetune.training.control import StoppedBeforeTraining
 from finetune.training.metrics import Interval, model_flops_utilisation, speed, target_share
-from finetune.training.preferences.objective import PreferenceObjective, preference_facts
-from finetune.training.preferences.reference import Reference, Table, log_probabilities
-from finetune.training.preferences.reference_point import ReferencePoint, mismatched_microbatches
-from finetune.training.preferences.saved_reference import MISMATCHED, SavedReference
-from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.preferences.objective import (
+    PreferenceObjective,
+    ReferencePoint,
+    all_mismatched_pairs,
+    mismatched_microbatches,
+    preference_facts,
+)
+from finetune.training.preferences.reference import (
+    MISMATCHED,
+    AdapterOff,
+    Reference,
+    SavedReference,
+    Side,
+    Table,
+    log_probabilities,
+)
+from finetune.training.trainer import RunParts, SFTTrainer
 
 logger = logging.getLogger("finetune")
 
 
 class PreferenceTrainer(SFTTrainer):
-    """Trains on preferences, with or without LoRA.
-
-    Args:
-        saved_references: where the log-probabilities of the model before the run are kept, "train"
-            and "valid"; none where they are not needed, or asked of the model with its adapter off.
-    """
+    """Trains on preferences, with or without LoRA."""
 
     step_batches: AnswerBatches
     eval_step_batches: AnswerBatches | None
+    objective: PreferenceObjective
 
-    def __init__(self, *, saved_references: Mapping[str, SavedReference], **arguments: Any) -> None:
-        super().__init__(**arguments)
-        assert isinstance(self.executor.objective, PreferenceObjective)
-        self.objective: PreferenceObjective = self.executor.objective
-        self.saved_references = saved_references
+    def __init__(self, parts: RunParts) -> None:
+        super().__init__(parts)
+        # By side; none if they are not needed, or computed with the adapter off.
+        self.saved_references: dict[str, SavedReference] = {}
+        if self.settings.needs_reference and not self.lora:
+            self.saved_references = _saved_references(parts)
         self._tables: dict[str, Table] = {}
         if self.objective.config.loss == "kto" and self.objective.reference is not None:
             self.objective.point = self._point(self.objective.reference)
         self.metrics = (speed, model_flops_utilisation, self._shares, self._compared)
+
+    def make_objective(self, parts: RunParts) -> PreferenceObjective:
+        adapter_off = parts.lora and self.settings.needs_reference
+        reference = AdapterOff() if adapter_off else None
+        self.objective = PreferenceObjective(self.settings, parts.data.train, reference)
+        return self.objective
 
     # ------------------------------------------------------------------ log
 
@@ -96,7 +115,7 @@ class PreferenceTrainer(SFTTrainer):
             self.context.control.sum(sums.tolist()), step_batches.groups, objective.config
         )
 
-    # ----------------------------------------------------------- what the model said before the run
+    # ----------------------------------------------------------- the model before the run
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -154,7 +173,7 @@ class PreferenceTrainer(SFTTrainer):
         return values
 
     def _ask(self, saved: SavedReference) -> torch.Tensor:
-        """What the model says now of the samples that are drawn. Every rank calls."""
+        """Compute the log-probabilities of the samples that are drawn. Every rank must call it."""
         drawn, config, device = saved.drawn, self.objective.config, self.args.device
         samples = np.flatnonzero(drawn)
         what = "samples" if saved.pairs is None else "prompts with the answers of other samples"
@@ -188,9 +207,58 @@ class PreferenceTrainer(SFTTrainer):
         return asked
 
     def _questions(self, saved: SavedReference, numbers: np.ndarray) -> Iterator[Microbatch]:
-        """This rank's microbatches of so many samples, or of so many mismatched pairs of them."""
+        """Return this rank's microbatches of samples, or of mismatched pairs, by their numbers."""
         batches = self.step_batches if saved.side.startswith("train") else self.eval_step_batches
         assert batches is not None
         if saved.pairs is None:
             return batches.microbatches(numbers, batches.execution)
         return mismatched_microbatches(batches, batches.samples, saved.pairs[numbers], numbers)
+
+
+def _saved_references(parts: RunParts) -> dict[str, SavedReference]:
+    """Return what is saved of the model before the run, by side.
+
+    The list of global batches shows in advance which answers KTO's reference point is of.
+    """
+    config: Any = parts.config
+    data: Any = parts.data
+    context = parts.context
+    samples_cache = (
+        Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
+    )
+
+    def saved(
+        side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None
+    ) -> SavedReference:
+        return SavedReference(
+            side=side,
+            parts={"weights": data.identity["weights"], "data": content, "dtype": config.dtype},
+            drawn=drawn,
+            folder=parts.session.output_dir,
+            others=() if context.resume_from is None else (context.resume_from.parent,),
+            cache_dir=samples_cache / "reference",
+            fresh=context.start_step == 0,
+            pairs=pairs,
+        )
+
+    def add_mismatched(side: Side, samples: Samples, batches: BatchSource) -> None:
+        pairs = all_mismatched_pairs(batches, len(samples))
+        # no global batch has two samples: the reference point is 0 and nothing is asked
+        if not len(pairs):
+            return
+        content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
+        found[side] = saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
+
+    found: dict[str, SavedReference] = {
+        "train": saved("train", data.train.fingerprint, data.batches.drawn())
+    }
+    if data.valid is not None:
+        found["valid"] = saved(
+            "valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool)
+        )
+    if config.loss == "kto":
+        add_mismatched("train-mismatched", data.train, data.batches)
+        if data.valid is not None:
+            in_order = InOrder(len(data.valid), config.global_batch_size)
+            add_mismatched("valid-mismatched", data.valid, in_order)
+    return found

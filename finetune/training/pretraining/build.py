@@ -1,6 +1,4 @@
-"""From a checked pretraining run to a trainer: model from scratch or continued, rates, schedule,
-microbatches.
-"""
+"""Build a pretraining run: model from scratch or continued, rates, schedule, microbatches."""
 
 from __future__ import annotations
 
@@ -18,119 +16,83 @@ from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, 
 from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
-from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
+from finetune.modeling.pretrained import count_parameters
 from finetune.modeling.scratch import make_empty_model, make_model
-from finetune.planning.inputs import pretraining_workload, recomputes
+from finetune.planning.inputs import pretraining_workload
 from finetune.planning.shapes import shape_of_config
 from finetune.planning.traffic import flops_per_token, matrix_parameters
 from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities
 from finetune.runtime.host import keep_freed_memory
-from finetune.runtime.launch_environment import LaunchWorld
-from finetune.training.arguments import training_arguments
-from finetune.training.build import (
-    choose_layers,
-    make_context,
-    make_execution,
-    make_trainer,
-    plan_summary,
-    quiet_known_warnings,
-    say_start,
-)
-from finetune.training.control import RunContext
+from finetune.training.build import load_start_model, make_execution, run_context, speed_up
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import Rates, scaled_rates
-from finetune.training.pretraining.prepare import Prepared, source_weights
-from finetune.training.pretraining.trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
-from finetune.training.resume import Resume
+from finetune.training.pretraining.prepare import PreparedTexts, source_weights
+from finetune.training.pretraining.trainer import ContinuedTrainer, PretrainTrainer
 from finetune.training.session import Session
 from finetune.training.state import TrainingState
+from finetune.training.trainer import RunParts, StartReport, training_arguments
 
 logger = logging.getLogger("finetune")
 
 
-def build_trainer(
-    config: PretrainConfig,
-    world: LaunchWorld,
-    data: Prepared,
-    start: Resume,
-    session: Session,
-    *,
-    device_type: str,
-    dtype: str,
-) -> TextTrainer:
-    """Build the trainer of a pretraining run; the process group exists."""
-    quiet_known_warnings()
-    devices.use_fast_matmul(device_type)
-    keep_freed_memory(device_type)
-    able = devices.capabilities(device_type)
+def build_pretraining(config: PretrainConfig, data: PreparedTexts, session: Session) -> RunParts:
+    """Fill the parts of a pretraining run; the process group exists."""
+    keep_freed_memory(config.device_type)
+    able = devices.capabilities(config.device_type)
+    total = data.batches.total_steps
+    schedule = ScheduleSettings(
+        total,
+        warmup_count(config.warmup_steps, total),
+        warmdown_ratio=config.warmdown_ratio,
+        final_fraction=config.final_lr_fraction,
+    )
+    factor = learning_rate_schedule(config.lr_scheduler, schedule)
+    context = run_context(data, session, learning_rate_factor=factor)
     rates = None if config.model else _rates(config, data)
-    lora = config.finetuning == "lora"
     arguments = training_arguments(
         config,
+        context,
         learning_rate=rates.matrix if rates is not None else config.learning_rate or 0.0,
         evaluates=data.valid is not None,
-        device_type=device_type,
-        dtype=dtype,
-        total_steps=data.batches.total_steps,
-        gradient_checkpointing=recomputes(config, device_type),
-        deepspeed=None,
-        resumed=start.step > 0,
-        run_name=config.wandb_run_name,
     )
-    model = _model(config, data, start, device_type, dtype)
-    cost = _cost(config, data, world, able, dtype)
-    execution = _speed_up(model, config, able, device_type, dtype)
-    step_batches, eval_step_batches = _step_batches(config, world, data, session)
-    trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
-    own: dict[str, Any] = {
-        "lora": lora,
-        "compute_dtype": dtype,
-        "state_form": "whole" if lora else "parts",
-    }
-    if rates is not None:
-        fused = devices.DEVICE_KINDS[device_type].fused_adamw
-        own = {"rates": rates, "fused": fused, "compute_dtype": DTYPES[dtype]}
-    trainer = make_trainer(
-        trainer_class,
-        config,
-        data,
-        world,
-        session,
-        model=model,
+    # What is trained is held in float32, also if it is computed in 16 bits.
+    if rates is None:
+        model = load_start_model(config, arguments.device)
+    else:
+        model = _model_from_scratch(config, data)
+    if context.resume_from is not None:
+        TrainingState(model).load_weights(context.resume_from)
+    cost = _cost(config, data, session.world.world_size, able)
+    layers = _speed_up(model, config, able)
+    step_batches, eval_step_batches = _step_batches(config, data, session)
+    return RunParts(
+        trainer_class=PretrainTrainer if rates is not None else ContinuedTrainer,
+        config=config,
+        data=data,
+        session=session,
+        context=context,
         arguments=arguments,
-        context=_context(config, world, data, start, session),
+        model=model,
         step_batches=step_batches,
         eval_step_batches=eval_step_batches,
-        head=make_chunked_head(model, compiled=execution["compiled"]),
-        flat_reduce=lora,
-        device_type=device_type,
-        processing_class=data.tokenizer,
-        settings=config,
+        head=make_chunked_head(model, compiled=layers["compiled"]),
+        rates=rates,
         cost=cost,
-        bytes_per_token=_padded(
-            data.bytes_per_token, data.model_config.get_text_config().vocab_size
-        ),
-        **own,
+        layers=layers,
+        report=_report,
     )
-    _say_start(trainer, config, world, data, able, dtype, cost, rates, execution)
-    return trainer
 
 
 def _cost(
-    config: PretrainConfig,
-    data: Prepared,
-    world: LaunchWorld,
-    able: Capabilities,
-    dtype: str,
+    config: PretrainConfig, data: PreparedTexts, world_size: int, able: Capabilities
 ) -> ComputeCost | None:
-    """What a token costs, as the plan counts it; None where a continued model's sizes cannot be
+    """Return what a token costs, as the plan counts it; None if a continued model's sizes cannot be
     read.
     """
-    peak = able.peak_flops if dtype != "float32" else None
+    peak = able.peak_flops if config.dtype != "float32" else None
     try:
         shape = shape_of_config(data.model_config.to_dict(), config.model or config.arch)
     except ConfigError as error:
@@ -138,12 +100,10 @@ def _cost(
         return None
     # Adapters cost less than all weights, and of a mixture a token passes some experts only.
     work = pretraining_workload(config, shape, Cluster(device_type="cpu"))
-    return ComputeCost(flops_per_token(work), peak, devices=world.world_size)
+    return ComputeCost(flops_per_token(work), peak, devices=world_size)
 
 
-def _speed_up(
-    model: torch.nn.Module, config: PretrainConfig, able: Capabilities, device_type: str, dtype: str
-) -> dict[str, Any]:
+def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> dict[str, Any]:
     """Whether the model is compiled and computes in float8 from here on, and who computes its
     layers and attention.
     """
@@ -158,12 +118,11 @@ def _speed_up(
         # can do without.
         model.compile()
     # The compiler fuses them itself, and cannot look into what others have made.
-    wanted = "off" if compiled and config.fused_layers == "auto" else config.fused_layers
-    fused, attention = choose_layers(model, config, wanted, device_type=device_type, dtype=dtype)
-    return {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
+    fused_layers = "off" if compiled and config.fused_layers == "auto" else config.fused_layers
+    return {"compiled": compiled, "fp8": fp8, **speed_up(model, config, fused_layers)}
 
 
-def _rates(config: PretrainConfig, data: Prepared) -> Rates:
+def _rates(config: PretrainConfig, data: PreparedTexts) -> Rates:
     return scaled_rates(
         config,
         width=data.model_config.hidden_size,
@@ -173,33 +132,7 @@ def _rates(config: PretrainConfig, data: Prepared) -> Rates:
     )
 
 
-def _model(
-    config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str
-) -> Any:
-    """The model at the run's start or as it was saved; what is trained of it in float32, whatever
-    is computed in.
-    """
-    if config.model:
-        model: Any = _continued_model(config, dtype)
-    else:
-        model = _model_from_scratch(config, data)
-    if start.folder is not None:
-        TrainingState(model).load_weights(start.folder)
-    return model
-
-
-def _continued_model(config: PretrainConfig, dtype: str) -> torch.nn.Module:
-    lora = config.finetuning == "lora"
-    model = load_model(config, model_dtype=DTYPES[dtype] if lora else torch.float32, zero3=False)
-    if not lora:
-        return model
-    adapted = add_adapter(model, config, one_dtype=False)
-    if config.fused_lora:
-        fuse_lora(adapted)
-    return adapted
-
-
-def _model_from_scratch(config: PretrainConfig, data: Prepared) -> PreTrainedModel:
+def _model_from_scratch(config: PretrainConfig, data: PreparedTexts) -> PreTrainedModel:
     attention = choose_attention(data.model_config) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
     if data.tokenizer is not None:
@@ -237,44 +170,10 @@ def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities)
     return True
 
 
-def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
-    """Bytes per token for every id of the head; those beyond the tokenizer's have none."""
-    if sizes is None:
-        return None
-    return np.pad(np.asarray(sizes), (0, max(0, vocabulary - len(sizes))))
-
-
-def _context(
-    config: PretrainConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session
-) -> RunContext:
-    total = data.batches.total_steps
-    settings = ScheduleSettings(
-        total,
-        warmup_count(config.warmup_steps, total),
-        warmdown_ratio=config.warmdown_ratio,
-        final_fraction=config.final_lr_fraction,
-    )
-    factor = learning_rate_schedule(config.lr_scheduler, settings)
-    return make_context(
-        data,
-        world,
-        start,
-        session,
-        learning_rate_factor=factor,
-        epochs_per_step=data.passes / total,
-    )
-
-
 def _step_batches(
-    config: PretrainConfig, world: LaunchWorld, data: Prepared, session: Session
+    config: PretrainConfig, data: PreparedTexts, session: Session
 ) -> tuple[StepBatches, StepBatches | None]:
-    execution = make_execution(
-        world,
-        session,
-        packing=False,
-        token_budget=0,
-        samples_per_microbatch=config.device_batch_size,
-    )
+    execution = make_execution(session, samples_per_microbatch=config.device_batch_size)
 
     def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
         difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
@@ -286,23 +185,17 @@ def _step_batches(
             windows, batches, execution, difficulty_ids=difficulties, groups=groups, pad_token_id=0
         )
 
-    at_a_time = config.device_batch_size * world.world_size
+    at_a_time = config.device_batch_size * session.world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
     return make(data.train, data.batches), valid
 
 
-def _say_start(
-    trainer: TextTrainer,
-    config: PretrainConfig,
-    world: LaunchWorld,
-    data: Prepared,
-    able: Capabilities,
-    dtype: str,
-    cost: ComputeCost | None,
-    rates: Rates | None,
-    execution: dict[str, Any],
-) -> None:
-    parameters, total = count_parameters(trainer.model), trainer.context.total_steps
+def _report(parts: RunParts) -> StartReport:
+    config: Any = parts.config
+    data: Any = parts.data
+    context, rates, cost = parts.context, parts.rates, parts.cost
+    able = devices.capabilities(config.device_type)
+    parameters = count_parameters(parts.model)
     shape = data.model_config.get_text_config()
     cut = data.train.cut_tokens / max(1, data.train.tokens)
     name = f"{config.model}, continued" if config.model else f"{config.arch}, depth {config.depth}"
@@ -312,18 +205,19 @@ def _say_start(
             f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters"
         ),
         "steps": (
-            f"{trainer.context.start_step + 1} to {total}, {config.total_batch_size:,} tokens each "
+            f"{context.start_step + 1} to {context.total_steps}, "
+            f"{config.total_batch_size:,} tokens each "
             f"({config.global_batch_size:,} windows of {config.max_seq_len:,})"
         ),
         "training data": (
             f"{data.train.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut"
         ),
         "processes": (
-            f"{world.world_size} on {able.name}, {dtype}"
-            + "".join(f", {name}" for name, used in execution.items() if used is True)
+            f"{parts.session.world.world_size} on {able.name}, {config.dtype}"
+            + "".join(f", {name}" for name, used in parts.layers.items() if used is True)
         ),
-        "fused layers": execution["fused_layers"],
-        "attention": execution["attention"],
+        "fused layers": parts.layers["fused layers"],
+        "attention": parts.layers["attention"],
         "gradient accumulation": (
             f"{config.gradient_accumulation_steps} microbatches of "
             f"{config.device_batch_size} windows"
@@ -347,21 +241,14 @@ def _say_start(
         )
     if cost is not None:
         facts["arithmetic"] = f"{cost.flops_per_token / 1e6:,.1f} MFLOP a token"
-    say_start(
-        trainer,
-        world,
-        plan_summary(
-            trainer.step_batches, token_budget=0, samples_per_microbatch=config.device_batch_size
-        ),
-        tables={},
-        facts=facts,
-        dtype=dtype,
-        zero_stage=0,
-        global_batch_size=config.global_batch_size,
-        total_batch_size=config.total_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        flops_per_token=None if cost is None else cost.flops_per_token,
-        peak_flops=None if cost is None else cost.peak_flops,
-        passes=data.passes,
-        **execution,
-    )
+    event = {
+        "fused_layers": parts.layers["fused layers"],
+        **{name: parts.layers[name] for name in ("compiled", "fp8", "attention")},
+        "global_batch_size": config.global_batch_size,
+        "total_batch_size": config.total_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "flops_per_token": None if cost is None else cost.flops_per_token,
+        "peak_flops": None if cost is None else cost.peak_flops,
+        "passes": data.passes,
+    }
+    return StartReport(facts, event)

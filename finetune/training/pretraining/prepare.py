@@ -1,6 +1,4 @@
-"""What pretraining knows before a model or a process group exists: token streams, windows, global
-batches, shape.
-"""
+"""Prepare a pretraining run: token streams, windows, global batches, and the model's shape."""
 
 from __future__ import annotations
 
@@ -13,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.errors import ConfigError, DataError
+from finetune.training.prepare import PreparedRun
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.batching.sampler import GlobalBatches
@@ -51,29 +51,27 @@ CONTINUED_SETTINGS = ("model", "finetuning")
 ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known before a model or a process group exists.
+@dataclass(frozen=True, kw_only=True)
+class PreparedTexts(PreparedRun):
+    """Of a run on texts.
 
     Attributes:
         bytes_per_token: int `(vocabulary,)`, for bits per byte; None without a tokenizer.
-        passes: how often the run goes through the training tokens.
     """
 
-    tokenizer: PreTrainedTokenizerBase | None
-    model_config: PretrainedConfig
+    batches: GlobalBatches
     train: Windows | JoinedWindows
     valid: Windows | None
-    batches: GlobalBatches
-    bytes_per_token: Any
-    identity: dict[str, Any]
+    model_config: PretrainedConfig
+    bytes_per_token: np.ndarray | None
 
     @property
     def passes(self) -> float:
+        """How often the run goes through the training tokens."""
         return self.batches.total_steps * self.batches.global_batch_size / len(self.train)
 
 
-def prepare_data(config: PretrainConfig) -> Prepared:
+def prepare_pretraining(config: PretrainConfig) -> PreparedTexts:
     """Tokenizer, token streams, windows and global batches, with the checks that need no
     weights.
     """
@@ -112,7 +110,7 @@ def prepare_data(config: PretrainConfig) -> Prepared:
             eos_token_id=getattr(tokenizer, "eos_token_id", None),
         )
     batches = _batches(config, train, _total_steps(config, model_config))
-    return Prepared(
+    return PreparedTexts(
         tokenizer=tokenizer,
         model_config=model_config,
         train=train,

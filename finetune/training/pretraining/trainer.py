@@ -18,9 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.batching.steps import StepBatches
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.training.optimizers import Rates, make_optimizer, set_matrix_schedule
-from finetune.training.sft_trainer import SFTTrainer
-from finetune.training.trainer import RunTrainer
+from finetune.modeling.pretrained import DTYPES
+from finetune.runtime.device import DEVICE_KINDS
+from finetune.training.optimizers import make_optimizer, set_matrix_schedule
+from finetune.training.pretraining.prepare import PreparedTexts
+from finetune.training.trainer import RunParts, RunTrainer, SFTTrainer
 
 logger = logging.getLogger("finetune")
 
@@ -28,21 +30,20 @@ PROMPTS, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 16, 48
 
 
 class TextTrainer(RunTrainer):
-    """Trains on a stream of text: evaluated in bits per byte, and sampled from.
+    """Trains on a stream of text: evaluated in bits per byte, and sampled from."""
 
-    Args:
-        settings: of the run.
-        bytes_per_token: int `(vocabulary,)`; None without a tokenizer.
-    """
+    settings: PretrainConfig
 
-    def __init__(
-        self, *, settings: PretrainConfig, bytes_per_token: np.ndarray | None, **arguments: Any
-    ) -> None:
-        self.settings = settings
-        self.bytes_per_token = (
-            None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
-        )
-        super().__init__(**arguments)
+    def __init__(self, parts: RunParts) -> None:
+        assert isinstance(parts.data, PreparedTexts)
+        self.bytes_per_token: torch.Tensor | None = None  # int `(vocabulary of the head,)`
+        if parts.data.bytes_per_token is not None:
+            sizes = np.asarray(parts.data.bytes_per_token)
+            # Ids beyond the tokenizer's have no bytes.
+            vocabulary = parts.data.model_config.get_text_config().vocab_size
+            padded = np.pad(sizes, (0, max(0, vocabulary - len(sizes))))
+            self.bytes_per_token = torch.from_numpy(padded)
+        super().__init__(parts)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -119,21 +120,12 @@ class TextTrainer(RunTrainer):
 
 
 class PretrainTrainer(TextTrainer):
-    """Pretrains from scratch.
+    """Pretrains from scratch."""
 
-    Args:
-        rates: learning rates and decay, scaled.
-        fused: whether AdamW's fused kernels are right on this device.
-        compute_dtype: of the model's products.
-    """
-
-    def __init__(
-        self, *, rates: Rates, fused: bool, compute_dtype: torch.dtype, **arguments: Any
-    ) -> None:
-        self.rates = rates
-        self.fused = fused
-        self.compute_dtype = compute_dtype
-        super().__init__(state_form="parts", **arguments)
+    def __init__(self, parts: RunParts) -> None:
+        assert parts.rates is not None
+        self.rates = parts.rates
+        super().__init__(parts)
 
     # ------------------------------------------------------------------ optimizer
 
@@ -143,8 +135,8 @@ class PretrainTrainer(TextTrainer):
                 self.model,
                 self.settings,
                 self.rates,
-                fused=self.fused,
-                compute_dtype=self.compute_dtype,
+                fused=DEVICE_KINDS[self.settings.device_type].fused_adamw,
+                compute_dtype=DTYPES[self.settings.dtype],
             )
         return self.optimizer
 

@@ -33,7 +33,7 @@ from finetune.errors import FinetuneError
 from finetune.inference.decoding import answering, greedy_tokens
 from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import let_choose_logits
-from finetune.training.build import _compared_data
+from finetune.training.results import evaluated_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -354,7 +354,7 @@ def test_checkpoints_from_before_there_were_settings_of_answers_go_on():
     words += ["--eval-generate", "5"]
 
     def compared(*more: str) -> str | None:
-        return _compared_data(
+        return evaluated_data(
             resolve([*words, *more], world_size=1).config, SimpleNamespace(fingerprint="f")
         )
 

@@ -26,7 +26,7 @@ from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.errors import ConfigError, DataError, Problems
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
-from finetune.training.pretraining.prepare import prepare_data, source_weights
+from finetune.training.pretraining.prepare import prepare_pretraining, source_weights
 
 STEPS, LENGTH, WINDOWS, SAVED = 8, 32, 8, 4
 WEIGHTS = (3.0, 1.0)
@@ -95,7 +95,7 @@ def train(folder: Path, name: str, processes: int = 1, **changes: Any) -> Path:
 def refused(folder: Path, **changes: Any) -> str:
     with pytest.raises((ConfigError, DataError, Problems)) as caught:
         config = resolve_object(settings(folder, **changes), 1, PretrainConfig).config
-        prepare_data(config)
+        prepare_pretraining(config)
     return str(caught.value)
 
 
@@ -172,13 +172,14 @@ def test_natural_weights_are_the_numbers_of_windows(folder):
         settings(folder, data_weights=["natural", 20]), 1, PretrainConfig
     ).config
     assert resolve_object(config.model_dump(mode="json"), 1, PretrainConfig).config == config
-    data, sizes = prepare_data(config), [len(part) for part in windows(folder).parts]
+    data, sizes = prepare_pretraining(config), [len(part) for part in windows(folder).parts]
     assert source_weights(config, data.train) == (float(sizes[0]), 20.0)
     config = resolve_object(
         settings(folder, data_weights=["natural", "natural"]), 1, PretrainConfig
     ).config
     taken = [
-        windows(folder).sources[prepare_data(config).batches.indices(step)] for step in range(STEPS)
+        windows(folder).sources[prepare_pretraining(config).batches.indices(step)]
+        for step in range(STEPS)
     ]
     assert abs(np.concatenate(taken).mean() * sum(sizes) - sizes[1]) < sum(sizes) / (
         STEPS * WINDOWS

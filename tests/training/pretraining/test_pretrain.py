@@ -32,7 +32,7 @@ from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.ports import free_port
 from finetune.storage.run_folder import differences
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
-from finetune.training.pretraining.prepare import prepare_data
+from finetune.training.pretraining.prepare import prepare_pretraining
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 # how much further apart a run and the plain loop may be than plain loops among themselves
@@ -472,7 +472,7 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(
     )
 
     def prepared(**changes):
-        return prepare_data(
+        return prepare_pretraining(
             resolve_object({**settings, **changes, "output_dir": "x"}, 1, PretrainConfig).config
         )
 
@@ -496,7 +496,7 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(
 def test_a_run_whose_rates_went_with_the_square_root_goes_on_with_it_alone(settings: dict):
     def identity(**changes):
         changes = {**settings, "output_dir": "x", **changes}
-        return prepare_data(resolve_object(changes, 1, PretrainConfig).config).identity
+        return prepare_pretraining(resolve_object(changes, 1, PretrainConfig).config).identity
 
     new, before = identity(lr_scaling=True), identity(lr_scaling=True, lr_batch_exponent=0.5)
     of_0_1_0 = {name: value for name, value in new.items() if name != "lr_batch_exponent"}

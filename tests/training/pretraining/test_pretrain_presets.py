@@ -21,7 +21,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.pretrain import KIND, main
 from finetune.runtime import device as devices
 from finetune.runtime.device import peak_flops
-from finetune.training.pretraining.prepare import prepare_data
+from finetune.training.pretraining.prepare import prepare_pretraining
 
 # preset: processes, accumulation there and the guides' numbers, written here from the guides.
 PRESETS = {
@@ -266,7 +266,7 @@ def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(files: Path):
     words = ["--train-data-path", str(files / "train.bin"), "--vocab-size=500", "--max-seq-len=32"]
     words += ["--device-batch-size=2", "--total-batch-size=64", "--num-iterations=16"]
     config = resolve([*words, "--output-dir", "x"], world_size=1, model_class=PretrainConfig).config
-    data = prepare_data(config)
+    data = prepare_pretraining(config)
     with pytest.raises(FinetuneError, match="token 500 is 500, and the vocabulary has 500 ids"):
         for start in range(len(data.train)):
             data.train[start]
