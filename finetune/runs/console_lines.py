@@ -82,7 +82,7 @@ def parse_console_line(raw: bytes) -> ConsoleLine:
 def _step_facts(text: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, patterns in _FACTS.items():
-        found = next((match for pattern in patterns if (match := pattern.search(text))), None)
+        found = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
         if found:
             facts[name] = _number(found[1])
     if not facts:

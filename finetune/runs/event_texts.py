@@ -92,11 +92,12 @@ def preference_texts(view: RunView) -> list[tuple[str, str]]:
     """
     found = []
     for field, name, form in PREFERENCE_NUMBERS:
+        texts = []
         trained, evaluated = view.steps.last.get(field), view.evaluated(f"eval_{field}")
-        texts = [form.format(trained)] if is_finite_number(trained) else []
-        texts += [
-            _("eval {value}").format(value=form.format(value)) for _step, value in evaluated[-1:]
-        ]
+        if is_finite_number(trained):
+            texts.append(form.format(trained))
+        if evaluated:
+            texts.append(_("eval {value}").format(value=form.format(evaluated[-1][1])))
         if texts:
             found.append((_(name), ", ".join(texts)))
     return found
@@ -105,6 +106,12 @@ def preference_texts(view: RunView) -> list[tuple[str, str]]:
 def message_text(message: Message) -> str:
     """What a message says, without control characters."""
     return plain_text(message.text if message.event is None else event_text(message.event))
+
+
+def ranked_text(message: Message) -> str:
+    """A message after the rank that wrote it, if that is not rank 0."""
+    rank = f"rank {message.rank}: " if message.rank else ""
+    return rank + message_text(message)
 
 
 def is_event_in_log(text: str) -> bool:
@@ -118,13 +125,9 @@ def state_text(view: RunView) -> str:
 
 
 def advice(view: RunView) -> str:
-    """How to continue a run that has not come to its end; empty where nothing is to be done."""
-    to_do = ADVICE.get(view.state)
-    return (
-        ""
-        if to_do is None
-        else _(to_do).format(checkpoint=view.checkpoint.get("name", _("the start")))
-    )
+    """How to continue a run that has not come to its end; empty if nothing is to be done."""
+    checkpoint = view.checkpoint.get("name", _("the start"))
+    return _(ADVICE[view.state]).format(checkpoint=checkpoint) if view.state in ADVICE else ""
 
 
 def format_duration(seconds: float) -> str:

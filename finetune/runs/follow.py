@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.runs.line_follower import LineFollower
-from finetune.runs.reader import open_run
+from finetune.runs.reader import json_object, open_run
 from finetune.runs.view import ENDED
 
 
@@ -65,12 +64,10 @@ def _merged(steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[d
     """Steps among events: what an event tells of a step comes after it."""
     merged, waiting = [], deque(steps)
     for event in events:
-        while (
-            waiting
-            and type(event.get("step")) is int
-            and waiting[0].get("step", 0) <= event["step"]
-        ):
-            merged.append(waiting.popleft())
+        step = event.get("step")
+        if type(step) is int:
+            while waiting and waiting[0].get("step", 0) <= step:
+                merged.append(waiting.popleft())
         merged.append(event)
     return [*merged, *waiting]
 
@@ -93,11 +90,5 @@ class _FreshLines:
                     fresh.append(line)
                 place += 1
         del self._given[place:]
-        return [record for line in fresh if isinstance(record := _parsed(line), dict)]
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):  # of a crash: a torn line that was written on
-        return None
+        # After a crash a torn line that was written on holds no object.
+        return [record for line in fresh if (record := json_object(line))]

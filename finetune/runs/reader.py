@@ -54,12 +54,13 @@ class FolderReader:
             view.steps = StepTable() if new.restarted else view.steps
             for raw in new.lines:
                 _take_step(view.steps, raw)
-        changed = False
+        changed = self._read_logs(folder / "logs")
         for new in self._events.pieces():
-            view.events, changed = [] if new.restarted else view.events, True
+            changed = True
+            view.events = [] if new.restarted else view.events
             for raw in new.lines:
                 _take_event(view.events, raw)
-        if self._read_logs(folder / "logs") or changed:
+        if changed:
             warnings = [
                 Message(event["time"], "WARNING", 0, "", event)
                 for event in view.events_named(*WARNING_EVENTS)
@@ -78,9 +79,8 @@ class FolderReader:
         Raises:
             StateError: it cannot be read, and never could.
         """
-        files = [
-            _version(self.view.source / name) for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
-        ]
+        names = (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
+        files = [_version(self.view.source / name) for name in names]
         if files == self._described:
             return
         try:
@@ -89,7 +89,8 @@ class FolderReader:
             if not self._described:
                 raise
             return
-        self.view.identity, self.view.config = described.identity or {}, described.config or {}
+        self.view.identity = described.identity or {}
+        self.view.config = described.config or {}
         self.view.status = described.status or {}
         self._described = files
 
@@ -105,7 +106,7 @@ class FolderReader:
         """Take warnings and errors of the newest log of each rank; what is an event as well is left
         out. Any new?
         """
-        before = sum(map(len, self._log_messages.values()))
+        changed = False
         for rank, name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
             messages = self._log_messages.setdefault(name, [])
@@ -116,7 +117,8 @@ class FolderReader:
                     warning = parse_console_line(line).warning
                     if warning and not is_event_in_log(warning[2]):
                         messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
-        return sum(map(len, self._log_messages.values())) > before
+                        changed = True
+        return changed
 
 
 class ConsoleReader:
@@ -168,12 +170,11 @@ Reader = FolderReader | ConsoleReader
 def open_run(
     run: Path | str | None,
     log: Path | str | None = None,
-    runs_folder: Path | str = "runs",
     *,
     may_come: bool = False,
 ) -> Reader:
-    """A reader for a run folder, a console's copy, or, with neither, the newest run in
-    `runs_folder`.
+    """Return a reader for a run folder, a console's copy, or, with neither, the newest run in
+    `runs`.
 
     Args:
         may_come: a folder that is not there is waited for, where its parent folder exists.
@@ -188,22 +189,22 @@ def open_run(
             )
         return ConsoleReader(Path(log))
     if run is None:
-        newest = runs_in(runs_folder)
+        newest = runs_in("runs")
         if not newest:
             raise StateError(
-                f"there is no run in {str(runs_folder)!a}",
+                "there is no run in 'runs'",
                 "RUN",
                 "name the --output-dir of a run, or give --log FILE",
             )
         return FolderReader(newest[0])
     folder = Path(run)
-    there = folder.is_dir()
-    if not there and not (may_come and not folder.exists() and folder.parent.is_dir()):
+    if folder.is_dir():
+        if not is_run(folder) and any(folder.iterdir()):
+            what = "is not a run: it holds no file of a run"
+            raise StateError(f"{str(run)!a} {what}", fix=_named_runs("in", folder))
+    elif folder.exists() or not (may_come and folder.parent.is_dir()):
         what = "is not a folder" if folder.exists() else "is not there"
         raise StateError(f"{str(run)!a} {what}", fix=_named_runs("beside", folder.parent))
-    if there and not is_run(folder) and any(folder.iterdir()):
-        what = "is not a run: it holds no file of a run"
-        raise StateError(f"{str(run)!a} {what}", fix=_named_runs("in", folder))
     return FolderReader(folder)
 
 
@@ -234,7 +235,7 @@ def _last_written(folder: Path) -> float:
 # ---------------------------------------------------------------- lines
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
         record = json.loads(raw)
@@ -244,16 +245,15 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _take_step(steps: StepTable, raw: bytes) -> None:
-    record = _object(raw)
+    record = json_object(raw)
     if type(record.get("step")) is int:
         steps.add(record)
 
 
 def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
-    record = _object(raw)
-    if isinstance(record.get("event"), str) and is_finite_number(record.get("time")):
-        if record["event"] == "eval" and type(record.get("step")) is not int:
-            return
+    record = json_object(raw)
+    is_event = isinstance(record.get("event"), str) and is_finite_number(record.get("time"))
+    if is_event and (record["event"] != "eval" or type(record.get("step")) is int):
         events.append(record)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from finetune.runs.step_table import Points
 
 # Unicode braille patterns: U+2800 plus a bit for each dot, by (row, column) in the cell.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
 # Below this many points every one is shown; above it a lone spike does not squeeze the rest of the
@@ -28,10 +28,8 @@ def value_range(points: Curve) -> tuple[float, float]:
         return 0.0, 1.0
     low, high = float(values[0]), float(values[-1])
     if len(values) >= _ROBUST_FROM_POINTS:
-        near_low, near_high = (
-            float(values[len(values) // 50]),
-            float(values[-1 - len(values) // 50]),
-        )
+        outliers = len(values) // 50
+        near_low, near_high = float(values[outliers]), float(values[-1 - outliers])
         spread = near_high - near_low
         low, high = max(low, near_low - spread / 2), min(high, near_high + spread / 2)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-9):
@@ -48,24 +46,23 @@ def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) 
     """
     across, up = (2, 4) if unicode else (1, 1)
     columns, rows = width * across, height * up
-    lit = [[False] * columns for _ in range(rows)]
     low, high = value_range(points)
-    dots = [
-        (column, round((min(max(y, low), high) - low) / (high - low) * (rows - 1)))
-        for column, y in zip(
-            *(part.tolist() for part in _by_column(Points.of(points), columns)), strict=True
-        )
-    ]
+    used, means = _by_column(Points.of(points), columns)
+    shares = (np.clip(means, low, high) - low) / (high - low)
+    levels = np.rint(shares * (rows - 1)).astype(np.int64)
+    dots = list(zip(used.tolist(), levels.tolist(), strict=True))
+    lit = np.zeros((rows, columns), dtype=np.int64)
     for (column, row), (next_column, next_row) in zip(dots, [*dots[1:], *dots[-1:]], strict=True):
         length = max(next_column - column, abs(next_row - row), 1)
         for part in range(length + 1):
             x = column + round((next_column - column) * part / length)
             y = row + round((next_row - row) * part / length)
-            lit[rows - 1 - y][x] = True
-    return [
-        "".join(_cell(lit, top, left, unicode) for left in range(0, columns, across))
-        for top in range(0, rows, up)
-    ]
+            lit[rows - 1 - y, x] = 1
+    if not unicode:
+        return ["".join("*" if dot else " " for dot in line) for line in lit.tolist()]
+    cells = lit.reshape(height, up, width, across) * _DOTS[:, None, :]
+    codes = cells.sum(axis=(1, 3)).tolist()
+    return ["".join(chr(0x2800 + code) if code else " " for code in line) for line in codes]
 
 
 def averaged(points: Curve, parts: int) -> Points:
@@ -89,18 +86,6 @@ def _by_column(points: Points, columns: int) -> tuple[np.ndarray, np.ndarray]:
     counts = np.bincount(places)
     used = np.flatnonzero(counts)
     return used, np.bincount(places, weights=points.y)[used] / counts[used]
-
-
-def _cell(lit: list[list[bool]], top: int, left: int, unicode: bool) -> str:
-    if not unicode:
-        return "*" if lit[top][left] else " "
-    bits = sum(
-        bit
-        for row, line in enumerate(_DOTS)
-        for column, bit in enumerate(line)
-        if lit[top + row][left + column]
-    )
-    return chr(0x2800 + bits) if bits else " "
 
 
 def sparkline(values: Sequence[float] | np.ndarray, width: int, *, unicode: bool = True) -> str:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from finetune.batching.curriculum import Schedule, Stage
 from finetune.config.kinds import run_kind
+from finetune.errors import FinetuneError
 from finetune.runs.step_table import Points, StepTable
 
 State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
@@ -28,13 +30,13 @@ class Message(NamedTuple):
     event: dict[str, Any] | None = None
 
 
-class Stage(NamedTuple):
-    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares
-    by difficulty.
+class CurrentStage(NamedTuple):
+    """The stage of the curriculum that a run is in: its number from 1, how many there are, and its
+    shares by difficulty.
     """
 
     number: int
-    until: float
+    of: int
     shares: dict[str, float]
 
 
@@ -80,12 +82,8 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        total = (
-            self.start.get("total_steps")
-            or self.identity.get("total_steps")
-            or self.console_total_steps
-        )
-        return int(total) if total else None
+        known = (self.start.get("total_steps"), self.identity.get("total_steps"))
+        return next((int(total) for total in known if total), self.console_total_steps)
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -93,13 +91,15 @@ class RunView:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last start event; empty before it."""
-        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+        return self.last_event("start")
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """The last checkpoint event; empty before it."""
-        return next(iter(self.events_named("checkpoint")[-1:]), {})
+        return self.last_event("checkpoint")
+
+    def last_event(self, name: str) -> dict[str, Any]:
+        """The last event of this name; empty before it."""
+        return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def events_named(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in names]
@@ -128,7 +128,9 @@ class RunView:
     def difficulties(self) -> list[str]:
         """Difficulties that were trained or evaluated, in the order of the configuration."""
         names = self._named_by("tokens", "eval_loss")
-        known = [str(name) for name in _dig(self.config, "curriculum", "levels") or []]
+        curriculum = self.config.get("curriculum")
+        known = curriculum.get("levels") if isinstance(curriculum, dict) else None
+        known = [str(name) for name in known or []]
         return [name for name in known if name in names] + sorted(names - set(known))
 
     @property
@@ -140,62 +142,60 @@ class RunView:
         """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last
         evaluation.
         """
-        fields = [name for record in self.steps.recent for name in record]
-        fields = [name for name in fields if name.startswith(f"{of_step}/")]
-        for event in self.events_named("eval")[-1:]:
-            fields += [name for name in event if name.startswith(f"{of_evaluation}/")]
+        fields = {name for record in self.steps.recent for name in record}
+        fields = {name for name in fields if name.startswith(f"{of_step}/")}
+        evaluated = self.last_event("eval")
+        fields |= {name for name in evaluated if name.startswith(f"{of_evaluation}/")}
         return {name.partition("/")[2] for name in fields}
 
     @property
-    def stages(self) -> list[Stage]:
-        """The curriculum of a run that has one; none where the configuration is not as this package
+    def schedule(self) -> Schedule | None:
+        """The curriculum of a run that has one; None if the configuration is not as this package
         writes it.
         """
-        stages = _dig(self.config, "curriculum", "stages")
-        names = _dig(self.config, "curriculum", "levels")
-        if not (stages and names and self.config.get("use_curriculum") and self.difficulties):
-            return []
-        found = []
+        if not (self.config.get("use_curriculum") and self.difficulties):
+            return None
         try:
-            for number, stage in enumerate(stages, 1):
-                mix = [float(weight) for weight in stage["mix"]]
-                shares = {name: w / sum(mix) for name, w in zip(names, mix, strict=True)}
-                found.append(Stage(number, float(stage["until"]), shares))
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            return []
-        return found
+            curriculum = self.config["curriculum"]
+            stages = [
+                Stage(stage["until"], tuple(stage["mix"]), stage.get("ramp", "step"))
+                for stage in curriculum["stages"]
+            ]
+            return Schedule(curriculum["levels"], tuple(stages))
+        except (FinetuneError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return None
 
     @property
-    def stage(self) -> Stage | None:
+    def stage(self) -> CurrentStage | None:
         """The stage of the last step: the one that its middle lies in, as the run itself has it."""
-        stages, total = self.stages, self.total_steps
-        if not stages or not total or not self.step:
+        schedule, total = self.schedule, self.total_steps
+        if schedule is None or not total or not self.step:
             return None
-        past = sum(stage.until * total <= self.step - 0.5 for stage in stages)
-        return stages[min(past, len(stages) - 1)]
+        past = sum(stage.until * total <= self.step - 0.5 for stage in schedule.stages[:-1])
+        shares = map(float, schedule.shares(past))
+        by_difficulty = dict(zip(schedule.difficulties, shares, strict=True))
+        return CurrentStage(past + 1, len(schedule.stages), by_difficulty)
 
     @property
     def stage_name(self) -> str:
         """`2/3`; "" without stages."""
-        return (
-            f"{self.stage.number}/{len(self.stages)}"
-            if self.stage
-            else self.stage_text.removeprefix("stage ")
-        )
+        stage = self.stage
+        return f"{stage.number}/{stage.of}" if stage else self.stage_text.removeprefix("stage ")
 
     @property
     def step_seconds(self) -> float | None:
         """Mean time of the last steps; evaluation and saving not counted."""
-        recent = [
-            record["step_seconds"] for record in self.steps.recent if record.get("step_seconds")
-        ]
-        return sum(recent) / len(recent) if recent else None
+        recent = [record.get("step_seconds") for record in self.steps.recent]
+        known = [seconds for seconds in recent if seconds]
+        return sum(known) / len(known) if known else None
 
     @property
     def eta_seconds(self) -> float | None:
         """Time for the steps that are left; 0 where the run has ended."""
-        if self.state in ENDED or not self.total_steps or not self.steps:
-            return 0.0 if self.state in ENDED else None
+        if self.state in ENDED:
+            return 0.0
+        if not self.total_steps or not self.steps:
+            return None
         if self.step_seconds is None:
             return self.steps.last.get("eta_seconds")
         return (self.total_steps - self.step) * self.step_seconds
@@ -213,11 +213,9 @@ class RunView:
     @property
     def silent_seconds(self) -> float:
         """How long a running run has written neither a step nor an event."""
-        return (
-            max(0.0, time.time() - self.written_at)
-            if self.written_at and self.state == "running"
-            else 0.0
-        )
+        if not self.written_at or self.state != "running":
+            return 0.0
+        return max(0.0, time.time() - self.written_at)
 
     def values(self, name: str) -> Points:
         """(step, value) of a field of the steps, where it has a finite value."""
@@ -230,12 +228,6 @@ class RunView:
             for event in self.evaluations
             if is_finite_number(event.get(name))
         ]
-
-
-def _dig(value: Any, *names: str) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def is_finite_number(value: Any) -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # (Muennighoff et al., 2023).
 MANY_PASSES = 4.0
 CHART_COLUMNS, CHART_ROWS = 60, 10
-_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
 
 
@@ -140,65 +140,50 @@ def report_curriculum(
     `warnings` come before the report's own; `sources` are those that are mixed.
     """
     counts = plan_counts(schedule, total_steps, global_batch_size)
+
+    def drawn(start: int, end: int) -> tuple[int, ...]:
+        return tuple(counts[start:end].sum(axis=0).tolist())
+
     stage_of_step = schedule.stage_of_steps(total_steps)
-    bounds = np.searchsorted(stage_of_step, np.arange(len(schedule.stages) + 1))
-    stages = tuple(
-        StageReport(
-            stage.until,
-            stage.ramp,
-            int(start) + 1,
-            int(end),
-            tuple(counts[start:end].sum(axis=0).tolist()),
-        )
-        for stage, start, end in zip(schedule.stages, bounds[:-1], bounds[1:], strict=True)
-    )
-    records, samples = np.asarray(records_per_difficulty).tolist(), counts.sum(axis=0).tolist()
-    passes = tuple(
-        drawn / there if drawn else 0.0 for drawn, there in zip(samples, records, strict=True)
-    )
-    return CurriculumReport(
-        difficulties=schedule.difficulties,
-        total_steps=total_steps,
-        global_batch_size=global_batch_size,
-        records=tuple(records),
-        samples=tuple(samples),
-        passes=passes,
-        stages=stages,
-        chart=tuple(
-            _shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)
-        ),
-        warnings=(
-            *warnings,
-            *source_warnings(sources),
-            *_repetition_warnings(schedule, records, passes),
-        ),
-        sources=tuple(sources),
-    )
-
-
-def _repetition_warnings(
-    schedule: Schedule, records: Sequence[int], passes: Sequence[float]
-) -> list[str]:
+    ends = np.searchsorted(stage_of_step, np.arange(len(schedule.stages)), side="right").tolist()
+    stages = [
+        StageReport(stage.until, stage.ramp, start + 1, end, drawn(start, end))
+        for stage, start, end in zip(schedule.stages, [0, *ends], ends, strict=False)
+    ]
+    samples = drawn(0, total_steps)
+    records = np.asarray(records_per_difficulty).tolist()
+    passes = [
+        count / there if count else 0.0 for count, there in zip(samples, records, strict=True)
+    ]
+    chart = []
+    for column in range(CHART_COLUMNS):  # of fewer steps, several columns show one
+        start = column * total_steps // CHART_COLUMNS
+        end = (column + 1) * total_steps // CHART_COLUMNS
+        chart.append(_shares(drawn(start, max(start + 1, end))))
     often = [
         f"difficulty '{name}' is repeated {times:.1f} times (fix: add records, train fewer steps,"
         " or lower its weight)"
         for name, times in zip(schedule.difficulties, passes, strict=True)
         if times > MANY_PASSES
     ]
+    used = schedule.ever_used()
     never = [
         f"difficulty '{name}' has weight 0 in every stage: its {there:,} records are not trained on"
-        for name, there, used in zip(
-            schedule.difficulties, records, schedule.ever_used(), strict=True
-        )
-        if there and not used
+        for name, there, is_used in zip(schedule.difficulties, records, used, strict=True)
+        if there and not is_used
     ]
-    return often + never
-
-
-def _columns(total_steps: int) -> list[tuple[int, int]]:
-    """The steps that each column of the chart covers: (first, one past the last), at least one."""
-    starts = [column * total_steps // CHART_COLUMNS for column in range(CHART_COLUMNS + 1)]
-    return [(start, max(start + 1, end)) for start, end in zip(starts, starts[1:], strict=False)]
+    return CurriculumReport(
+        difficulties=schedule.difficulties,
+        total_steps=total_steps,
+        global_batch_size=global_batch_size,
+        records=tuple(records),
+        samples=samples,
+        passes=tuple(passes),
+        stages=tuple(stages),
+        chart=tuple(chart),
+        warnings=(*warnings, *source_warnings(sources), *often, *never),
+        sources=tuple(sources),
+    )
 
 
 def _shares(samples: Sequence[int]) -> tuple[float, ...]:
@@ -231,7 +216,7 @@ def print_report(report: CurriculumReport, console: Console) -> None:
     unicode = (console.encoding or "").lower().startswith("utf")
     glyphs = _GLYPHS if unicode else _ASCII_GLYPHS
     mark = [
-        (glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)])
+        (glyphs[number % len(glyphs)], _COLORS[number % len(_COLORS)])
         for number in range(len(report.difficulties))
     ]
     for number, line in enumerate(chart_cells(report)):
@@ -241,8 +226,8 @@ def print_report(report: CurriculumReport, console: Console) -> None:
         )
     console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
     legend = [
-        (f"{glyph} {name}   ", colour)
-        for (glyph, colour), name in zip(mark, report.difficulties, strict=True)
+        (f"{glyph} {name}   ", color)
+        for (glyph, color), name in zip(mark, report.difficulties, strict=True)
     ]
     console.print(Text("     ").append_text(Text.assemble(*legend)))
     whole = not console.is_terminal  # else rich breaks lines, between words
@@ -303,10 +288,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     from finetune.data.selection import KEYS, selection_of
 
     names = config.curriculum.levels if config.use_curriculum else None
-    index: dict[str | None, int] = {
-        None: -1,
-        **{name: number for number, name in enumerate(names or ())},
-    }
+    index = {name: number for number, name in enumerate([None, *(names or ())], -1)}
     good: list[tuple[int, int, int]] = []  # difficulty, record, source
     problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
@@ -338,10 +320,8 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
     if selection:
         chosen = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1")
-        others["duplicates"], others["on the other side of the split"] = (
-            chosen.duplicates,
-            chosen.other_side,
-        )
+        others["duplicates"] = chosen.duplicates
+        others["on the other side of the split"] = chosen.other_side
         taken = chosen.mask[record_ids]
         difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
     counts = problems.counts + others

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,34 +56,32 @@ class Found:
 
 @dataclass
 class AuditJob:
-    """(what to compute, part, which of its records) -> Found."""
+    """What a pass computes: (part, which of its records) -> Found."""
 
+    what: str  # "duplicates", "held out" or "overlap"
+    files: Sequence[DataFile]
     readers: Sequence[RecordReader]
     grams: np.ndarray | None = None  # uint64 (G,), sorted: those of held-out data
 
-    def __call__(self, item: tuple[str, Part, np.ndarray | None]) -> Found:
-        what, part, chosen = item
-        part_records, lines_read = part.read()
-        texts = list(self._texts(part, part_records, chosen, any_text=what == "held out"))
+    def __call__(self, item: tuple[Part, np.ndarray | None]) -> Found:
+        part, chosen = item
+        records, lines_read = part.read()
+        texts = list(self._texts(part, records, chosen))
         rows, lines = np.array([text[:2] for text in texts], dtype=np.int64).reshape(-1, 2).T
-        found = Found(part.file, len(part_records), lines_read, rows, lines)
+        found = Found(part.file, len(records), lines_read, rows, lines)
         words = words_of([text for _, _, text, _ in texts])
-        if what == "duplicates":
-            hashes = [
-                content_hash(conversation) for *_, conversation in texts if conversation is not None
-            ]
+        if self.what == "duplicates":
+            hashes = [content_hash(conversation) for *_, conversation in texts if conversation]
             near, keys = band_keys(words)
-            scripts = np.bincount(words.scripts, minlength=len(SCRIPTS))
             found.values = {
                 "content": np.array(hashes, np.uint64),
                 "near": near,
                 "keys": keys,
-                "scripts": scripts,
+                "scripts": np.bincount(words.scripts, minlength=len(SCRIPTS)),
             }
             return found
         grams, owners = words.ngrams(OVERLAP_WORDS)
-        if what == "overlap":
-            assert self.grams is not None
+        if self.grams is not None:
             places = np.searchsorted(self.grams, grams)
             hits = np.append(self.grams, np.uint64(0))[places] == grams
             hits &= places < len(self.grams)
@@ -91,27 +90,21 @@ class AuditJob:
         return found
 
     def _texts(
-        self,
-        part: Part,
-        records: list[tuple[int, Any]],
-        chosen: np.ndarray | None,
-        *,
-        any_text: bool,
+        self, part: Part, records: list[tuple[int, Any]], chosen: np.ndarray | None
     ) -> Iterator[tuple[int, int, str, Conversation | None]]:
         """Number in the part, line, text, and what the record is read as.
 
         The text is questions and answers; of a benchmark's record that is no conversation all texts
         that it has.
         """
-        for number, (line, record, found) in enumerate(
-            self.readers[part.file].conversations(records, part.form)
-        ):
+        conversations = self.readers[part.file].conversations(records, part.form)
+        for number, (line, record, found) in enumerate(conversations):
             if chosen is not None and not chosen[number]:
                 continue
             if not isinstance(found, RecordProblem):
                 spoken = (message.content for message in found.messages if message.role != "system")
                 yield number, line, "\n".join(spoken), found
-            elif any_text and not isinstance(record, RecordProblem):
+            elif self.what == "held out" and not isinstance(record, RecordProblem):
                 yield number, line, "\n".join(_strings(record)), None
 
 
@@ -124,18 +117,14 @@ class Rows:
     line: list[np.ndarray] = field(default_factory=list)
     count: int = 0
     part_records: list[int] = field(default_factory=list)
-    _file: int = -1
-    _lines: int = 0
+    lines_read: Counter[int] = field(default_factory=Counter)  # by file
 
     def add(self, found: Found) -> int:
         """Take the records of the next part; return how many came before them."""
         before = self.count
-        if found.file != self._file:
-            self._file = found.file
-            self._lines = 0
         self.file.append(np.full(len(found.rows), found.file, dtype=np.int32))
-        self.line.append(found.lines + self._lines)
-        self._lines += found.lines_read
+        self.line.append(found.lines + self.lines_read[found.file])
+        self.lines_read[found.file] += found.lines_read
         self.count += len(found.rows)
         self.part_records.append(found.records)
         return before
@@ -174,44 +163,36 @@ class Audit:
         Args:
             scratch: a folder with room for 112 bytes a record.
         """
-        contents: list[np.ndarray] = []
-        near: list[np.ndarray] = []
+        contents = [np.zeros(0, dtype=np.uint64)]
+        near = [np.zeros(0, dtype=np.int64)]
         scripts = np.zeros(len(SCRIPTS), dtype=np.int64)
         with tempfile.TemporaryFile(dir=scratch) as file:
-            for found in self._pass(
-                "duplicates", AuditJob(self.readers), self.files, self.readers, None
-            ):
+            for found in self._pass(AuditJob("duplicates", self.files, self.readers)):
                 before = self.rows.add(found)
                 contents.append(found.values["content"])
                 near.append(found.values["near"] + before)
                 scripts += found.values["scripts"]
                 file.write(found.values["keys"].tobytes())
             file.flush()
-            compared = np.concatenate(near) if near else np.zeros(0, np.int64)
-            keys = (
-                np.memmap(file, np.uint64, "r", shape=(len(compared), BANDS))
-                if len(compared)
-                else None
-            )
-            nearest = compared if keys is None else compared[_earliest(keys)]
-        exact = _first_equal(np.concatenate(contents)) if contents else np.zeros(0, np.int64)
+            compared = nearest = np.concatenate(near)
+            if len(compared):
+                keys = np.memmap(file, np.uint64, "r", shape=(len(compared), BANDS))
+                nearest = compared[_earliest(keys)]
+        exact = _first_equal(np.concatenate(contents))
         is_exact = exact != np.arange(len(exact))
         is_near = (nearest != compared) & ~is_exact[compared]
-        pairs = zip(
-            compared[is_near][:EXAMPLES].tolist(), nearest[is_near][:EXAMPLES].tolist(), strict=True
-        )
-        twice = np.flatnonzero(is_exact)[:EXAMPLES].tolist()
+
+        def examples(rows: np.ndarray, others: np.ndarray) -> list[list[str]]:
+            return [self.rows.places(pair) for pair in np.stack([rows, others], 1)[:EXAMPLES]]
+
         return {
-            "records": self.rows.count,
             "scripts": {
-                name: int(count) for name, count in zip(SCRIPTS, scripts, strict=True) if count
+                name: count for name, count in zip(SCRIPTS, scripts.tolist(), strict=True) if count
             },
             "exact_duplicates": int(is_exact.sum()),
-            "exact_examples": [
-                self.rows.places(pair) for pair in ((row, int(exact[row])) for row in twice)
-            ],
+            "exact_examples": examples(np.flatnonzero(is_exact), exact[is_exact]),
             "near_duplicates": int(is_near.sum()),
-            "near_examples": [self.rows.places(pair) for pair in pairs],
+            "near_examples": examples(compared[is_near], nearest[is_near]),
         }
 
     def held_out(
@@ -219,14 +200,13 @@ class Audit:
     ) -> HeldOut:
         """N-grams of files, or of the records with these numbers of the training files."""
         readers = self.readers
-        if files is not None:
-            readers = tuple(
-                RecordReader(source=file.source, on_media=self.readers[0].on_media)
-                for file in files
-            )
-        files = files or self.files
+        if files is None:
+            files = self.files
+        else:
+            on_media = readers[0].on_media
+            readers = tuple(RecordReader(source=file.source, on_media=on_media) for file in files)
         rows, grams, owners = Rows(files), [], []
-        for found in self._pass("held out", AuditJob(readers), files, readers, record_ids):
+        for found in self._pass(AuditJob("held out", files, readers), record_ids):
             before = rows.add(found)
             grams.append(found.values["grams"])
             owners.append(found.values["owners"] + before)
@@ -244,43 +224,36 @@ class Audit:
         """What of the held-out records is in the training records with these numbers; `duplicates`
         came before.
         """
-        job = AuditJob(self.readers, held_out.grams)
+        job = AuditJob("overlap", self.files, self.readers, held_out.grams)
         first = np.full(len(held_out.grams), -1, dtype=np.int64)  # training row that has it
         wanted = np.zeros(len(held_out.grams), dtype=bool)
         wanted[held_out.pairs[:, 0]] = True
         training, rows = 0, Rows(self.files)
-        for found in self._pass("overlap", job, self.files, self.readers, record_ids):
+        for found in self._pass(job, record_ids):
             before = rows.add(found)
             grams, owners = found.values["grams"], found.values["owners"]
             grams, owners = grams[wanted[grams]], owners[wanted[grams]]
             training += len(np.unique(owners))
             fresh, at = np.unique(grams, return_index=True)
-            fresh, at = fresh[first[fresh] < 0], at[first[fresh] < 0]
-            first[fresh] = owners[at] + before
+            is_first = first[fresh] < 0
+            first[fresh[is_first]] = owners[at[is_first]] + before
         seen = held_out.pairs[first[held_out.pairs[:, 0]] >= 0]
         found_rows, at = np.unique(seen[:, 1], return_index=True)
-        examples = list(
-            zip(found_rows[:EXAMPLES].tolist(), first[seen[at, 0]][:EXAMPLES].tolist(), strict=True)
-        )
+        matches = np.stack([found_rows, first[seen[at, 0]]], axis=1)
         return {
             "name": held_out.name,
             "records": held_out.rows.count,
             "found": len(found_rows),
             "training_records": training,
             "examples": [
-                [*held_out.rows.places([own]), *rows.places([other])] for own, other in examples
+                [*held_out.rows.places([own]), *rows.places([other])]
+                for own, other in matches[:EXAMPLES]
             ],
         }
 
-    def _pass(
-        self,
-        what: str,
-        job: AuditJob,
-        files: Sequence[DataFile],
-        readers: Sequence[RecordReader],
-        record_ids: np.ndarray | None,
-    ) -> Iterator[Found]:
-        paths = [file.path for file in files]
+    def _pass(self, job: AuditJob, record_ids: np.ndarray | None = None) -> Iterator[Found]:
+        """Do a job on each part of its files, or on these of the training records in them."""
+        paths = [file.path for file in job.files]
         chosen: Iterable[np.ndarray | None] = itertools.repeat(None)
         if record_ids is not None:
             counts = self.rows.part_records
@@ -288,14 +261,13 @@ class Audit:
             mask[record_ids] = True
             chosen = np.split(mask, np.cumsum(counts)[:-1])
         total_bytes = sum(path.stat().st_size for path in paths)
-        pace = Pace(f"auditing data ({what})", total_bytes)
+        pace = Pace(f"auditing data ({job.what})", total_bytes)
         processes = worker_count(self.num_proc, total_bytes, BYTES_PER_WORKER)
-        parts = zip(parts_of(paths, readers), chosen, strict=False)
         done_bytes = done = 0
         with ordered_map(
             job, processes, start="fork", option="--preprocessing-num-workers"
         ) as apply:
-            for (_, part, _), found in apply((what, part, mask) for part, mask in parts):
+            for (part, _), found in apply(zip(parts_of(paths, job.readers), chosen, strict=False)):
                 done_bytes += part.size_bytes
                 done += found.records
                 pace.at(done_bytes, done)
@@ -344,23 +316,22 @@ def audit_data(
         RecordReader(levels, config.difficulty_field, file.source, config.on_media)
         for file in files
     )
-    paths = [file.path for file in files]
     audit = Audit(files, readers, config.preprocessing_num_workers)
     scratch = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     found = audit.duplicates(scratch)
-    training = np.unique(train.record_ids) if valid is not None or config.drop_duplicates else None
-    held_out = [audit.held_out(name, expand_sources([name])) for name in benchmarks]
+    held_out = []
+    if config.valid_data:
+        validation = expand_sources(config.valid_sources)
+        held_out.append(audit.held_out("the validation data", validation))
     if valid is not None:
         name = f"the validation side of --valid-split {config.valid_split}"
-        held_out.insert(0, audit.held_out(name, None, np.unique(valid.record_ids)))
-    if config.valid_data:
-        held_out.insert(
-            0, audit.held_out("the validation data", expand_sources(config.valid_sources))
-        )
+        held_out.append(audit.held_out(name, None, np.unique(valid.record_ids)))
+    held_out += [audit.held_out(name, expand_sources([name])) for name in benchmarks]
+    training = np.unique(train.record_ids) if valid is not None or config.drop_duplicates else None
     report = train.report
     left_out = {"images, video or sound": report.left_out_media} if report.left_out_media else {}
     return {
-        "files": [str(path) for path in paths],
+        "files": [str(file.path) for file in files],
         "records": report.records_read,
         "unusable": report.dropped | left_out,
         "cutoff_len": config.cutoff_len,
@@ -370,7 +341,7 @@ def audit_data(
             "answers_cut": report.cut_answers,
             "texts_cut": report.cut_texts,
         },
-        **{name: value for name, value in found.items() if name != "records"},
+        **found,
         "overlap_words": OVERLAP_WORDS,
         "overlap": [audit.overlap(one, training) for one in held_out],
     }
@@ -404,10 +375,11 @@ def print_audit(result: dict[str, Any], console: Console) -> None:
             f" {overlap['training_records']:,}",
         )
     console.print(table)
-    pairs = [("says the same as", pair) for pair in result["exact_examples"]]
-    pairs += [("says nearly the same as", pair) for pair in result["near_examples"]]
-    pairs += [
-        ("is found in", pair) for overlap in result["overlap"] for pair in overlap["examples"]
-    ]
-    for words, (one, other) in pairs:
-        console.print(f"{one} {words} {other}", markup=False, soft_wrap=True)
+    shared = [pair for overlap in result["overlap"] for pair in overlap["examples"]]
+    for words, pairs in (
+        ("says the same as", result["exact_examples"]),
+        ("says nearly the same as", result["near_examples"]),
+        ("is found in", shared),
+    ):
+        for one, other in pairs:
+            console.print(f"{one} {words} {other}", markup=False, soft_wrap=True)

@@ -96,15 +96,13 @@ class InspectOptions(Options):
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        alone = [
-            flag
-            for flag, given in (("--benchmark", self.benchmark), ("--json", self.as_json))
-            if given
-        ]
+        if self.audit:
+            return []
+        needing = {"--benchmark": self.benchmark, "--json": self.as_json}
         return [
             (f"{flag} belongs to --audit", "give --audit as well")
-            for flag in alone
-            if not self.audit
+            for flag, given in needing.items()
+            if given
         ]
 
 
@@ -150,9 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print_audit(result, console)
         return int(ExitCode.DONE)
-    console.print(
-        samples.report.table(", ".join(Path(source.path).name for source in config.sources))
-    )
+    names = ", ".join(Path(source.path).name for source in config.sources)
+    console.print(samples.report.table(names))
     for index in choose(
         samples, count=options.count, record=options.record, difficulty=options.difficulty
     ):
@@ -173,10 +170,8 @@ def choose(
     if difficulty is not None:
         if difficulty not in samples.difficulty_names:
             known = ", ".join(samples.difficulty_names) or "none"
-            what = (
-                "unknown difficulty"
-                f" {difficulty!r}{did_you_mean(difficulty, samples.difficulty_names)}"
-            )
+            hint = did_you_mean(difficulty, samples.difficulty_names)
+            what = f"unknown difficulty {difficulty!r}{hint}"
             raise DataError(what, "--level", f"the difficulties are {known}")
         chosen = chosen[samples.difficulties == samples.difficulty_names.index(difficulty)]
     if record is None:
@@ -232,7 +227,7 @@ def marked_text(
     *,
     brackets: bool,
 ) -> Text:
-    """The text of one sample; trained parts coloured, and in brackets where colours would be
+    """The text of one sample; trained parts colored, and in brackets where colors would be
     lost.
     """
     from rich.text import Text

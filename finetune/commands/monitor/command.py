@@ -31,13 +31,14 @@ from finetune.runs.event_texts import (
     format_duration,
     message_text,
     preference_texts,
+    ranked_text,
     state_text,
 )
 from finetune.runs.reader import Reader, open_run
 from finetune.runs.view import ENDED, Message, RunView, is_finite_number
 from finetune.runtime.host import HostMeter
 from finetune.runtime.language import _, speaking
-from finetune.runtime.smi import SmiReport, read_devices
+from finetune.runtime.smi import SmiDevice, SmiReport, read_devices
 from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.durable_files import format_bytes
 
@@ -114,7 +115,10 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
     """One look as plain values; its form is public (tests/frozen/monitor.txt). Texts are
     English.
     """
-    stage, evaluations = view.stage, view.evaluations
+    stage, evaluation = view.stage, None
+    if view.evaluations:
+        facts = view.evaluations[-1].items()
+        evaluation = {name: value for name, value in facts if name not in ("event", "time")}
     with speaking("en"):
         warnings = [
             {
@@ -134,17 +138,9 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
         "eta_seconds": view.eta_seconds,
         "elapsed_seconds": view.elapsed_seconds,
         "silent_seconds": view.silent_seconds,
-        "stage": (
-            None
-            if stage is None
-            else {"number": stage.number, "of": len(view.stages), "shares": stage.shares}
-        ),
+        "stage": stage and stage._asdict(),
         "last": view.steps.last or None,
-        "evaluation": (
-            {n: v for n, v in evaluations[-1].items() if n not in ("event", "time")}
-            if evaluations
-            else None
-        ),
+        "evaluation": evaluation,
         "checkpoint": view.checkpoint.get("name"),
         "error": view.status.get("error"),
         "exit_code": view.status.get("exit_code"),
@@ -158,17 +154,10 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _device(device: Any) -> dict[str, Any]:
-    names = (
-        "index",
-        "name",
-        "health",
-        "total_bytes",
-        "used_bytes",
-        "utilization_percent",
-        "temperature_celsius",
-    )
-    return {name: getattr(device, name) for name in names}
+def _device(device: SmiDevice) -> dict[str, Any]:
+    facts = asdict(device)
+    del facts["label"], facts["processes"]
+    return facts
 
 
 def plain_line(view: RunView, machine: Machine) -> str:
@@ -200,12 +189,11 @@ def _numbers(view: RunView) -> list[str]:
     parts = []
     if is_finite_number(last.get("loss")):
         parts.append(_("loss {loss}").format(loss=f"{last['loss']:.4f}"))
-    for name in view.difficulties:
-        if is_finite_number(loss := last.get(f"loss/{name}")):
-            parts.append(f"{plain_text(name)} {loss:.4f}")
-    for name in view.sources:
-        if is_finite_number(loss := last.get(f"source_loss/{name}")):
-            parts.append(f"{plain_text(name)} {loss:.4f}")
+    for field, names in (("loss", view.difficulties), ("source_loss", view.sources)):
+        for name in names:
+            loss = last.get(f"{field}/{name}")
+            if is_finite_number(loss):
+                parts.append(f"{plain_text(name)} {loss:.4f}")
     if evaluated := view.evaluated():
         step, loss = evaluated[-1]
         parts.append(_("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"))
@@ -220,10 +208,7 @@ def _numbers(view: RunView) -> list[str]:
 
 
 def message_line(message: Message) -> str:
-    return (
-        f"[{message.level}]"
-        f" {f'rank {message.rank}: ' if message.rank else ''}{message_text(message)}"
-    )
+    return f"[{message.level}] {ranked_text(message)}"
 
 
 # ---------------------------------------------------------------- ways to watch
@@ -232,15 +217,14 @@ def message_line(message: Message) -> str:
 def _watch_lines(reader: Reader, watch: MachineWatch, interval_seconds: float) -> None:
     """A line whenever there is something new, until the run has ended."""
     printed: set[str] = set()
-    before, looked_at = None, 0
+    before = None
     while True:
         view = reader.poll()
-        for message in view.messages if len(view.messages) != looked_at else ():
-            key = f"{message.time} {message_line(message)}"
-            if key not in printed:
-                printed.add(key)
-                print(message_line(message), flush=True)
-        looked_at = len(view.messages)
+        for message in view.messages:
+            line = message_line(message)
+            if f"{message.time} {line}" not in printed:
+                printed.add(f"{message.time} {line}")
+                print(line, flush=True)
         now = (view.state, view.step)
         if now != before:
             before = now

@@ -13,7 +13,6 @@ from rich.console import (
     Console,
     ConsoleOptions,
     Group,
-    JustifyMethod,
     RenderableType,
     RenderResult,
 )
@@ -39,8 +38,8 @@ from finetune.runtime.host import HostUse
 from finetune.runtime.language import N_, _
 from finetune.runtime.smi import SmiDevice, SmiReport
 
-DIFFICULTY_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
-STATE_COLOURS = {
+DIFFICULTY_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+STATE_COLORS = {
     "waiting": "dim",
     "running": "green",
     "done": "green",
@@ -98,14 +97,14 @@ class Dashboard:
         yield from console.render(layout, options.update(height=height))
 
     def _long(self, width: int, height: int) -> list[Layout]:
-        middle: list[tuple[str, list[RenderableType], int]] = [
-            (_("last step"), [self._last_step()], 3 if width >= 96 else 4),
-            (_("this machine"), self._gauges(max(3, height // 4)), 4),
-        ]
-        if self.view.difficulties:
-            middle.insert(0, (_("difficulties"), [self._losses("", self.view.difficulties)], 4))
-        if self.view.sources:
-            middle.insert(0, (_("sources"), [self._losses("source_", self.view.sources)], 4))
+        view = self.view
+        middle: list[tuple[str, list[RenderableType], int]] = []
+        if view.sources:
+            middle.append((_("sources"), [self._losses("source_", view.sources)], 4))
+        if view.difficulties:
+            middle.append((_("difficulties"), [self._losses("", view.difficulties)], 4))
+        middle.append((_("last step"), [self._last_step()], 3 if width >= 96 else 4))
+        middle.append((_("this machine"), self._gauges(max(3, height // 4)), 4))
         # Curves get what the rest leaves; the rest gets less on a low terminal.
         rows = min(max(3, height // 4), max(_row_count(parts) for _title, parts, _share in middle))
         messages = self._messages(max(1, height // 7))
@@ -133,21 +132,18 @@ class Dashboard:
 
     def _title(self, ascii_only: bool) -> Table:
         view = self.view
-        name = Text.assemble(
-            (" finetune ", "bold reverse"), "  ", (plain_text(str(view.source)), "bold")
-        )
+        source = plain_text(str(view.source))
+        name = Text.assemble((" finetune ", "bold reverse"), "  ", (source, "bold"))
         if view.kind:
             title = _(KINDS[view.kind].title) if view.kind in KINDS else view.kind
             name.append(f"  {plain_text(title)}", "dim")
-        state = Text.assemble(
-            ("* " if ascii_only else "● ", STATE_COLOURS[view.state]), state_text(view)
-        )
+        dot = "* " if ascii_only else "● "
+        state = Text.assemble((dot, STATE_COLORS[view.state]), state_text(view))
         if view.elapsed_seconds is not None:
             state.append(f"  {format_duration(view.elapsed_seconds)}", "dim")
         if view.silent_seconds > SILENT_AFTER_SECONDS:
-            silent = _("nothing written for {time}").format(
-                time=format_duration(view.silent_seconds)
-            )
+            silent = _("nothing written for {time}")
+            silent = silent.format(time=format_duration(view.silent_seconds))
             state.append(f"  {silent}", "yellow")
         return grid([(name, state)], stretching=0)
 
@@ -156,26 +152,27 @@ class Dashboard:
         done = view.step / total if total else 0.0
         right = Text(f"{done:>5.0%}")
         if view.eta_seconds and view.state == "running":
-            right.append(
-                "  " + _("ETA {time}").format(time=format_duration(view.eta_seconds)), "bold"
-            )
-        left = _("step {step}").format(step=f"{view.step:,}" + (f" / {total:,}" if total else ""))
+            eta = _("ETA {time}").format(time=format_duration(view.eta_seconds))
+            right.append(f"  {eta}", "bold")
+        step = f"{view.step:,} / {total:,}" if total else f"{view.step:,}"
+        left = _("step {step}").format(step=step)
         return grid([(f" {left} ", Progress(done), right)], stretching=1)
 
     def _stage(self) -> list[Text]:
-        if not self.view.stage_name:
+        name, stage = self.view.stage_name, self.view.stage
+        if not name:
             return []
-        text = Text(" " + _("stage {stage}").format(stage=self.view.stage_name) + "  ")
-        shares = self.view.stage.shares if self.view.stage else {}
+        text = Text(" " + _("stage {stage}").format(stage=name) + "  ")
+        shares = stage.shares if stage else {}
         for number, (name, share) in enumerate(shares.items()):
-            text.append(f"{plain_text(str(name))} ", _colour(number)).append(f"{share:.0%}  ")
+            text.append(f"{plain_text(str(name))} ", _color(number)).append(f"{share:.0%}  ")
         return [one_line(text)]
 
     # ------------------------------------------------------------------ the last steps
 
     def _curve(self, number: int) -> Curve:
-        form, colour = (("{:.3f}", "cyan"), ("{:,.0f}", "green"))[number]
-        return Curve(self.view.values(STEP_NUMBERS[number][0]), form, colour)
+        form, color = (("{:.3f}", "cyan"), ("{:,.0f}", "green"))[number]
+        return Curve(self.view.values(STEP_NUMBERS[number][0]), form, color)
 
     def _curve_title(self, number: int) -> Text:
         field_name, name, form = STEP_NUMBERS[number]
@@ -194,12 +191,12 @@ class Dashboard:
         view = self.view
         last = view.steps.last
         facts = [
-            (_(n), form.format(last[key]))
-            for key, n, form in STEP_NUMBERS
-            if is_finite_number(last.get(key))
+            (_(name), form.format(last[field]))
+            for field, name, form in STEP_NUMBERS
+            if is_finite_number(last.get(field))
         ]
         facts[2:2] = preference_texts(view)
-        if last.get("mfu", 0) is None:
+        if "mfu" in last and last["mfu"] is None:
             facts.append((_("MFU"), _("unknown")))
         if bits := view.evaluated("eval_bpb"):
             facts.append((_("bits per byte"), f"{bits[-1][1]:.4f}"))
@@ -209,30 +206,24 @@ class Dashboard:
         return [*facts, (_("checkpoint"), saved)]
 
     def _last_step(self) -> Table:
-        shown_above = [_(name) for _key, name, _form in STEP_NUMBERS[:2]]
-        rows = [
-            (Text(name, "dim"), value)
-            for name, value in self._step_facts()
-            if name not in shown_above
-        ]
-        return grid(rows, stretching=0, right=[1])
+        above = [_(name) for _field, name, _form in STEP_NUMBERS[:2]]
+        facts = [(name, value) for name, value in self._step_facts() if name not in above]
+        return grid([(Text(name, "dim"), value) for name, value in facts], stretching=0, right=[1])
 
     def _losses(self, prefix: str, names: Sequence[str]) -> Table:
         """Share and loss of difficulties or, with the prefix of their fields, of sources."""
-        view = self.view
-        rows: list[Sequence[RenderableType]] = [
-            [Text(title, "dim") for title in ("", _("share"), _("loss"), "")]
-        ]
-        recent = view.steps.last
+        head = ("", _("share"), _("loss"), "")
+        rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in head]]
         for number, name in enumerate(names):
-            losses = view.values(f"{prefix}loss/{name}").y
-            share = recent.get(f"{prefix}share/{name}")
+            losses = self.view.values(f"{prefix}loss/{name}").y
+            share = self.view.steps.last.get(f"{prefix}share/{name}")
+            color = _color(number)
             rows.append(
                 (
-                    Text(plain_text(name), _colour(number)),
+                    Text(plain_text(name), color),
                     f"{share:.0%}" if is_finite_number(share) else "–",
                     f"{losses[-1]:.4f}" if len(losses) else "–",
-                    Sparkline(losses, _colour(number)),
+                    Sparkline(losses, color),
                 )
             )
         return grid(rows, stretching=3, right=[1, 2])
@@ -248,36 +239,32 @@ class Dashboard:
         if host is not None:
             if host.cpu_share is not None:
                 cores = _("of {count}").format(count=f"{host.cores:g}")
-                gauge = Gauge(host.cpu_share, alarming=False)
-                rows.append((Text("CPU", "dim"), gauge, f"{host.cpu_share:.0%} {cores}"))
-            memory = (
-                f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"
-            )
+                cpu = Gauge(host.cpu_share, alarming=False)
+                rows.append((Text("CPU", "dim"), cpu, f"{host.cpu_share:.0%} {cores}"))
+            used, total = host.memory_used_bytes / 2**30, host.memory_total_bytes / 2**30
+            memory = f"{used:.1f}/{total:.1f} GiB"
             rows.append((Text(_("memory"), "dim"), Gauge(_memory_share(host)), memory))
         room = max(1, most_rows - len(rows))
         shown = devices if len(devices) <= room else devices[: room - 1]
         for device in shown:
-            used = (device.used_bytes or 0) / device.total_bytes if device.total_bytes else 0.0
-            rows.append((Text(plain_text(device.label), "dim"), Gauge(used), _device_text(device)))
-        below = []
+            share = (device.used_bytes or 0) / device.total_bytes if device.total_bytes else 0.0
+            rows.append((Text(plain_text(device.label), "dim"), Gauge(share), _device_text(device)))
+        parts: list[RenderableType] = [grid(rows, stretching=1)] if rows else []
         if len(devices) > len(shown):
-            below.append(
-                Text(_("and {count} more devices").format(count=len(devices) - len(shown)), "dim")
-            )
-        below += [
-            Text(plain_text(report.problem), "yellow")
-            for report in self.machine.devices
-            if report.problem
-        ]
+            hidden = _("and {count} more devices").format(count=len(devices) - len(shown))
+            parts.append(Text(hidden, "dim"))
+        for report in self.machine.devices:
+            if report.problem:
+                parts.append(Text(plain_text(report.problem), "yellow"))
         if not devices:
-            below.append(Text(_("no accelerator here"), "dim"))
-        return [*([grid(rows, stretching=1)] if rows else []), *below]
+            parts.append(Text(_("no accelerator here"), "dim"))
+        return parts
 
     def _machine_facts(self) -> list[tuple[str, str]]:
         host, facts = self.machine.host, []
-        if host is not None and host.cpu_share is not None:
-            facts.append(("CPU", f"{host.cpu_share:.0%}"))
         if host is not None:
+            if host.cpu_share is not None:
+                facts.append(("CPU", f"{host.cpu_share:.0%}"))
             facts.append((_("memory"), f"{_memory_share(host):.0%}"))
         return facts + [(device.label, _device_text(device)) for device in self._devices()]
 
@@ -285,12 +272,9 @@ class Dashboard:
 
     def _messages(self, count: int) -> list[Text]:
         """The last warnings, the error that ended the run, and what to do; at least one line."""
-        error = self.view.status.get("error")
-        messages = [
-            *self.view.messages,
-            *([Message(None, "ERROR", 0, str(error))] if error else []),
-        ]
-        lines = [_message_line(message) for message in messages]
+        lines = [_message_line(message) for message in self.view.messages]
+        if error := self.view.status.get("error"):
+            lines.append(_message_line(Message(None, "ERROR", 0, str(error))))
         if to_do := advice(self.view):
             lines.append(Text(to_do))
         return [one_line(line) for line in lines[-count:]] or [Text(_("no warnings"), "dim")]
@@ -314,8 +298,8 @@ def _row_count(parts: Sequence[RenderableType]) -> int:
     return sum(part.row_count if isinstance(part, Table) else 1 for part in parts)
 
 
-def _colour(number: int) -> str:
-    return DIFFICULTY_COLOURS[number % len(DIFFICULTY_COLOURS)]
+def _color(number: int) -> str:
+    return DIFFICULTY_COLORS[number % len(DIFFICULTY_COLORS)]
 
 
 def _memory_share(host: HostUse) -> float:
@@ -349,58 +333,57 @@ class Curve(_Stretching):
 
     points: Points
     form: str
-    colour: str
+    color: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = options.height or 6
         points = averaged(self.points, max(1, options.max_width - 6))
         low, high = (self.form.format(value) for value in value_range(points))
-        margin = max(len(low), len(high)) if points else 0
+        if not points:
+            low = high = ""
+        margin = max(len(low), len(high))
         width = max(1, options.max_width - margin - 1)
         has_axis = rows >= 4
         lines = text_chart(points, width, rows - has_axis, unicode=not options.ascii_only)
-        for number, line in enumerate(lines):
-            label = {0: high, len(lines) - 1: low}.get(number, "") if self.points else ""
-            yield Text.assemble((f"{label:>{margin}} ", "dim"), (line, self.colour))
+        labels = [high, *[""] * (len(lines) - 2), low]
+        for label, line in zip(labels, lines, strict=False):
+            yield Text.assemble((f"{label:>{margin}} ", "dim"), (line, self.color))
         if has_axis and self.points:
             first, last = f"{self.points[0][0]:,}", f"{self.points[-1][0]:,}"
             gap = max(1, width - len(first) - len(last))
-            yield Text(
-                f"{'':>{margin}} {first}{' ' * gap}{last}",
-                style="dim",
-                no_wrap=True,
-                overflow="crop",
-            )
+            axis = f"{'':>{margin}} {first}{' ' * gap}{last}"
+            yield Text(axis, style="dim", no_wrap=True, overflow="crop")
 
 
 @dataclass(frozen=True)
 class Sparkline(_Stretching):
     """The course of some values in one line."""
 
-    values: Sequence[float] | np.ndarray
-    colour: str
+    values: np.ndarray
+    color: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(
-            sparkline(self.values, options.max_width, unicode=not options.ascii_only), self.colour
-        )
+        line = sparkline(self.values, options.max_width, unicode=not options.ascii_only)
+        yield Text(line, self.color)
 
 
 @dataclass(frozen=True)
 class Gauge(_Stretching):
     """A share as a bar; nothing where that is too narrow to be read.
 
-    `alarming`: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
+    Attributes:
+        alarming: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
     """
 
     share: float
     alarming: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        limits = ((0.95, "red"), (0.85, "yellow")) if self.alarming else ()
-        colour = next((colour for limit, colour in limits if self.share > limit), "green")
+        color = "green"
+        if self.alarming and self.share > 0.85:
+            color = "red" if self.share > 0.95 else "yellow"
         if options.max_width >= 3:
-            yield Text(bar(self.share, options.max_width, unicode=not options.ascii_only), colour)
+            yield Text(bar(self.share, options.max_width, unicode=not options.ascii_only), color)
 
 
 @dataclass(frozen=True)
@@ -427,16 +410,14 @@ def grid(
     """
     table = Table.grid(padding=(0, 1), expand=True)
     for column, cells in enumerate(zip(*rows, strict=True)):
+        is_stretching = column == stretching
         is_last = column == len(rows[0]) - 1
-        whole = (
-            None if is_last or column == stretching else max(cell_len(str(cell)) for cell in cells)
-        )
-        justify: JustifyMethod = "right" if column in right else "left"
+        width = max(cell_len(str(cell)) for cell in cells)
         table.add_column(
             no_wrap=True,
-            justify=justify,
-            min_width=whole,
-            ratio=1 if column == stretching else None,
+            justify="right" if column in right else "left",
+            min_width=None if is_last or is_stretching else width,
+            ratio=1 if is_stretching else None,
         )
     for row in rows:
         table.add_row(*row)

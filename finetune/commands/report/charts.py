@@ -1,83 +1,102 @@
-"""Charts as inline SVG. Colours come from the page's style (`.series-0`, `.grid`, ...): light, dark
-and print.
+"""Charts as inline SVG. `chart.svg.jinja` has the elements, `page.css` the colors (`.series-0`,
+`.grid`, ...) for light, dark and print; here are the coordinates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from finetune.plain_text import mask_secrets, plain_lines
+from finetune.runs.event_texts import event_text
 from finetune.runs.step_table import Points
 from finetune.runs.text_chart import Curve, averaged, value_range
 from finetune.runtime.language import _
 
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 26
-# drawn as they are; more become means of intervals, with the span between least and greatest
-MOST_POINTS = 240
-MOST_TEXTS = 3  # of marks on one pixel
-SERIES_COLOURS = 6
+FLOOR = HEIGHT - BOTTOM
+# A curve with more points becomes means of intervals, on a band from the least to the greatest.
+MAX_POINTS = 240
+
+
+def _clean(value: Any) -> str:
+    """Return what a template shows without control characters and secrets; markup as it is."""
+    return value if isinstance(value, Markup) else mask_secrets(plain_lines(str(value)))
+
+
+# Texts of a run are cleaned and escaped wherever a template shows them.
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_clean,
+)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve."""
+    """A curve.
+
+    Attributes:
+        marks: draw dots on the points, for few.
+        smooth: draw the moving mean strong and the values faint behind it.
+    """
 
     name: str
     points: Curve
-    marks: bool = False  # dots on the points, for few
-    smooth: bool = False  # draw the moving mean strong and the values faint behind it
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A step to point at: the name of its event, `spike` or `nonfinite`, and what is said of it."""
-
-    step: int
-    kind: str
-    text: str
+    marks: bool = False
+    smooth: bool = False
 
 
 class _Frame:
-    """Where values lie in the picture."""
+    """Maps values to coordinates of the picture."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
-        self.x_low, self.x_high = (
-            x_range if x_range[1] > x_range[0] else (x_range[0] - 0.5, x_range[0] + 0.5)
-        )
+        self.x_low, self.x_high = x_range
+        if self.x_high <= self.x_low:
+            self.x_low, self.x_high = self.x_low - 0.5, self.x_low + 0.5
         self.y_low, self.y_high = y_range
+
+    def shows(self, step: float) -> bool:
+        return self.x_low <= step <= self.x_high
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        share = (min(max(value, self.y_low), self.y_high) - self.y_low) / (self.y_high - self.y_low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        inside = min(max(value, self.y_low), self.y_high)
+        return FLOOR - (inside - self.y_low) / (self.y_high - self.y_low) * (FLOOR - TOP)
 
     def path(self, points: Curve) -> str:
         return "M" + "L".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from low to high: multiples of 1, 2 or 5 times a power of ten; at least one."""
-    raw = (high - low) / max(1, about)
+    """Return round values from low to high: multiples of 1, 2 or 5 times a power of ten; at least
+    one.
+    """
+    raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
-    step = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= raw), power * 10)
+    step = next((power * factor for factor in (1, 2, 5) if power * factor >= raw), power * 10)
     first = math.ceil(low / step - 1e-9)
-    ticks = [(first + n) * step for n in range(int((high - first * step) / step + 1e-9) + 1)]
-    return ticks or [low]
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [low]
 
 
 def tick_text(value: float) -> str:
     """`12000` -> `12k`; `0.00002` -> `2e-05`."""
     size = abs(value)
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= limit:
-            return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
+            return f"{value / unit:.3g}{letter}"
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if size >= 1e-4 or size == 0 else f"{value:.0e}"
@@ -88,26 +107,36 @@ def line_svg(
     *,
     label: str,
     resumes: Sequence[int] = (),
-    marks: Sequence[Mark] = (),
+    events: Sequence[dict[str, Any]] = (),
     zero: bool = False,
 ) -> str:
-    """Curves over the steps; "" where no series has a point.
+    """Draw curves over the steps; "" if no series has a point.
 
     Args:
-        label: what the picture shows, for those who do not see it.
+        label: describes the picture for those who do not see it.
         resumes: steps at which the run was started again.
-        marks: steps to point at; of those that share a pixel one is drawn, with the texts of some.
+        events: `spike` and `nonfinite` events. Of those that share a pixel one is drawn, with the
+            texts of the first three.
         zero: whether the scale begins at zero.
     """
     series = [one for one in series if one.points]
     if not series:
         return ""
-    ends = [one.points[place][0] for one in series for place in (0, -1)]
-    frame = _Frame((min(ends), max(ends)), frame_range(series, zero=zero))
-    body = [_grid(frame), _resume_marks(frame, resumes)]
-    for number, one in enumerate(series):
-        body.append(_curve(frame, one, number % SERIES_COLOURS))
-    return _svg(label, [*body, _marks(frame, marks)])
+    first = min(one.points[0][0] for one in series)
+    last = max(one.points[-1][0] for one in series)
+    frame = _Frame((first, last), frame_range(series, zero=zero))
+    marks: dict[tuple[int, str], list[str]] = {}
+    for event in events:
+        if frame.shows(event["step"]):
+            place = round(frame.x(event["step"])), event["event"]
+            marks.setdefault(place, []).append(event_text(event))
+    return _chart(
+        frame=frame,
+        label=label,
+        curves=[_curve(frame, one) for one in series],
+        resumes=list(filter(frame.shows, resumes)),
+        marks=marks,
+    )
 
 
 def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float, float]:
@@ -119,124 +148,68 @@ def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float,
     return (low if low == 0 else low - margin), high + margin
 
 
-def _curve(frame: _Frame, one: Series, number: int) -> str:
-    parts = []
-    points = averaged(one.points, MOST_POINTS)
+def _curve(frame: _Frame, one: Series) -> tuple[str, list[tuple[str, str]], Curve]:
+    """Return the name, the paths with their classes, and the points that get a dot."""
+    paths = []
+    points = averaged(one.points, MAX_POINTS)
     is_smoothed = one.smooth and len(one.points) >= 10
     if len(points) < len(one.points):
-        parts.append(
-            f'<path class="band series-{number}" d="{_band(frame, Points.of(one.points))}"/>'
-        )
+        paths.append(("band", _band(frame, Points.of(one.points))))
     elif is_smoothed:
-        parts.append(f'<path class="faint series-{number}" d="{frame.path(points)}"/>')
+        paths.append(("faint", frame.path(points)))
     if is_smoothed:
-        points = _moving_mean(points, max(3, len(points) // 20))
+        # Of the neighbors on both sides, fewer at the ends, so that the curve is not late.
+        half = max(3, len(points) // 20) // 2
+        near = [points.y[max(0, place - half) : place + half + 1] for place in range(len(points))]
+        points = Points(points.x, np.array([values.mean() for values in near]))
     if len(points) > 1:
-        parts.append(f'<path class="line series-{number}" d="{frame.path(points)}"/>')
-    if one.marks or len(points) == 1:
-        parts += [
-            f'<circle class="dot series-{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
-            f' r="3.5"><title>{escape(one.name)} {y:.5g} @ {x:,.0f}</title></circle>'
-            for x, y in points
-        ]
-    return "".join(parts)
-
-
-def _moving_mean(points: Points, window: int) -> Points:
-    """The mean of each value and its neighbours on both sides (fewer at the ends), so that the
-    curve is not late.
-    """
-    half = window // 2
-    near = [points.y[max(0, number - half) : number + half + 1] for number in range(len(points))]
-    return Points(points.x, np.array([values.mean() for values in near]))
+        paths.append(("line", frame.path(points)))
+    return one.name, paths, points if one.marks or len(points) == 1 else ()
 
 
 def _band(frame: _Frame, points: Points) -> str:
-    """The area between least and greatest value of each pixel's width: no value is left out of
-    it.
-    """
-    columns = np.floor(
-        (points.x - points.x[0]) / (points.x[-1] - points.x[0]) * (WIDTH - LEFT - RIGHT - 1)
-    )
+    """The area between least and greatest value of each pixel's width: it holds every value."""
+    progress = (points.x - points.x[0]) / (points.x[-1] - points.x[0])
+    columns = np.floor(progress * (WIDTH - LEFT - RIGHT - 1))
     begins = np.flatnonzero(np.diff(columns, prepend=-1.0))
     above = Points(points.x[begins], np.maximum.reduceat(points.y, begins))
-    below = Points(points.x[begins][::-1], np.minimum.reduceat(points.y, begins)[::-1])
-    return frame.path([*above, *below]) + "Z"
-
-
-def _marks(frame: _Frame, marks: Sequence[Mark]) -> str:
-    """A triangle at the top for a spike, a line at the bottom for a step that was skipped."""
-    drawn: dict[tuple[int, str], list[str]] = {}
-    for mark in marks:
-        if frame.x_low <= mark.step <= frame.x_high:
-            drawn.setdefault((round(frame.x(mark.step)), mark.kind), []).append(mark.text)
-    forms = {"spike": "M{x},{top}l-4,-7h8z", "nonfinite": "M{x},{floor}v-12"}
-    return "".join(
-        f'<path class="{kind}" d="{forms[kind].format(x=x, top=TOP + 4, floor=HEIGHT - BOTTOM)}">'
-        f"<title>{escape('; '.join(texts[:MOST_TEXTS]))}</title></path>"
-        for (x, kind), texts in drawn.items()
-    )
+    below = Points(points.x[begins], np.minimum.reduceat(points.y, begins))
+    return frame.path([*above, *below[::-1]]) + "Z"
 
 
 def area_svg(
     names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str
 ) -> str:
-    """Shares that add up to one over the steps, as areas: the first name at the bottom; "" without
-    columns.
+    """Draw shares that add up to one over the steps, as areas; "" without columns.
+
+    Args:
+        names: of the shares, from the bottom.
+        columns: steps with their shares.
     """
     if not columns:
         return ""
-    wide = [*columns, (columns[-1][0] + 1, columns[-1][1])] if len(columns) == 1 else list(columns)
-    frame = _Frame((wide[0][0], wide[-1][0]), (0.0, 1.0))
-    body = []
-    bottom = [0.0] * len(wide)
-    for number, name in enumerate(names):
-        top = [low + shares[number] for low, (_x, shares) in zip(bottom, wide, strict=True)]
-        edge = [(x, y) for (x, _shares), y in zip(wide, top, strict=True)]
-        back = [(x, y) for (x, _shares), y in zip(reversed(wide), reversed(bottom), strict=True)]
-        colour = number % SERIES_COLOURS
-        body.append(
-            f'<path class="area series-{colour}"'
-            f' d="{frame.path([*edge, *back])}Z"><title>{escape(name)}</title></path>'
-        )
-        bottom = top
-    body.append(_grid(frame, form=lambda value: f"{value:.0%}"))
-    return _svg(label, body)
+    x = [step for step, _shares in columns]
+    shares = [[0.0, *shares] for _step, shares in columns]
+    if len(x) == 1:
+        x, shares = [x[0], x[0] + 1], shares * 2
+    frame = _Frame((x[0], x[-1]), (0.0, 1.0))
+    edges = [Points(np.array(x), edge) for edge in np.cumsum(shares, axis=1).T]
+    areas = [
+        (name, frame.path([*top, *bottom[::-1]]))
+        for name, bottom, top in zip(names, edges, edges[1:], strict=False)
+    ]
+    return _chart(frame=frame, label=label, areas=areas)
 
 
-def _grid(frame: _Frame, form: Callable[[float], str] = tick_text) -> str:
-    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
-    parts = []
-    for value in nice_ticks(frame.y_low, frame.y_high, 4):
-        y = frame.y(value)
-        parts.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{right}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}"'
-            f' text-anchor="end">{form(value)}</text>'
-        )
-    for value in nice_ticks(frame.x_low, frame.x_high, 5):
-        if float(value).is_integer():
-            x, anchor = frame.x(value), "end" if frame.x(value) > right - 14 else "middle"
-            parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{floor + 17}"'
-                f' text-anchor="{anchor}">{value:,.0f}</text>'
-            )
-    parts.append(f'<path class="axis" d="M{LEFT},{floor}H{right}"/>')
-    return "".join(parts)
-
-
-def _resume_marks(frame: _Frame, steps: Sequence[int]) -> str:
-    floor, title = HEIGHT - BOTTOM, escape(_("started again after step"))
-    return "".join(
-        f'<path class="resume" d="M{frame.x(step):.1f},{TOP}V{floor}"><title>{title}'
-        f" {step:,}</title></path>"
-        for step in steps
-        if frame.x_low <= step <= frame.x_high
-    )
-
-
-def _svg(label: str, body: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" '
-        f'preserveAspectRatio="xMidYMid meet">{"".join(body)}</svg>'
-    )
+TEMPLATES.globals.update(
+    _=_,
+    nice_ticks=nice_ticks,
+    tick_text=tick_text,
+    width=WIDTH,
+    height=HEIGHT,
+    left=LEFT,
+    right=WIDTH - RIGHT,
+    top=TOP,
+    floor=FLOOR,
+)
+_chart = TEMPLATES.get_template("chart.svg.jinja").render

@@ -7,31 +7,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jinja2 import Environment, StrictUndefined
+import numpy as np
 from markupsafe import Markup
 
 from finetune.commands.report import tables
-from finetune.commands.report.charts import tick_text
+from finetune.commands.report.charts import TEMPLATES, tick_text
 from finetune.commands.report.figures import curves, mix
 from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import KINDS
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
-from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.console_lines import print_anything
 from finetune.runs.event_texts import (
     WARNING_EVENTS,
     advice,
     event_text,
     format_duration,
-    message_text,
+    ranked_text,
     state_text,
 )
 from finetune.runs.reader import open_run
@@ -60,36 +58,33 @@ class ReportOptions(SpokenOptions):
 
 
 def build_report(view: RunView) -> str:
-    """The page about a run. Texts of the run are escaped, whatever they hold; only charts go in as
+    """Return the page about a run. Whatever its texts hold, they are escaped; only charts go in as
     markup.
     """
-    folder = Path(__file__).parent
-    style = (folder / "page.css").read_text(encoding="utf-8")
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.globals["_"] = _
-    return environment.from_string((folder / "page.html.jinja").read_text(encoding="utf-8")).render(
+    return TEMPLATES.get_template("page.html.jinja").render(
         html_lang={"zh": "zh-CN"}.get(spoken(), spoken()),
         style=Markup(style),
         style_hash=Markup(f"sha256-{digest}"),
-        name=plain_text(view.source.resolve().name),
+        name=view.source.resolve().name,
         state=view.state,
         state_text=state_text(view),
         about=_about(view),
-        error=mask_secrets(plain_text(str(view.status.get("error") or ""))) or advice(view),
+        error=view.status.get("error") or advice(view),
         tiles=_tiles(view),
         curves=curves(view),
         mix=mix(view),
         evaluation=tables.evaluation(view),
         plan=tables.plan(view),
         microbatches=tables.microbatches(view),
-        warnings=[_warning(message) for message in view.messages[-tables.MOST_ROWS :]],
+        warnings=[_warning(message) for message in view.messages[-tables.MAX_ROWS :]],
         starts=tables.starts(view),
         checkpoints=tables.checkpoints(view),
         samples=tables.samples(view),
         environment=tables.environment(view),
         config=list(tables.flat("", view.config)),
-        events=[_event(event) for event in view.events[-tables.MOST_ROWS :]],
+        events=[_event(event) for event in view.events[-tables.MAX_ROWS :]],
         footer=_(
             "Made by finetune {version} on {time}, from the files of the run folder. Secrets are"
             " masked."
@@ -97,65 +92,61 @@ def build_report(view: RunView) -> str:
     )
 
 
-# ---------------------------------------------------------------- parts
-
-
 def _event(event: dict[str, Any]) -> tuple[str, str, str]:
-    """Time, text, and the class of the row."""
-    # without its texts
-    shown = {"event": "sample", "step": event.get("step")} if event["event"] == "sample" else event
+    """Return the time, the text, and the class of the row."""
     row_class = "warning" if event["event"] in WARNING_EVENTS else ""
-    return tables.clock(event["time"]), mask_secrets(plain_text(event_text(shown))), row_class
+    at = tables.clock(event["time"])
+    if event["event"] == "sample":  # its texts have a section of their own
+        event = {"event": "sample", "step": event.get("step")}
+    return at, event_text(event), row_class
 
 
 def _warning(message: Message) -> tuple[str, str, str]:
-    at = tables.clock(message.time) if message.time is not None else ""
-    text = mask_secrets(message_text(message))
-    if message.rank:
-        text = f"rank {message.rank}: {text}"
-    return at, text, "bad" if message.level == "ERROR" else "warning"
+    at = "" if message.time is None else tables.clock(message.time)
+    return at, ranked_text(message), "bad" if message.level == "ERROR" else "warning"
 
 
 def _about(view: RunView) -> str:
     """What was trained, and when."""
-    parts = [view.kind] if view.kind else []
+    parts = [view.kind]
     if view.kind in KINDS:
         kind = KINDS[view.kind]
-        parts = [_(kind.title), *filter(None, [kind.describe(view.config)])]
+        parts = [_(kind.title), kind.describe(view.config)]
     if view.events:
-        first, last = (tables.clock(view.events[place]["time"]) for place in (0, -1))
-        parts.append(f"{first} – {last}")
-    return mask_secrets(plain_text(" · ".join(map(str, parts))))
+        parts.append(
+            f"{tables.clock(view.events[0]['time'])} – {tables.clock(view.events[-1]['time'])}"
+        )
+    return " · ".join(filter(None, parts))
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """Name, value and a remark, of the numbers that stand at the top."""
+    """Return name, value and a remark of the numbers at the top."""
     total = view.total_steps
-    tiles = [
-        (_("Steps"), f"{view.step:,}", _("of {total}").format(total=f"{total:,}") if total else "")
-    ]
-    losses, evaluated = view.values("loss"), view.evaluated()
-    if losses:
-        first = _("first {first}").format(first=f"{losses[0][1]:.4f}")
-        tiles.append((_("Last training loss"), f"{losses[-1][1]:.4f}", first))
+    of_total = _("of {total}").format(total=f"{total:,}") if total else ""
+    tiles = [(_("Steps"), f"{view.step:,}", of_total)]
+    losses = view.values("loss").y
+    if len(losses):
+        first = _("first {first}").format(first=f"{losses[0]:.4f}")
+        tiles.append((_("Last training loss"), f"{losses[-1]:.4f}", first))
+    evaluated = view.evaluated()
     if evaluated:
-        before = _("{before} before training").format(before=f"{evaluated[0][1]:.4f}")
-        is_before = evaluated[0][0] == 0 and len(evaluated) > 1
-        tiles.append((_("Validation loss"), f"{evaluated[-1][1]:.4f}", before if is_before else ""))
-    if speeds := view.values("tokens_per_second").y.tolist():
-        tiles.append((_("Tokens per second"), f"{statistics.median(speeds):,.0f}", _("median")))
+        before = ""
+        if evaluated[0][0] == 0 and len(evaluated) > 1:
+            before = _("{before} before training").format(before=f"{evaluated[0][1]:.4f}")
+        tiles.append((_("Validation loss"), f"{evaluated[-1][1]:.4f}", before))
+    median = _("median")
+    speeds = view.values("tokens_per_second").y
+    if len(speeds):
+        tiles.append((_("Tokens per second"), f"{np.median(speeds):,.0f}", median))
     if seconds := tables.seconds_trained(view):
-        tiles.append(
-            (_("Training time"), format_duration(seconds), _("without evaluation and saving"))
-        )
+        without = _("without evaluation and saving")
+        tiles.append((_("Training time"), format_duration(seconds), without))
     if tokens := tables.tokens_trained(view):
         tiles.append((_("Tokens"), tick_text(tokens), ""))
-    if used := view.values("mfu").y.tolist():
-        tiles.append((_("MFU"), f"{statistics.median(used):.1%}", _("median")))
+    used = view.values("mfu").y
+    if len(used):
+        tiles.append((_("MFU"), f"{np.median(used):.1%}", median))
     return tiles
-
-
-# ---------------------------------------------------------------- command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,12 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from error
     size_bytes = output.stat().st_size
     if options.as_json:
-        print(
-            json.dumps(
-                {"run": options.run, "report": str(output), "size_bytes": size_bytes},
-                ensure_ascii=False,
-            )
-        )
+        written = {"run": options.run, "report": str(output), "size_bytes": size_bytes}
+        print(json.dumps(written, ensure_ascii=False))
     else:
         print(f"{output}  {format_bytes(size_bytes)}")
     return int(ExitCode.DONE)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from finetune.commands.plan.check import compare_memory
 from finetune.errors import FinetuneError
-from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.event_texts import PREFERENCE_NUMBERS
 from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
@@ -21,7 +19,7 @@ from finetune.storage.durable_files import format_bytes
 _SECRET_NAME = re.compile(
     r"secret|passw|credential|api_?key|access_?key|private_?key|(^|_)token$", re.IGNORECASE
 )
-MOST_ROWS = 2000  # of what a run of weeks has without end
+MAX_ROWS = 2000  # of what a run of weeks has without end
 # What `plan --check` compares.
 _MOST_MEMORY = {
     "host": N_("most memory of a process on the host"),
@@ -29,21 +27,18 @@ _MOST_MEMORY = {
 }
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table. `numbers` are the columns that are flush right, `change` is the one that shows a
-    change for the better or the worse.
+class Grid(NamedTuple):
+    """A table. Columns count from 0.
+
+    Attributes:
+        numbers: the columns that are flush right.
+        change: the column that shows a change for the better or the worse.
     """
 
-    head: Sequence[str]
-    rows: list[list[str]] = field(default_factory=list)
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
     numbers: Sequence[int] = ()
     change: int | None = None
-
-    def cell_class(self, column: int, cell: str) -> str:
-        """The class of a cell in the page."""
-        classes = {"-": "better", "↑": "better", "+": "worse", "↓": "worse"}
-        return classes.get(cell[0], "") if column == self.change and cell != "+0.0%" else ""
 
 
 def clock(seconds: float) -> str:
@@ -82,65 +77,70 @@ def evaluation(view: RunView) -> Grid:
     """Validation losses, exact answers and preferences, before the first and after the last
     step.
     """
-    losses = [(_("all"), "eval_loss")]
-    losses += [(name, f"eval_loss/{name}") for name in view.difficulties]
-    losses += [(name, f"eval_source_loss/{name}") for name in view.sources]
-    losses.append((_("bits per byte"), "eval_bpb"))
-    rows = [_compared(title, view.evaluated(name), "{:.4f}") for title, name in losses]
+    rows: list[list[str]] = []
+
+    def add(title: str, field: str, form: str = "{:.4f}", higher: bool = False) -> None:
+        """Add a row if the field was evaluated.
+
+        Args:
+            higher: higher is better, and the change is in points.
+        """
+        points = view.evaluated(field)
+        if not points:
+            return
+        (first_step, first), (_step, last) = points[0], points[-1]
+        best = max if higher else min
+        best_step, best_value = best(points, key=lambda point: point[1])
+        before = form.format(first)
+        if first_step:
+            before += f" @ {first_step:,}"
+        change = "–"
+        if higher and last != first:
+            change = ("↑" if last > first else "↓") + form.format(abs(last - first))
+        elif not higher and len(points) > 1 and first:
+            change = f"{(last - first) / first:+.1%}"
+        after, best_text = form.format(last), form.format(best_value)
+        rows.append([title, before, after, change, best_text, f"{best_step:,}"])
+
+    add(_("all"), "eval_loss")
+    for name in view.difficulties:
+        add(name, f"eval_loss/{name}")
+    for name in view.sources:
+        add(name, f"eval_source_loss/{name}")
+    add(_("bits per byte"), "eval_bpb")
     # Shares of exact answers, and what a run on preferences compares.
-    for name, title, form in (
-        ("exact_match", N_("exact match"), "{:.1%}"),
-        *PREFERENCE_NUMBERS[:2],
-    ):
-        rows.append(_compared(_(title), view.evaluated(f"eval_{name}"), form, higher=True))
-        for difficulty in view.difficulties:
-            points = view.evaluated(f"eval_{name}/{difficulty}")
-            rows.append(_compared(f"{_(title)}, {difficulty}", points, form, higher=True))
+    exact_match = ("exact_match", N_("exact match"), "{:.1%}")
+    for field, title, form in (exact_match, *PREFERENCE_NUMBERS[:2]):
+        add(_(title), f"eval_{field}", form, higher=True)
+        for name in view.difficulties:
+            add(f"{_(title)}, {name}", f"eval_{field}/{name}", form, higher=True)
     head = [_("What"), _("Before"), _("After"), _("Change"), _("Best"), _("at step")]
-    return Grid(head, [row for row in rows if row], (1, 2, 3, 4, 5), change=3)
-
-
-def _compared(
-    title: str, points: Sequence[tuple[int, float]], form: str, *, higher: bool = False
-) -> list[str]:
-    """A row of what was evaluated; empty without points.
-
-    Args:
-        higher: higher is better, and the change is in points.
-    """
-    if not points:
-        return []
-    (first_step, first), (_step, last) = points[0], points[-1]
-    best_step, best = (max if higher else min)(points, key=lambda point: point[1])
-    before = form.format(first) + (f" @ {first_step:,}" if first_step else "")
-    change = "–"
-    if higher and last != first:
-        change = ("↑" if last > first else "↓") + form.format(abs(last - first))
-    elif not higher and len(points) > 1 and first:
-        change = f"{(last - first) / first:+.1%}"
-    return [title, before, form.format(last), change, form.format(best), f"{best_step:,}"]
+    return Grid(head, rows, numbers=(1, 2, 3, 4, 5), change=3)
 
 
 def plan(view: RunView) -> Grid:
     """What the microbatch schedule planned for a step, and what the log says."""
     planned, steps = _planned(view), view.steps
     if not planned:
-        return Grid(())
+        return Grid()
     seconds = steps.column("step_seconds")
-    mean, waits = _mean(seconds), steps.column("loader_wait_seconds")
-    tokens, samples = (
-        number(_mean(steps.column(name) * seconds), "{:,.1f}")
-        for name in ("tokens_per_second", "samples_per_second")
-    )
-    waiting = number(_mean(waits / mean) if mean else None, "{:.1%}")
+    mean = _mean(seconds)
+    tokens = _mean(steps.column("tokens_per_second") * seconds)
+    samples = _mean(steps.column("samples_per_second") * seconds)
+    waiting = _mean(steps.column("loader_wait_seconds") / mean) if mean else None
+    unknown = _("not estimated")
     rows = [
-        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), tokens],
-        [_("samples per step"), number(view.start.get("global_batch_size")), samples],
-        [_("time per step"), _("not estimated"), number(mean, "{:.3f} s")],
-        [_("of it waiting for data"), _("not estimated"), waiting],
+        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), number(tokens, "{:,.1f}")],
+        [
+            _("samples per step"),
+            number(view.start.get("global_batch_size")),
+            number(samples, "{:,.1f}"),
+        ],
+        [_("time per step"), unknown, number(mean, "{:.3f} s")],
+        [_("of it waiting for data"), unknown, number(waiting, "{:.1%}")],
         *_memory(view),
     ]
-    return Grid([_("What"), _("Planned"), _("Measured")], rows, (1, 2))
+    return Grid([_("What"), _("Planned"), _("Measured")], rows, numbers=(1, 2))
 
 
 def _memory(view: RunView) -> list[list[str]]:
@@ -162,22 +162,19 @@ def microbatches(view: RunView) -> list[tuple[str, str]]:
     per_rank = planned.get("rows_per_rank")
     counted = "–"
     if isinstance(per_rank, list) and len(per_rank) == 3:
-        fewest, mean, most = (number(count, "{:.4g}") for count in per_rank)
-        spread = _("{fewest} to {most}, {mean} on average").format(
-            fewest=fewest, mean=mean, most=most
-        )
-        counted = fewest if fewest == most else spread
+        counted, mean, most = (number(count, "{:.4g}") for count in per_rank)
+        if counted != most:
+            spread = _("{fewest} to {most}, {mean} on average")
+            counted = spread.format(fewest=counted, mean=mean, most=most)
     largest = _("{count} tokens").format(count=number(planned.get("heaviest_row_tokens")))
+    padded = _("padding that a padded run would have")
     return [
         (_("microbatches per process and step"), counted),
         (_("packing efficiency"), number(planned.get("fill"), "{:.1%}")),
         (_("imbalance over processes"), number(planned.get("imbalance"), "{:.3f}")),
         (_("largest microbatch"), largest),
         (_("padding, of computed tokens"), number(planned.get("padding_share"), "{:.1%}")),
-        (
-            _("padding that a padded run would have"),
-            number(planned.get("padded_padding_share"), "{:.1%}"),
-        ),
+        (padded, number(planned.get("padded_padding_share"), "{:.1%}")),
     ]
 
 
@@ -189,24 +186,29 @@ def _planned(view: RunView) -> dict[str, Any]:
 def starts(view: RunView) -> Grid:
     """Every start of the run, and how it ended."""
     rows: list[list[str]] = []
-    ends: list[dict[str, Any] | None] = []
+    last_start = len(view.starts)
     for event in view.events:
         if event["event"] == "start":
-            ends.append(None)
-        elif event["event"] == "end" and ends and ends[-1] is None:
-            ends[-1] = event
-    for count, (start, end) in enumerate(zip(view.starts, ends, strict=True), 1):
-        reached = view.step if count == len(ends) else None
-        ended = _("not recorded")
-        if end:
-            reached = end.get("step")
-            ended = f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}"
-        devices = f"{start.get('world_size')} x {start.get('device_type')}, {start.get('dtype')}"
-        if start.get("zero_stage"):
-            devices += f", ZeRO-{start['zero_stage']}"
-        steps = [number(start.get("step")), number(reached)]
-        microbatches = str(start.get("rows", "–"))
-        rows.append([str(count), clock(start["time"]), *steps, devices, microbatches, ended])
+            devices = (
+                f"{event.get('world_size')} x {event.get('device_type')}, {event.get('dtype')}"
+            )
+            if event.get("zero_stage"):
+                devices += f", ZeRO-{event['zero_stage']}"
+            count = len(rows) + 1
+            rows.append(
+                [
+                    str(count),
+                    clock(event["time"]),
+                    number(event.get("step")),
+                    number(view.step if count == last_start else None),
+                    devices,
+                    str(event.get("rows", "–")),
+                    _("not recorded"),
+                ]
+            )
+        elif event["event"] == "end" and rows and rows[-1][6] == _("not recorded"):
+            rows[-1][3] = number(event.get("step"))
+            rows[-1][6] = f"{event.get('state')} ({event.get('exit_code')}), {clock(event['time'])}"
     head = [
         _("No."),
         _("Began"),
@@ -216,45 +218,35 @@ def starts(view: RunView) -> Grid:
         _("Microbatches"),
         _("Ended"),
     ]
-    return Grid(head, rows, (0, 2, 3))
+    return Grid(head, rows, numbers=(0, 2, 3))
 
 
 def checkpoints(view: RunView) -> Grid:
     """The checkpoints that were published last."""
     rows = []
-    for event in view.events_named("checkpoint")[-MOST_ROWS:]:
+    for event in view.events_named("checkpoint")[-MAX_ROWS:]:
         name = str(event.get("name"))
-        is_there = bool(re.fullmatch(r"checkpoint-\d+", name)) and (view.source / name).is_dir()
+        is_there = re.fullmatch(r"checkpoint-\d+", name) and (view.source / name).is_dir()
         size_bytes = event.get("size_bytes")
         size = format_bytes(size_bytes) if isinstance(size_bytes, int) else "–"
         there = _("yes") if is_there else _("no, rotated")
-        step = number(event.get("step"))
-        rows.append([plain_text(name), step, clock(event["time"]), size, there])
-    return Grid([_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")], rows, (1, 3))
+        rows.append([name, number(event.get("step")), clock(event["time"]), size, there])
+    head = [_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")]
+    return Grid(head, rows, numbers=(1, 3))
 
 
-def samples(view: RunView) -> list[tuple[str, str]]:
+def samples(view: RunView) -> list[list[Any]]:
     """Beginnings and how the model continued them, of the last sample event."""
-    events = view.events_named("sample")
-    pairs = events[-1].get("samples") if events else None
+    pairs = view.last_event("sample").get("samples")
     if not isinstance(pairs, list):
         return []
-    return [
-        (_lines(pair[0]), _lines(pair[1]))
-        for pair in pairs
-        if isinstance(pair, list) and len(pair) == 2
-    ]
-
-
-def _lines(text: Any) -> str:
-    return mask_secrets("\n".join(plain_text(line) for line in str(text).split("\n")))
+    return [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]
 
 
 def environment(view: RunView) -> list[tuple[str, str]]:
     """What the last start ran on."""
     start = view.start
-    if not start:
-        return []
+    passes = start.get("passes")
     rows = [
         (_("device type"), start.get("device_type")),
         (_("processes"), start.get("world_size")),
@@ -263,42 +255,34 @@ def environment(view: RunView) -> list[tuple[str, str]]:
         (_("compiled"), start.get("compiled")),
         (_("float8 products"), start.get("fp8")),
         (_("global batch"), start.get("global_batch_size")),
-        (
-            _("passes over the data"),
-            f"{start['passes']:.2f}" if is_finite_number(start.get("passes")) else None,
-        ),
+        (_("passes over the data"), f"{passes:.2f}" if is_finite_number(passes) else None),
     ]
     parameters = start.get("parameters")
     if isinstance(parameters, dict):
-        rows += [(_("parameters, trained"), number(parameters.get("trainable")))]
-        rows += [(_("parameters, all"), number(parameters.get("total")))]
+        rows.append((_("parameters, trained"), number(parameters.get("trainable"))))
+        rows.append((_("parameters, all"), number(parameters.get("total"))))
     versions = start.get("versions")
-    rows += sorted(versions.items()) if isinstance(versions, dict) else []
-    return [
-        (plain_text(str(name)), plain_text(_plain(value)))
-        for name, value in rows
-        if value is not None
-    ]
+    if isinstance(versions, dict):
+        rows += sorted(versions.items())
+    return [(name, _plain(value)) for name, value in rows if value is not None]
 
 
 def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted name, text) of every setting; secrets are masked by name and by form."""
+    """Yield (dotted name, text) of every setting; those with the name of a secret are masked."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from flat(f"{path}.{name}" if path else str(name), inner)
-        return
-    if isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
+    elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
         for position, inner in enumerate(value):
             yield from flat(f"{path}[{position}]", inner)
-        return
-    if not path:
-        return
-    name = re.sub(r"\[\d+\]$", "", path).rpartition(".")[2]
-    text = "–" if value is None else _plain(value)
-    if isinstance(value, list):
-        text = " ".join(map(_plain, value))
-    hidden = _SECRET_NAME.search(name) and value not in (None, "")
-    yield plain_text(path), "***" if hidden else mask_secrets(plain_text(text))
+    elif path:
+        name = re.sub(r"\[\d+\]$", "", path).rpartition(".")[2]
+        if _SECRET_NAME.search(name) and value not in (None, ""):
+            yield path, "***"
+        elif isinstance(value, list):
+            yield path, " ".join(map(_plain, value))
+        else:
+            yield path, "–" if value is None else _plain(value)
 
 
 def _plain(value: Any) -> str:
