@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from markupsafe import Markup
 
 from finetune.commands.report import tables
-from finetune.commands.report.charts import TEMPLATES, tick_text
+from finetune.commands.report.charts import TEMPLATES
 from finetune.commands.report.figures import curves, mix
 from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import KINDS
@@ -33,7 +33,7 @@ from finetune.runs.event_texts import (
     state_text,
 )
 from finetune.runs.reader import open_run
-from finetune.runs.view import Message, RunView
+from finetune.runs.view import RunView
 from finetune.runtime.language import _, spoken
 from finetune.storage.durable_files import format_bytes, replace_file
 from finetune.version import __version__
@@ -63,47 +63,44 @@ def build_report(view: RunView) -> str:
     """
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+
+    def median(field: str) -> float | None:
+        values = view.values(field).y
+        return float(np.median(values)) if len(values) else None
+
     return TEMPLATES.get_template("page.html.jinja").render(
         html_lang={"zh": "zh-CN"}.get(spoken(), spoken()),
         style=Markup(style),
         style_hash=Markup(f"sha256-{digest}"),
         name=view.source.resolve().name,
-        state=view.state,
-        state_text=state_text(view),
+        view=view,
         about=_about(view),
-        error=view.status.get("error") or advice(view),
-        tiles=_tiles(view),
+        speed=median("tokens_per_second"),
+        mfu=median("mfu"),
+        seconds=tables.seconds_trained(view),
+        tokens=tables.tokens_trained(view),
         curves=curves(view),
         mix=mix(view),
         evaluation=tables.evaluation(view),
-        plan=tables.plan(view),
-        microbatches=tables.microbatches(view),
-        warnings=[_warning(message) for message in view.messages[-tables.MAX_ROWS :]],
+        planned=tables.planned(view),
+        measured=tables.measured(view),
+        memory=tables.memory(view),
         starts=tables.starts(view),
         checkpoints=tables.checkpoints(view),
         samples=tables.samples(view),
-        environment=tables.environment(view),
         config=list(tables.flat("", view.config)),
-        events=[_event(event) for event in view.events[-tables.MAX_ROWS :]],
-        footer=_(
-            "Made by finetune {version} on {time}, from the files of the run folder. Secrets are"
-            " masked."
-        ).format(version=__version__, time=tables.clock(time.time())),
+        version=__version__,
+        now=time.time(),
+        max_rows=tables.MAX_ROWS,
+        warning_events=WARNING_EVENTS,
+        advice=advice,
+        clock=tables.clock,
+        event_text=event_text,
+        format_duration=format_duration,
+        number=tables.number,
+        ranked_text=ranked_text,
+        state_text=state_text,
     )
-
-
-def _event(event: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the time, the text, and the class of the row."""
-    row_class = "warning" if event["event"] in WARNING_EVENTS else ""
-    at = tables.clock(event["time"])
-    if event["event"] == "sample":  # its texts have a section of their own
-        event = {"event": "sample", "step": event.get("step")}
-    return at, event_text(event), row_class
-
-
-def _warning(message: Message) -> tuple[str, str, str]:
-    at = "" if message.time is None else tables.clock(message.time)
-    return at, ranked_text(message), "bad" if message.level == "ERROR" else "warning"
 
 
 def _about(view: RunView) -> str:
@@ -117,36 +114,6 @@ def _about(view: RunView) -> str:
             f"{tables.clock(view.events[0]['time'])} – {tables.clock(view.events[-1]['time'])}"
         )
     return " · ".join(filter(None, parts))
-
-
-def _tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """Return name, value and a remark of the numbers at the top."""
-    total = view.total_steps
-    of_total = _("of {total}").format(total=f"{total:,}") if total else ""
-    tiles = [(_("Steps"), f"{view.step:,}", of_total)]
-    losses = view.values("loss").y
-    if len(losses):
-        first = _("first {first}").format(first=f"{losses[0]:.4f}")
-        tiles.append((_("Last training loss"), f"{losses[-1]:.4f}", first))
-    evaluated = view.evaluated()
-    if evaluated:
-        before = ""
-        if evaluated[0][0] == 0 and len(evaluated) > 1:
-            before = _("{before} before training").format(before=f"{evaluated[0][1]:.4f}")
-        tiles.append((_("Validation loss"), f"{evaluated[-1][1]:.4f}", before))
-    median = _("median")
-    speeds = view.values("tokens_per_second").y
-    if len(speeds):
-        tiles.append((_("Tokens per second"), f"{np.median(speeds):,.0f}", median))
-    if seconds := tables.seconds_trained(view):
-        without = _("without evaluation and saving")
-        tiles.append((_("Training time"), format_duration(seconds), without))
-    if tokens := tables.tokens_trained(view):
-        tiles.append((_("Tokens"), tick_text(tokens), ""))
-    used = view.values("mfu").y
-    if len(used):
-        tiles.append((_("MFU"), f"{np.median(used):.1%}", median))
-    return tiles
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +25,6 @@ _MOST_MEMORY = {
     "host": N_("most memory of a process on the host"),
     "device": N_("most memory of a device"),
 }
-
-
-class Grid(NamedTuple):
-    """A table. Columns count from 0.
-
-    Attributes:
-        numbers: the columns that are flush right.
-        change: the column that shows a change for the better or the worse.
-    """
-
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    numbers: Sequence[int] = ()
-    change: int | None = None
 
 
 def clock(seconds: float) -> str:
@@ -73,7 +59,7 @@ def tokens_trained(view: RunView) -> float:
     return float(np.nansum(_spent(view) * view.steps.column("tokens_per_second")))
 
 
-def evaluation(view: RunView) -> Grid:
+def evaluation(view: RunView) -> list[list[str]]:
     """Validation losses, exact answers and preferences, before the first and after the last
     step.
     """
@@ -114,36 +100,29 @@ def evaluation(view: RunView) -> Grid:
         add(_(title), f"eval_{field}", form, higher=True)
         for name in view.difficulties:
             add(f"{_(title)}, {name}", f"eval_{field}/{name}", form, higher=True)
-    head = [_("What"), _("Before"), _("After"), _("Change"), _("Best"), _("at step")]
-    return Grid(head, rows, numbers=(1, 2, 3, 4, 5), change=3)
+    return rows
 
 
-def plan(view: RunView) -> Grid:
-    """What the microbatch schedule planned for a step, and what the log says."""
-    planned, steps = _planned(view), view.steps
-    if not planned:
-        return Grid()
+def planned(view: RunView) -> dict[str, Any]:
+    """What the microbatch schedule planned for a step; empty if it is not known."""
+    plan = view.start.get("plan")
+    return plan if isinstance(plan, dict) else {}
+
+
+def measured(view: RunView) -> dict[str, float | None]:
+    """Means over the steps of the log."""
+    steps = view.steps
     seconds = steps.column("step_seconds")
     mean = _mean(seconds)
-    tokens = _mean(steps.column("tokens_per_second") * seconds)
-    samples = _mean(steps.column("samples_per_second") * seconds)
-    waiting = _mean(steps.column("loader_wait_seconds") / mean) if mean else None
-    unknown = _("not estimated")
-    rows = [
-        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), number(tokens, "{:,.1f}")],
-        [
-            _("samples per step"),
-            number(view.start.get("global_batch_size")),
-            number(samples, "{:,.1f}"),
-        ],
-        [_("time per step"), unknown, number(mean, "{:.3f} s")],
-        [_("of it waiting for data"), unknown, number(waiting, "{:.1%}")],
-        *_memory(view),
-    ]
-    return Grid([_("What"), _("Planned"), _("Measured")], rows, numbers=(1, 2))
+    return {
+        "tokens": _mean(steps.column("tokens_per_second") * seconds),
+        "samples": _mean(steps.column("samples_per_second") * seconds),
+        "seconds": mean,
+        "waiting": _mean(steps.column("loader_wait_seconds") / mean) if mean else None,
+    }
 
 
-def _memory(view: RunView) -> list[list[str]]:
+def memory(view: RunView) -> list[list[str]]:
     """Most memory of a process and of a device."""
     try:
         compared = compare_memory(view.source)
@@ -156,34 +135,7 @@ def _memory(view: RunView) -> list[list[str]]:
     ]
 
 
-def microbatches(view: RunView) -> list[tuple[str, str]]:
-    """How the samples are laid into microbatches, by the microbatch schedule."""
-    planned = _planned(view)
-    per_rank = planned.get("rows_per_rank")
-    counted = "–"
-    if isinstance(per_rank, list) and len(per_rank) == 3:
-        counted, mean, most = (number(count, "{:.4g}") for count in per_rank)
-        if counted != most:
-            spread = _("{fewest} to {most}, {mean} on average")
-            counted = spread.format(fewest=counted, mean=mean, most=most)
-    largest = _("{count} tokens").format(count=number(planned.get("heaviest_row_tokens")))
-    padded = _("padding that a padded run would have")
-    return [
-        (_("microbatches per process and step"), counted),
-        (_("packing efficiency"), number(planned.get("fill"), "{:.1%}")),
-        (_("imbalance over processes"), number(planned.get("imbalance"), "{:.3f}")),
-        (_("largest microbatch"), largest),
-        (_("padding, of computed tokens"), number(planned.get("padding_share"), "{:.1%}")),
-        (padded, number(planned.get("padded_padding_share"), "{:.1%}")),
-    ]
-
-
-def _planned(view: RunView) -> dict[str, Any]:
-    planned = view.start.get("plan")
-    return planned if isinstance(planned, dict) else {}
-
-
-def starts(view: RunView) -> Grid:
+def starts(view: RunView) -> list[list[str]]:
     """Every start of the run, and how it ended."""
     rows: list[list[str]] = []
     last_start = len(view.starts)
@@ -209,19 +161,10 @@ def starts(view: RunView) -> Grid:
         elif event["event"] == "end" and rows and rows[-1][6] == _("not recorded"):
             rows[-1][3] = number(event.get("step"))
             rows[-1][6] = f"{event.get('state')} ({event.get('exit_code')}), {clock(event['time'])}"
-    head = [
-        _("No."),
-        _("Began"),
-        _("From step"),
-        _("To step"),
-        _("Devices"),
-        _("Microbatches"),
-        _("Ended"),
-    ]
-    return Grid(head, rows, numbers=(0, 2, 3))
+    return rows
 
 
-def checkpoints(view: RunView) -> Grid:
+def checkpoints(view: RunView) -> list[list[str]]:
     """The checkpoints that were published last."""
     rows = []
     for event in view.events_named("checkpoint")[-MAX_ROWS:]:
@@ -231,8 +174,7 @@ def checkpoints(view: RunView) -> Grid:
         size = format_bytes(size_bytes) if isinstance(size_bytes, int) else "–"
         there = _("yes") if is_there else _("no, rotated")
         rows.append([name, number(event.get("step")), clock(event["time"]), size, there])
-    head = [_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")]
-    return Grid(head, rows, numbers=(1, 3))
+    return rows
 
 
 def samples(view: RunView) -> list[list[Any]]:
@@ -241,30 +183,6 @@ def samples(view: RunView) -> list[list[Any]]:
     if not isinstance(pairs, list):
         return []
     return [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]
-
-
-def environment(view: RunView) -> list[tuple[str, str]]:
-    """What the last start ran on."""
-    start = view.start
-    passes = start.get("passes")
-    rows = [
-        (_("device type"), start.get("device_type")),
-        (_("processes"), start.get("world_size")),
-        (_("number format"), start.get("dtype")),
-        (_("ZeRO stage"), start.get("zero_stage")),
-        (_("compiled"), start.get("compiled")),
-        (_("float8 products"), start.get("fp8")),
-        (_("global batch"), start.get("global_batch_size")),
-        (_("passes over the data"), f"{passes:.2f}" if is_finite_number(passes) else None),
-    ]
-    parameters = start.get("parameters")
-    if isinstance(parameters, dict):
-        rows.append((_("parameters, trained"), number(parameters.get("trainable"))))
-        rows.append((_("parameters, all"), number(parameters.get("total"))))
-    versions = start.get("versions")
-    if isinstance(versions, dict):
-        rows += sorted(versions.items())
-    return [(name, _plain(value)) for name, value in rows if value is not None]
 
 
 def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
