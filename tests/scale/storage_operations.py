@@ -383,7 +383,7 @@ def _write_run(folder: Path, steps: int) -> Any:
 
 
 def _watch(folder: Path, steps: int) -> Any:
-    from finetune.commands.clean.leftovers import unfinished_checkpoints
+    from finetune.commands.clean.leftovers import Stale, add_unfinished_checkpoints
     from finetune.runs.reader import FolderReader
 
     reader, states, last, orders = FolderReader(folder / "run"), [], 0, True
@@ -393,7 +393,7 @@ def _watch(folder: Path, steps: int) -> Any:
         orders, last = orders and view.step >= last, view.step
         states += [view.state] if not states or states[-1] != view.state else []
         if (folder / "run").is_dir():  # as `clean` asks first
-            unfinished_checkpoints(folder / "run")
+            add_unfinished_checkpoints(Stale([]), folder / "run")
         if view.state == "done" and view.step >= steps:
             break
         time.sleep(0.05)

@@ -24,6 +24,7 @@ import pytest
 from file_system_calls import PowerLoss, breaking, killed_at, watched
 from safetensors.numpy import load_file, save_file
 
+from finetune.__main__ import main as finetune
 from finetune.commands.checkpoints import command as checkpoints_command
 from finetune.errors import ConfigError, FinetuneError
 from finetune.storage import checkpoint_files, durable_files
@@ -801,8 +802,8 @@ def test_the_command_on_a_run_without_checkpoints_and_on_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
-    assert checkpoints_command.main([str(tmp_path / "run")]) == 2
-    assert checkpoints_command.main([str(tmp_path / "nowhere")]) == 2
+    assert finetune(["checkpoints", str(tmp_path / "run")]) == 2
+    assert finetune(["checkpoints", str(tmp_path / "nowhere")]) == 2
     assert "is not a run" in capsys.readouterr().err
     (tmp_path / "run" / "run.yaml").write_text("model: m\n")
     assert checkpoints_command.main([str(tmp_path / "run")]) == 0

@@ -20,8 +20,8 @@ from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME
 
 
 def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
-    """Every checkpoint of a run, lowest step first: name, step, size_bytes, valid, why. All files
-    are read and hashed.
+    """Return every checkpoint of a run, lowest step first: name, step, size_bytes, valid, why. All
+    files are read and hashed.
 
     Raises:
         StateError: the folder is not a run's.
@@ -31,11 +31,9 @@ def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
     if not checkpoints and not any(
         (folder / name).is_file() for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
     ):
-        what = (
-            "is not a run: it holds no checkpoint and no file of a run"
-            if folder.is_dir()
-            else "is not a folder"
-        )
+        what = "is not a folder"
+        if folder.is_dir():
+            what = "is not a run: it holds no checkpoint and no file of a run"
         raise StateError(f"{str(folder)!a} {what}", fix="give the --output-dir of a run")
     described = []
     for checkpoint in checkpoints:
@@ -55,7 +53,7 @@ def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
 
 
 def _size_bytes(checkpoint: Path) -> int:
-    """Bytes of all files; of the thing itself where it is not a folder, 0 where it cannot be
+    """Return the bytes of all files, or of what is not a folder itself; 0 if it cannot be
     read.
     """
     try:
@@ -87,15 +85,13 @@ class CheckpointsOptions(Options):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list. 0: at least one valid or none at all; 1: some, but none is valid; 2: not a
-    run.
+    """Print the list. 0: at least one is valid, or there is none; 1: some, but none is valid.
+
+    Raises:
+        StateError: the folder is not a run's.
     """
     options = read_options(CheckpointsOptions, argv)
-    try:
-        checkpoints = describe_checkpoints(options.run)
-    except StateError as error:
-        sys.stderr.write(f"{error}\n")
-        return int(error.exit_code)
+    checkpoints = describe_checkpoints(options.run)
     if options.as_json:
         sys.stdout.write(
             json.dumps({"run": options.run, "checkpoints": checkpoints}, indent=2) + "\n"

@@ -37,20 +37,17 @@ COMMAND_CHARACTERS = 200  # of a process's command line that people are shown
 _ARTIFACTS = {
     "checkpoint": N_("{path}  {size}, a save that was not finished"),
     "shared_memory": N_("{path}  {size}, shared memory of a run"),
-    "operator_lock": N_(
-        "{path}  a lock that a killed process left; builds wait for it without end"
-    ),
 }
 
 # ---------------------------------------------------------------- what is shown
 
 
 def _outcome(problem: str | None, done: str) -> str:
-    """How cleaning went; "" before."""
+    """Return how cleaning went; "" before."""
     if problem is None:
         return ""
     not_done = _("NOT done")
-    return f"  [{done}]" if not problem else f"  [{not_done}: {plain_text(problem)}]"
+    return f"  [{not_done}: {plain_text(problem)}]" if problem else f"  [{done}]"
 
 
 def _process_lines(orphans: Sequence[Orphan]) -> Iterator[str]:
@@ -64,7 +61,7 @@ def _process_lines(orphans: Sequence[Orphan]) -> Iterator[str]:
 
 
 def _lines(stale: Stale, is_dry_run: bool) -> Iterator[str]:
-    """A line for each thing; after cleaning with how it went."""
+    """Yield a line for each thing; after cleaning with how it went."""
     yield from _process_lines(stale.orphans)
     for artifact in stale.files:
         line = _(_ARTIFACTS[artifact.kind])
@@ -84,7 +81,7 @@ def _lines(stale: Stale, is_dry_run: bool) -> Iterator[str]:
 
 
 def to_json(stale: Stale, is_dry_run: bool) -> dict[str, Any]:
-    """Plain values; the form is public (tests/frozen/clean.txt)."""
+    """Return plain values; the form is public (tests/frozen/clean.txt)."""
 
     def state(item: Orphan | StaleArtifact) -> dict[str, Any]:
         return {"done": item.problem == "", "problem": item.problem or None}
@@ -116,8 +113,8 @@ class CleanOptions(SpokenOptions):
     usage: ClassVar[str] = "python -m finetune clean [RUN] [--yes] [--wait SECONDS] [--json]"
     summary: ClassVar[str] = (
         "List what runs of this package left on this machine: processes whose launcher is gone,"
-        " unfinished\ncheckpoints, shared memory, locks of operator builds. Only what a run"
-        " recorded, proved by start time\nand owner. Without --yes nothing is changed."
+        " unfinished\ncheckpoints, shared memory. Only what a run recorded, proved by start time"
+        " and owner. Without --yes\nnothing is changed."
     )
     epilog: ClassVar[str] = (
         "Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run."
@@ -155,15 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.yes:
         if stale.orphans and not options.as_json:
             # before anything is ended
-            print("\n".join(_process_lines(stale.orphans)), file=sys.stderr)
-            waiting = _(
-                "waiting up to {seconds:.0f} s for {count} process(es), which may be saving"
-            )
-            print(
-                waiting.format(seconds=options.wait, count=len(stale.orphans)),
-                file=sys.stderr,
-                flush=True,
-            )
+            text = _("waiting up to {seconds:.0f} s for {count} process(es), which may be saving")
+            waiting = text.format(seconds=options.wait, count=len(stale.orphans))
+            print(*_process_lines(stale.orphans), waiting, sep="\n", file=sys.stderr, flush=True)
         clean(stale, options.wait)
     if options.as_json:
         report = to_json(stale, not options.yes)

@@ -1,4 +1,4 @@
-"""What runs left on this machine: processes, unfinished checkpoints, shared memory, build locks.
+"""What runs left on this machine: processes, unfinished checkpoints, shared memory.
 
 A process counts only if a run recorded it on this host and a process of the same id and start time
 runs under the caller's user. Process ids are used again, and a folder may have come from another
@@ -13,7 +13,6 @@ A file counts only if nobody needs it, which is checked again right before it is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import shlex
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +43,6 @@ POLL_SECONDS = 0.1
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 # torch's names for tensors that processes share by files: torch_<process id>_<random>_<number>.
 _TORCH_NAME = re.compile(r"torch_(\d+)_\d+(_\d+)?")
-# As training/operators.py writes them: the lock of ours around torch's own, and its content while
-# at work.
-OPERATOR_LOCK_NAME, OPERATOR_AT_WORK = "finetune.lock", b"loading\n"
 _LAUNCHER_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "finetune", "pt_elastic")
 
 
@@ -64,8 +59,8 @@ class Orphan:
 
 @dataclass
 class StaleArtifact:
-    """A file or folder that may go. `kind`: "checkpoint", "shared_memory" or "operator_lock";
-    `problem` as in `Orphan`.
+    """A file or folder that may go. `kind`: "checkpoint" or "shared_memory"; `problem` as in
+    `Orphan`.
     """
 
     kind: str
@@ -129,12 +124,7 @@ def find_stale(run: Path | None, logs_folder: Path = Path("logs")) -> Stale:
     stale.files += _memory_of_orphans(stale.orphans)
     stale.files += _memory_of_the_dead(launches)
     for each in stale.runs:
-        files, why = unfinished_checkpoints(each)
-        stale.files += files
-        if why:
-            stale.left_alone.append({"run": str(each), "why": why})
-    if run is None:
-        stale.files += _operator_locks()
+        add_unfinished_checkpoints(stale, each)
     return stale
 
 
@@ -142,17 +132,16 @@ def find_stale(run: Path | None, logs_folder: Path = Path("logs")) -> Stale:
 
 
 def _launches(folders: Iterable[Path], stale: Stale) -> Iterator[_Launch]:
-    """The launchers' lists in these folders. One that others can write is left alone: ids and start
-    times of all processes are there for everybody to see.
+    """Yield the launchers' lists in these folders. A list that others can write is left alone: ids
+    and start times of all processes are there for everybody to see.
     """
     for path in sorted({path for folder in folders for path in folder.glob("*.processes.json")}):
-        state = path.lstat()
-        why = ""
+        state, why = path.lstat(), None
         if state.st_uid != os.getuid():
             why = _("the record belongs to another user")
         elif state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             why = _("others can write the record (chmod go-w, if it is yours)")
-        if why:
+        if why is not None:
             stale.left_alone.append({"file": str(path), "why": why})
             continue
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # it proves nothing
@@ -163,8 +152,8 @@ def _launches(folders: Iterable[Path], stale: Stale) -> Iterator[_Launch]:
 
 
 def _lock_of(run: Path) -> _Launch | None:
-    """The process that the lock of a run names; None if no run has signed it, or not with its start
-    time.
+    """Return the process that the lock of a run names; None if no run has signed it, or not with
+    its start time.
     """
     facts = holder(run)
     start = recorded_start(facts)
@@ -239,17 +228,12 @@ def _end(orphans: Sequence[Orphan], wait_seconds: float) -> None:
 
     psutil sends no signal to a process that has another start time than when it was found.
     """
-    stages = (
-        (None, wait_seconds),
-        (signal.SIGTERM, wait_seconds),
-        (signal.SIGKILL, KILL_WAIT_SECONDS),
-    )
-    for number, seconds in stages:
+    stages = {0: wait_seconds, signal.SIGTERM: wait_seconds, signal.SIGKILL: KILL_WAIT_SECONDS}
+    for number, seconds in stages.items():
         living = [orphan.process for orphan in orphans if _lives(orphan.process)]
         for process in living:
-            if number is not None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)  # 0 signals nothing
         deadline = time.monotonic() + seconds
         while any(map(_lives, living)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -260,33 +244,32 @@ def _end(orphans: Sequence[Orphan], wait_seconds: float) -> None:
 # ---------------------------------------------------------------- unfinished checkpoints
 
 
-def unfinished_checkpoints(run: Path) -> tuple[list[StaleArtifact], str]:
-    """What killed saves left in a run folder; none, and why, while the run is at work (its save may
-    be going on).
+def add_unfinished_checkpoints(stale: Stale, run: Path) -> None:
+    """Add what killed saves left in a run folder, unless the run is at work: its save may be going
+    on.
     """
     folders = staging_folders(run)
-    if not folders:
-        return [], ""
-    if (held := is_held(run)) is not False:
-        return [], "the run is at work" if held else "its lock cannot be looked at"
-    sizes = [sum(durable_files.walk_files(folder)[0].values()) for folder in folders]
-    return [
-        StaleArtifact("checkpoint", folder, size, run)
-        for folder, size in zip(folders, sizes, strict=True)
-    ], ""
+    is_busy = is_held(run) if folders else False
+    if is_busy is not False:
+        why = "the run is at work" if is_busy else "its lock cannot be looked at"
+        stale.left_alone.append({"run": str(run), "why": why})
+        return
+    for folder in folders:
+        size_bytes = sum(durable_files.walk_files(folder)[0].values())
+        stale.files.append(StaleArtifact("checkpoint", folder, size_bytes, run))
 
 
 # ---------------------------------------------------------------- shared memory
 
 
 def _memory_of_orphans(orphans: Sequence[Orphan]) -> list[StaleArtifact]:
-    """The files of shared memory that living orphans have mapped: free once they have ended."""
+    """Return the shared memory that living orphans have mapped: free once they have ended."""
     paths = {path for orphan in orphans for path in _mapped(orphan.process.pid)}
     return [_memory(path) for path in sorted(paths) if _is_own_file(path)]
 
 
 def _memory_of_the_dead(launches: Sequence[_Launch]) -> Iterator[StaleArtifact]:
-    """Files that torch made under the id of a process of this host which is gone.
+    """Yield files that torch made under the id of a process of this host which is gone.
 
     The name has the process id only. The file is the recorded process's if nobody has that id now,
     and the file is no older than the process and no younger than the run's last sign of life. A run
@@ -313,7 +296,7 @@ def _memory(path: Path) -> StaleArtifact:
 
 
 def _last_sign_of_life(run: Path) -> float:
-    """When a run wrote its logs last, in seconds since 1970."""
+    """Return when a run wrote its logs last, in seconds since 1970."""
     logs = [run / "trainer_log.jsonl", run / "events.jsonl"]
     return max((path.stat().st_mtime for path in logs if path.exists()), default=0.0)
 
@@ -332,48 +315,12 @@ def _is_free_memory(path: Path) -> bool:
 
 
 def _mapped(pid: int) -> list[Path]:
-    """Files of shared memory that a process has mapped, as far as the caller may know."""
+    """Return the files of shared memory that a process has mapped, as far as the caller may see."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
     except OSError:
         return []
     return [Path(path) for path in re.findall(rf"{re.escape(str(SHARED_MEMORY_FOLDER))}/.*", maps)]
-
-
-# ---------------------------------------------------------------- locks of torch's builds
-
-
-def _operator_locks() -> Iterator[StaleArtifact]:
-    """torch's `lock` files that a killed process of ours left: every later build there would wait
-    without end.
-    """
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # Where torch builds operators for runs of this package (runtime/launch_environment.py), and its
-    # own default.
-    roots = [
-        Path(named) if named else Path(sys.prefix) / "torch_extensions",
-        Path("~/.cache/torch_extensions").expanduser(),
-    ]
-    names = (f"*/{OPERATOR_LOCK_NAME}", f"*/*/{OPERATOR_LOCK_NAME}")
-    for ours in sorted({path for root in roots for name in names for path in root.glob(name)}):
-        with _held_if_left(ours) as left:
-            if left:
-                yield StaleArtifact("operator_lock", ours.with_name("lock"))
-
-
-@contextlib.contextmanager
-def _held_if_left(ours: Path) -> Iterator[bool]:
-    """Hold our lock if nobody does; True if its last holder, one of ours, did not finish and
-    torch's is there.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(ours.open("r+b"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_left = file.read(len(OPERATOR_AT_WORK)) == OPERATOR_AT_WORK
-        except OSError:  # held, or a file system without locks: nothing is known
-            is_left = False
-        yield is_left and _is_own_file(ours.with_name("lock"))
 
 
 # ---------------------------------------------------------------- removing
@@ -404,9 +351,5 @@ def _remove(artifact: StaleArtifact) -> None:
         if artifact.path.exists():
             with RunLock(artifact.run, wait_seconds=0):
                 clean_staging(artifact.run)
-    elif artifact.kind == "operator_lock":
-        with _held_if_left(artifact.path.with_name(OPERATOR_LOCK_NAME)) as left:
-            if left:
-                artifact.path.unlink(missing_ok=True)
     elif _is_free_memory(artifact.path):
         artifact.path.unlink(missing_ok=True)

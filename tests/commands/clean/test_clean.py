@@ -84,7 +84,6 @@ def start() -> Iterator[Start]:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, with `runs/one` of a run that has ended."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
     monkeypatch.setenv("HOME", str(tmp_path))
     run = tmp_path / "runs" / "one"
     (run / "logs").mkdir(parents=True)
@@ -498,35 +497,6 @@ def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(
     assert [item.problem for item in (*stale.orphans, *stale.files)] == ["", ""]
     assert not is_running(orphan)
     assert [path.name for path in folder.iterdir()] == ["another"]
-
-
-def test_locks_of_killed_operator_builds(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
-):
-    from finetune.training import operators
-
-    assert operators._AT_WORK == leftovers.OPERATOR_AT_WORK
-    build = place / "operators" / "deepspeed_shm_comm"
-    build.mkdir(parents=True)
-    code = (
-        "import sys, time; from pathlib import Path; from finetune.training.operators import"
-        " one_at_a_time\nfolder = Path(sys.argv[1])\nwith one_at_a_time(folder):\n    (folder /"
-        " 'lock').touch(); print(flush=True); time.sleep(600)"
-    )
-    builder = start(
-        [sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE
-    )
-    builder.stdout.readline()
-    assert (build / leftovers.OPERATOR_LOCK_NAME).exists()
-    assert said(capsys)[1]["files"] == [], "it is being built"
-    builder.kill()
-    builder.wait()
-    code, report = said(capsys)
-    assert code == 1 and [f["path"] for f in report["files"]] == [str(build / "lock")]
-    assert said(capsys, "--yes")[0] == 0 and not (build / "lock").exists()
-    (build / "lock").touch()  # torch's own, of a build that is not ours
-    (build / leftovers.OPERATOR_LOCK_NAME).write_bytes(b"")
-    assert said(capsys, "--yes")[0] == 0 and (build / "lock").exists()
 
 
 # ---------------------------------------------------------------- command
