@@ -10,13 +10,12 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Message
 from finetune.data.report import RecordProblem
-from finetune.data.tools import Call
 
 TEXTS = (
     "What does a router do?",
@@ -27,11 +26,7 @@ TEXTS = (
     "{% if x %}{{ .Content }}{% endif %}",
     'a\n\n\nb """ 0 \\n \\t $HOME `ls`',
 )
-SPACED = ("  two spaces,\ttab\n", "\nline\n\n")
-# Turns by their first letters, c for an answer that calls tools; each also after a system turn.
-PLAIN = ("u", "uau", "uauau", "uauauau")
-OTHER = ("uasu", "uct", "uctau", "ucttau")
-_ROLES = {role[0]: role for role in ("system", "user", "assistant", "tool")}
+MAX_QUESTIONS = 4  # in a compared conversation
 
 # Name in `TEMPLATES` -> the same in Go's language; <BOS> and <EOS> are the tokenizer's. Mistral and
 # Gemma have the system text in the first question.
@@ -126,19 +121,18 @@ def write_modelfile(
     context_tokens: int | None,
     ends: Sequence[str],
 ) -> str | None:
-    """The Modelfile of a GGUF file; None if the chat template is of no family with a Go template.
+    """Return the Modelfile of a GGUF file; None if the chat template is of no family with a Go
+    template.
 
     Args:
         begins: whether the engine itself puts the first token (BOS) before a prompt.
         context_tokens: Ollama's num_ctx; None leaves it to Ollama.
         ends: texts of the tokens that end an answer.
     """
-    bos, eos = (
-        str(token or "") for token in (template.tokenizer.bos_token, template.tokenizer.eos_token)
-    )
+    bos, eos = template.tokenizer.bos_token or "", template.tokenizer.eos_token or ""
     if begins and not writes_first(template, bos):
         return None  # the engine would begin with a token that training has not seen there
-    name = next((name for name in GO_TEMPLATES if _same(template, name, PLAIN, TEXTS)), None)
+    name = next((name for name in GO_TEMPLATES if _is_of_family(template, name)), None)
     if name is None:
         return None
     source = GO_TEMPLATES[name].replace("<BOS>", "" if begins else bos).replace("<EOS>", eos)
@@ -146,63 +140,56 @@ def write_modelfile(
     for value in (source, *ends):
         if '"""' in value or not re.sub(r"[\t\n\r]", "", value).isprintable():
             return None
-    # Go cannot trim.
-    keeps_space = "trim" not in TEMPLATES[name] and _same(template, name, PLAIN, SPACED)
-    limits = "" if keeps_space else ", of contents without white space around them"
-    if not _same(template, name, OTHER, TEXTS):
-        limits += ", without tools and later system turns: those may differ"
-    count = sum(1 for _ in conversations(PLAIN, TEXTS))
-    compared = (
-        f"# The template was compared with the model's chat template on {count} conversations"
-    )
     lines = [
-        f"{compared}{limits}.",
+        f"# The template was compared with the model's chat template on {len(conversations())}"
+        " conversations, of contents without white space around them, without tools and later"
+        " system turns: those may differ.",
         f"FROM ./{file_name}",
         f'TEMPLATE """{source}"""',
         *(f'PARAMETER stop """{end}"""' for end in ends),
-        *([] if context_tokens is None else [f"PARAMETER num_ctx {context_tokens}"]),
-        "PARAMETER repeat_penalty 1",
     ]
-    return "\n".join(lines) + "\n"
+    if context_tokens is not None:
+        lines.append(f"PARAMETER num_ctx {context_tokens}")
+    return "\n".join([*lines, "PARAMETER repeat_penalty 1"]) + "\n"
 
 
 def writes_first(template: ChatTemplate, first: str) -> bool:
-    """Whether the chat template begins a prompt with this token, as text."""
+    """Return whether the chat template begins a prompt with this token, as text."""
     prompt = _rendered(template, [Message("user", "a")])
     return prompt is not None and prompt.startswith(first)
 
 
-def conversations(orders: Sequence[str], texts: Sequence[str]) -> Iterator[list[Message]]:
-    """Each order with and without a system turn first, from each of the texts on."""
-    for start, order, system in itertools.product(range(len(texts)), orders, ("", "s")):
-        content = itertools.cycle([*texts[start:], *texts[:start]])
-        calls = tuple(Call("ping", {"host": "r1"}, f"c{call}") for call in range(order.count("t")))
-        yield [
-            Message("assistant", "", calls=calls)
-            if letter == "c"
-            else Message(_ROLES[letter], next(content))
-            for letter in system + order
-        ]
+def conversations() -> list[list[Message]]:
+    """Return conversations of one to four questions, with and without a system turn first, from
+    each of the texts on.
+    """
+    found = []
+    counts = range(1, MAX_QUESTIONS + 1)
+    for start, count, system in itertools.product(range(len(TEXTS)), counts, ([], ["system"])):
+        contents = itertools.cycle(TEXTS[start:] + TEXTS[:start])
+        roles = [*system, *["user", "assistant"] * count][:-1]
+        found.append([Message(role, next(contents)) for role in roles])
+    return found
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
-    """The prompt; None if the template refuses it."""
+    """Return the prompt; None if the template refuses it."""
     try:
         return template.render(messages, generation_prompt=True)
     except RecordProblem:
         return None
 
 
-def _same(template: ChatTemplate, name: str, orders: Sequence[str], texts: Sequence[str]) -> bool:
-    """Whether the chat template and the family's write the same for all conversations that the
-    former takes.
+def _is_of_family(template: ChatTemplate, name: str) -> bool:
+    """Return whether the chat template and the family's write the same for all conversations; it
+    may refuse those with a system turn.
     """
     family = copy.copy(template)
     family.source = TEMPLATES[name]
-    for messages in conversations(orders, texts):
+    for messages in conversations():
         expected = _rendered(template, messages)
-        if expected is None and {message.role for message in messages} - {"user", "assistant"}:
-            continue  # a template without such turns
+        if expected is None and messages[0].role == "system":
+            continue
         if expected is None or _rendered(family, messages) != expected:
             return False
     return True
