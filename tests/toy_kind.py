@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from finetune.commands.doctor.check import Check, ok
+from finetune.commands.doctor.check import Check
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import Text, setting
 from finetune.config.kinds import RunKind, register
@@ -56,7 +56,8 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 
 def probe(config: ToyConfig) -> Iterator[Check]:
-    yield ok("data", f"{config.text}: {Path(config.text).stat().st_size} bytes")
+    size = Path(config.text).stat().st_size
+    yield Check("data").ok("{text}: {size} bytes", text=config.text, size=size)
 
 
 def _model_config() -> Any:

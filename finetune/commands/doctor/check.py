@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError, Problems
@@ -13,7 +13,9 @@ Verdict = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check.
+    """The outcome of one check: begun with its name and values, decided by one of its methods.
+
+    The methods take texts with placeholders, which the values and the method's `words` fill.
 
     Attributes:
         name: a stable name, for machines and for looking it up in the documentation.
@@ -25,29 +27,30 @@ class Check:
     """
 
     name: str
-    verdict: Verdict
-    what: str
+    verdict: Verdict = "skip"
+    what: str = ""
     fix: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def ok(self, what: str, /, **words: Any) -> Check:
+        return self._decided("ok", what, None, words)
 
+    def skip(self, what: str, /, **words: Any) -> Check:
+        return self._decided("skip", what, None, words)
 
-def ok(name: str, what: str, /, **values: Any) -> Check:
-    return Check(name, "ok", what, None, values)
+    def warn(self, what: str, fix: str, /, **words: Any) -> Check:
+        return self._decided("warn", what, fix, words)
 
+    def fail(self, what: str, fix: str, /, **words: Any) -> Check:
+        return self._decided("fail", what, fix, words)
 
-def skip(name: str, what: str) -> Check:
-    return Check(name, "skip", what)
-
-
-def warn(name: str, what: str, fix: str, /, **values: Any) -> Check:
-    return Check(name, "warn", what, fix, values)
-
-
-def fail(name: str, what: str, fix: str, /, **values: Any) -> Check:
-    return Check(name, "fail", what, fix, values)
+    def _decided(
+        self, verdict: Verdict, what: str, fix: str | None, words: dict[str, Any]
+    ) -> Check:
+        words = self.values | words
+        what = what.format(**words)
+        fix = None if fix is None else fix.format(**words)
+        return replace(self, verdict=verdict, what=what, fix=fix)
 
 
 def failed(name: str, error: FinetuneError) -> list[Check]:
@@ -55,14 +58,11 @@ def failed(name: str, error: FinetuneError) -> list[Check]:
     languages.
     """
     problems = error.problems if isinstance(error, Problems) else [error]
-    return [
-        fail(
-            name,
-            f"{problem.what} ({problem.where})" if problem.where else problem.what,
-            problem.fix or problem.what,
-        )
-        for problem in problems
-    ]
+    checks = []
+    for problem in problems:
+        what = f"{problem.what} ({problem.where})" if problem.where else problem.what
+        checks.append(Check(name, "fail", what, problem.fix or problem.what))
+    return checks
 
 
 def worst(checks: Iterable[Check]) -> Verdict:

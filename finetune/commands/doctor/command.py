@@ -10,18 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.commands.doctor import devices, host, network, versions
-from finetune.commands.doctor.check import Check, fail, skip, worst
+from finetune.commands.doctor.check import Check, worst
 from finetune.commands.doctor.config import Demands, check_config, check_locations, demands_of
 from finetune.commands.doctor.dry_run import check_dry_run
 from finetune.commands.doctor.launched import check_launched, check_this_world
@@ -46,8 +46,12 @@ TAGS = {
     "fail": ("[ERROR]", "red"),
     "skip": ("[SKIP]", "dim"),
 }
+UNWRAPPED = 100_000  # columns: a file or pipe gets each text on one line
 # Flags of a run that describe the machine and do not make a run by themselves.
 _NO_RUN = {"device_type", "timeout_seconds"}
+
+
+option = partial(setting, group="options")
 
 
 class DoctorOptions(SpokenOptions):
@@ -69,45 +73,36 @@ class DoctorOptions(SpokenOptions):
     positional: ClassVar[tuple[str, ...]] = ("kind",)
     aliases: ClassVar[Mapping[str, str]] = {"nproc_per_node": "nproc"}
 
-    kind: str | None = setting(
+    kind: str | None = option(
         None,
-        group="options",
         unit="|".join(KINDS),
         shown_default="by the run's flags and files",
         description="The kind of run.",
     )
-    quick: bool = setting(
-        False, group="options", description="Only what needs no torch: under two seconds."
-    )
-    full: bool = setting(
+    quick: bool = option(False, description="Only what needs no torch: under two seconds.")
+    full: bool = option(
         False,
-        group="options",
         description=(
             "Also build and try DeepSpeed's operators, start --nproc processes (all-reduce, a"
             " product compared over the ranks), and train, save and resume a tiny model."
         ),
     )
-    launched: bool = setting(
+    launched: bool = option(
         False,
-        group="options",
         description=(
             "Under torchrun or accelerate launch: the checks between processes, in that world."
         ),
     )
-    nproc: int | None = setting(
+    nproc: int | None = option(
         None,
-        group="options",
         unit="N",
         shown_default="1",
         gt=0,
         description="Processes that the run will have on this machine.",
     )
-    min_devices: int | None = setting(
-        None, group="options", unit="N", gt=0, description="Least number of devices."
-    )
-    min_free_memory: float | None = setting(
+    min_devices: int | None = option(None, unit="N", gt=0, description="Least number of devices.")
+    min_free_memory: float | None = option(
         None,
-        group="options",
         unit="GiB",
         gt=0,
         description="GiB that must be free on each of them.",
@@ -116,19 +111,15 @@ class DoctorOptions(SpokenOptions):
     def problems(self) -> list[tuple[str, str]]:
         found = []
         if self.kind is not None and self.kind not in KINDS:
-            found.append(
-                (
-                    f"{self.kind!r} is no kind of run",
-                    f"give {' or '.join(KINDS)}, or leave it out",
-                )
-            )
+            fix = f"give {' or '.join(KINDS)}, or leave it out"
+            found.append((f"{self.kind!r} is no kind of run", fix))
         if self.quick + self.full + self.launched > 1:
             found.append(("--quick, --full and --launched exclude one another", "keep one of them"))
         return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 nothing failed, 1 something did.
+    """Run the command. 0: nothing failed; 1: something did.
 
     Raises:
         FinetuneError: the command line is wrong (exit code 2); the caller prints it.
@@ -146,18 +137,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 " starts them itself",
             )
         with libraries_to_stderr():
-            world, made = check_this_world(_wanted_device(parsed))
+            world, found = check_this_world(_wanted_device(parsed))
         if not world.is_main:
-            return exit_code(made)
-        checks: Iterable[Check] = made
+            return exit_code(found)
+        checks: Iterable[Check] = found
     else:
         checks = examine(options, kind, arguments, parsed, dict(os.environ))
     if options.as_json:
-        made = list(checks)
-        sys.stdout.write(json.dumps(to_json(made), ensure_ascii=False, indent=2) + "\n")
+        checks = list(checks)
+        sys.stdout.write(json.dumps(to_json(checks), ensure_ascii=False, indent=2) + "\n")
     else:
-        made = show(checks, terminal_console(highlight=False))
-    return exit_code(made)
+        checks = show(checks, terminal_console(highlight=False))
+    return exit_code(checks)
+
+
+def _wanted_device(parsed: Parsed) -> str:
+    return str(parsed.values["device_type"].value) if "device_type" in parsed.values else "auto"
 
 
 # ---------------------------------------------------------------- the checks
@@ -166,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def quick_checks(
     config: BaseConfig | None = None,
     *,
-    processes: int | None = None,
+    processes: int = 1,
+    nodes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> list[Check]:
     """Make the checks that need no torch and no process of a minute: for launchers, under two
@@ -178,19 +174,14 @@ def quick_checks(
     Args:
         config: a resolved configuration (`resolution.resolve(...).config`); None checks the machine
             only.
-        processes: processes that will be started on this machine; None: one.
+        processes: processes that will be started on this machine.
+        nodes: machines of the run.
         environment: the variables that the run will be started with; None: this process's.
     """
     variables = os.environ if environment is None else environment
-    nodes = variables.get("NNODES", "1")
-    examination = Examination(
-        variables,
-        config,
-        wanted_device=config.device_type if config is not None else "auto",
-        processes=processes or 1,
-        nodes=int(nodes) if nodes.isdigit() and int(nodes) else 1,
-    )
-    return list(examination.quick(waits=True))
+    device_type = "auto" if config is None else config.device_type
+    machine = Machine(variables, config, device_type, nodes, DoctorOptions(nproc=processes))
+    return list(machine.quick_checks(waits=True))
 
 
 def examine(
@@ -208,166 +199,145 @@ def examine(
     nodes, node_checks = network.check_nodes(environment)
     count = 1 if nodes is None else nodes.count
     processes = options.nproc or 1
-    config: BaseConfig | None = None
+    config, wanted_device = None, _wanted_device(parsed)
     if parsed.config_files or parsed.deepspeed or set(parsed.values) - _NO_RUN:
         config, config_checks = check_config(arguments, kind, processes * count)
         yield from config_checks
-    examination = Examination(
-        environment,
-        config,
-        wanted_device=_wanted_device(parsed) if config is None else config.device_type,
-        processes=processes,
-        whole_machine=options.nproc is None,
-        nodes=count,
-        min_devices=options.min_devices,
-        min_free_memory_gib=options.min_free_memory,
-    )
+    if config is not None:
+        wanted_device = config.device_type
+    machine = Machine(environment, config, wanted_device, count, options)
     torch_failed = False
     if not options.quick:
-        for check in examination.with_torch():
+        for check in machine.torch_checks():
             torch_failed |= check.name.startswith("torch") and check.verdict == "fail"
             yield check
-    yield from examination.quick()
+    yield from machine.quick_checks()
     yield from node_checks
     if nodes is not None:
         yield network.check_port(nodes)
-        yield network.check_master_address(nodes)
-        yield network.check_master_reachable(nodes)
-        yield network.check_own_name(nodes, environment)
+        if nodes.count > 1:
+            yield network.check_master_address(nodes)
+            yield network.check_master_reachable(nodes)
+            yield network.check_own_name(environment)
+        else:
+            for name in ("master_address", "master_reachable", "own_address"):
+                yield Check(name).skip(_("one node"))
     if options.quick or torch_failed:
         return
     if config is not None:
-        yield from examination.with_data(kind, arguments)
-    yield from examination.with_operators(everything=options.full)
+        yield from machine.data_checks(kind, arguments)
+    yield from machine.operator_checks()
     if options.full:
-        device_type = examination.device_type
-        yield from check_launched(processes, device_type, environment)
-        yield check_dry_run(kind, processes, device_type, config, environment)
-
-
-def _wanted_device(parsed: Parsed) -> str:
-    return str(parsed.values["device_type"].value) if "device_type" in parsed.values else "auto"
+        yield from check_launched(processes, machine.device_type, environment)
+        yield check_dry_run(kind, processes, machine.device_type, config, environment)
 
 
 @dataclass
-class Examination:
-    """A machine, and a run that is to start on it.
+class Machine:
+    """This machine, and a run that is to start on it.
 
     Attributes:
         environment: the variables that the run will be started with.
         config: the resolved configuration; None if there is none, or it is wrong.
         wanted_device: the requested device type, or auto.
-        processes: processes that will be started on this machine.
-        whole_machine: the number of processes is not given; then all devices are looked at.
-        min_devices, min_free_memory_gib: what the preset asks for; None if it does not.
-        torch_device: the type that torch takes; None as long as torch was not asked.
+        nodes: machines of the run.
+        options: processes here (all devices are examined if their number is not given), and what a
+            preset asks of the devices.
         reports: of npu-smi and the NVIDIA driver.
+        device_type: the type that the run takes, as far as is known; torch knows best.
     """
 
     environment: Mapping[str, str]
     config: BaseConfig | None
     wanted_device: str
-    processes: int
     nodes: int
-    whole_machine: bool = False
-    min_devices: int | None = None
-    min_free_memory_gib: float | None = None
-    torch_device: str | None = None
+    options: DoctorOptions
     reports: Sequence[SmiReport] = field(default_factory=read_devices)
 
-    @cached_property
-    def device_type(self) -> str:
-        """The type that the run takes, as far as is known."""
-        if self.torch_device is not None:
-            return self.torch_device
-        torch_version, cuda = versions.torch_build()
-        usable = ["npu"] if find_spec("torch_npu") is not None else []
-        usable += ["cuda"] if cuda or not torch_version else []
-        return devices.accelerator(self.reports, self.wanted_device, usable)
+    def __post_init__(self) -> None:
+        self.processes = self.options.nproc or 1
+        self.has_torch_npu = find_spec("torch_npu") is not None
+        self.torch_version, self.torch_cuda = versions.torch_build()
+        usable = ["npu"] if self.has_torch_npu else []
+        usable += ["cuda"] if self.torch_cuda or not self.torch_version else []
+        self.device_type = devices.accelerator(self.reports, self.wanted_device, usable)
 
-    @cached_property
+    @property
     def demands(self) -> Demands:
         return demands_of(self.config, self.device_type, self.processes, self.nodes)
 
-    def _report(self, device_type: str) -> SmiReport | None:
-        return next((report for report in self.reports if report.device_type == device_type), None)
-
-    def quick(self, *, waits: bool = False) -> Iterator[Check]:
-        """What needs neither torch nor another machine nor a process of its own.
+    def quick_checks(self, *, waits: bool = False) -> Iterator[Check]:
+        """Check what needs neither torch nor another machine nor a process of its own.
 
         Args:
             waits: see `check_locations`.
         """
         yield from self._software()
-        yield from self._accelerators()
-        yield from self._machine()
-        yield from network.check_variables(
-            self.environment, self.device_type, self.processes, self.nodes
-        )
+        yield from self._devices()
+        yield from self._host()
+        yield from network.check_variables(self.environment, self.processes, self.nodes)
         if self.config is not None:
             yield from check_locations(self.config, waits=waits)
 
     def _software(self) -> Iterator[Check]:
-        """Python, packages, and what goes with the devices."""
+        """Check Python, packages, and what goes with the devices."""
         requirements = versions.own_requirements(("deepspeed",) if self.demands.deepspeed else ())
         yield versions.check_python()
         yield versions.check_packages(requirements)
-        torch_version, cuda = versions.torch_build()
-        npu = self._report("npu")
+        npu, home = devices.report_of(self.reports, "npu"), versions.cann_home(self.environment)
         npus_here = versions.npus_present() or bool(npu and npu.devices)
-        importable = find_spec("torch_npu") is not None
         yield versions.check_ascend_home(
             self.environment,
-            needed=importable or npus_here,
-            builds_operators=self.demands.cpu_adam and importable,
-        )
-        home = versions.cann_home(self.environment)
-        installed = versions.AscendSoftware(
-            torch=torch_version,
-            torch_npu=versions.installed_version("torch_npu"),
-            cann=versions.cann_version(Path(home)) if home else None,
-            floor=versions.lowest_torch(requirements),
+            needed=self.has_torch_npu or npus_here,
+            builds_operators=self.demands.cpu_adam and self.has_torch_npu,
         )
         yield versions.check_pairing(
-            installed, torch_cuda=cuda, importable=importable, npus_here=npus_here
+            self.torch_version,
+            versions.installed_version("torch_npu"),
+            versions.cann_version(Path(home)) if home else None,
+            versions.lowest_torch(requirements),
+            torch_cuda=self.torch_cuda,
+            importable=self.has_torch_npu,
+            npus_here=npus_here,
         )
-        yield versions.check_cuda_build(
-            torch_version, cuda, self._report("cuda"), self.wanted_device == "cuda"
-        )
+        cuda, requested = devices.report_of(self.reports, "cuda"), self.wanted_device == "cuda"
+        yield versions.check_cuda_build(self.torch_version, self.torch_cuda, cuda, requested)
 
-    def _accelerators(self) -> Iterator[Check]:
-        """Devices, their memory and health."""
+    def _devices(self) -> Iterator[Check]:
+        """Check the devices, their memory and health."""
+        min_devices = self.options.min_devices
         yield devices.check_devices(
             self.reports,
             self.device_type,
             self.environment,
             processes=self.processes,
-            min_devices=self.min_devices,
+            min_devices=min_devices,
         )
         if self.device_type not in devices.TOOLS:
             return
-        seen = devices.visible_devices(self._report(self.device_type), self.environment)
-        used = max(self.processes, self.min_devices or 0)
-        if self.whole_machine and not self.min_devices:
+        report = devices.report_of(self.reports, self.device_type)
+        seen = devices.visible_devices(report, self.environment)
+        used = max(self.processes, min_devices or 0)
+        if self.options.nproc is None and min_devices is None:
             used = len(seen)
-        needed = self.min_free_memory_gib
+        needed = self.options.min_free_memory
         needed_bytes = None if needed is None else int(needed * 2**30)
         yield devices.check_device_memory(seen, needed_devices=used, needed_bytes=needed_bytes)
         yield devices.check_device_health(seen[:used])
 
-    def _machine(self) -> Iterator[Check]:
-        """Host memory, limits, disk, compiler."""
+    def _host(self) -> Iterator[Check]:
+        """Check host memory, limits, disk and compiler."""
         demands, config = self.demands, self.config
         yield host.check_host_memory(HostMeter().look(), demands.host_bytes, demands.host_for)
         yield host.check_shared_memory(self.processes, demands.loader_workers)
         yield host.check_locked_memory(demands.pinned, self.nodes)
         yield host.check_open_files()
-        output = Path(config.output_dir) if config is not None else Path.cwd()
-        yield host.check_disk("output", output, demands.disk_bytes)
-        yield from host.check_locks("output", output)
+        folders = {"output": Path.cwd() if config is None else Path(config.output_dir)}
         if config is not None and config.cache_dir is not None:
-            yield host.check_disk("cache", Path(config.cache_dir))
-            yield from host.check_locks("cache", Path(config.cache_dir))
+            folders["cache"] = Path(config.cache_dir)
+        for use, folder in folders.items():
+            yield host.check_disk(use, folder, demands.disk_bytes if use == "output" else 0)
+            yield from host.check_locks(use, folder)
         built = ""
         if demands.cpu_adam:
             built = _("DeepSpeed's CPU Adam")
@@ -375,16 +345,17 @@ class Examination:
             built = _("DeepSpeed's operator for processes on one CPU")
         yield host.check_compiler(built, self.environment)
 
-    def with_torch(self) -> list[Check]:
-        """What torch sees, and which device type it takes."""
+    def torch_checks(self) -> list[Check]:
+        """Check what torch sees, and which device type it takes."""
         listed = sum(len(report.devices) for report in self.reports)
-        checks, self.torch_device = devices.check_torch(
+        checks, device_type = devices.check_torch(
             self.environment, self.wanted_device, self.config, listed, self.processes
         )
+        self.device_type = device_type or self.device_type
         return checks
 
-    def with_data(self, kind: RunKind, arguments: Sequence[str]) -> list[Check]:
-        """Model folder, tokenizer, template and data, read as a run would."""
+    def data_checks(self, kind: RunKind, arguments: Sequence[str]) -> list[Check]:
+        """Check model folder, tokenizer, template and data, read as a run would."""
         answer = ask(
             "finetune.commands.doctor.data_probe",
             {
@@ -398,25 +369,23 @@ class Examination:
         )
         if answer.report is not None:
             return [Check(**found) for found in answer.report]
-        what = _("model and data could not be read: {reason}").format(reason=answer.reason)
+        what = _("model and data could not be read: {reason}")
         fix = _("python -m finetune inspect shows the records and what is wrong with them")
-        return [fail("data", what, fix)]
+        return [Check("data").fail(what, fix, reason=answer.reason)]
 
-    def with_operators(self, *, everything: bool) -> Iterator[Check]:
-        """DeepSpeed's operators, as far as the run builds them.
-
-        Args:
-            everything: also those that the run does not need; then a failure is a warning.
+    def operator_checks(self) -> Iterator[Check]:
+        """Check DeepSpeed's operators, as far as the run builds them; with --full also the others,
+        whose failure is a warning.
         """
-        demands = self.demands
+        demands, full = self.demands, self.options.full
         if find_spec("deepspeed") is None:
-            if everything:
-                yield skip("cpu_adam", _("DeepSpeed is not installed"))
+            if full:
+                yield Check("cpu_adam").skip(_("DeepSpeed is not installed"))
             return
-        if self.device_type == "cpu" and (everything or demands.deepspeed):
+        if self.device_type == "cpu" and (full or demands.deepspeed):
             check = host.check_shared_memory_operator(self.environment)
             yield check if demands.deepspeed else _at_most_a_warning(check)
-        if everything or demands.cpu_adam:
+        if full or demands.cpu_adam:
             check = host.check_cpu_adam(self.device_type, self.environment)
             yield check if demands.cpu_adam else _at_most_a_warning(check)
 
@@ -429,33 +398,33 @@ def _at_most_a_warning(check: Check) -> Check:
 
 
 def show(checks: Iterable[Check], console: Console) -> list[Check]:
-    """Print each check as it comes, with the fix under what needs one; then a summary. Returns the
-    checks.
+    """Print each check as it comes, with the fix under what needs one; then a summary.
+
+    Returns: the checks.
     """
-    made = []
+    shown = []
+    if not console.is_terminal:
+        console.width = UNWRAPPED
     for check in checks:
-        made.append(check)
+        shown.append(check)
         tag, style = TAGS[check.verdict]
-        rows = [(Text(tag, style), check.name, Text(check.what, "dim" * (check.verdict == "skip")))]
+        what = Text(check.what, "dim" if check.verdict == "skip" else "")
+        console.print(_row(Text(tag, style), check.name, what))
         if check.fix is not None:
-            rows.append((Text(), "", Text(_("fix: {fix}").format(fix=check.fix), style)))
-        if console.is_terminal:
-            table = Table.grid(padding=(0, 1))
-            for width in (9, 22, None):
-                table.add_column(width=width)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-        else:
-            for row in rows:
-                line = f"{row[0].plain:<9} {row[1]:<22} {row[2].plain}"
-                console.print(Text(line), soft_wrap=True)
-    console.print(Text(summary(made), style=TAGS[worst(made)][1]), soft_wrap=True)
-    return made
+            fix = Text(_("fix: {fix}").format(fix=check.fix), style)
+            console.print(_row(Text(), "", fix))
+    console.print(Text(summary(shown), style=TAGS[worst(shown)][1]), soft_wrap=True)
+    return shown
+
+
+def _row(tag: Text, name: str, text: Text) -> Table:
+    table = Table.grid(Column(width=9), Column(width=22), padding=(0, 1))
+    table.add_row(tag, name, text)
+    return table
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """How many of each verdict, and what that means."""
+    """Count the checks of each verdict, and state what that means."""
     count = {verdict: sum(check.verdict == verdict for check in checks) for verdict in TAGS}
     text = _("{ok} ok, {warn} warnings, {fail} errors, {skip} skipped: ready to start")
     if count["fail"]:
@@ -464,11 +433,11 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def to_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """The form of `--json`."""
+    """Return the form of `--json`."""
     return {
         "verdict": worst(checks),
         "exit_code": exit_code(checks),
-        "checks": [check.to_json() for check in checks],
+        "checks": [asdict(check) for check in checks],
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, failed, ok, warn
+from finetune.commands.doctor.check import Check, failed
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, run_kind
 from finetune.config.paths import is_hub_id
@@ -26,70 +26,58 @@ from finetune.storage.run_lock import holder, is_held
 def check_config(
     arguments: Sequence[str], kind: RunKind, world_size: int
 ) -> tuple[BaseConfig | None, list[Check]]:
-    """Resolve a configuration: (what it is, or None), and the checks of its values and batch."""
+    """Resolve a configuration: return it, or None, and the checks of its values and batch."""
     try:
         resolved = resolve(arguments, world_size=world_size, model_class=kind.config_class)
     except FinetuneError as error:
         return None, failed("config", error)
-    doubts = [
-        note.removeprefix("warning: ") for note in resolved.notes if note.startswith("warning: ")
-    ]
+    checks = [Check("config").ok(_("{kind}: the configuration is valid"), kind=kind.name)]
+    for note in resolved.notes:
+        if note.startswith("warning: "):
+            doubt = note.removeprefix("warning: ")
+            checks.append(Check("config", "warn", doubt, doubt))
     batch, values = resolved.config.describe_batch(world_size)
-    return resolved.config, [
-        ok("config", _("{kind}: the configuration is valid").format(kind=kind.name)),
-        *(warn("config", doubt, doubt) for doubt in doubts),
-        ok("batch", batch, **values),
-    ]
+    return resolved.config, [*checks, Check("batch", "ok", batch, values=values)]
 
 
 def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
-    """Files and folders that the configuration names, and what the output folder holds.
+    """Check the files and folders that the configuration names, and what the output folder holds.
 
     Args:
         waits: the run will be started, and waits a while for another one to leave the output
             folder.
     """
-    problems = run_kind(config).check(config)
-    checks = [check for problem in problems for check in failed("paths", problem)]
-    checks = checks or [ok("paths", _("files and folders of the configuration are there"))]
+    checks = [check for error in run_kind(config).check(config) for check in failed("paths", error)]
+    if not checks:
+        checks = [Check("paths").ok(_("files and folders of the configuration are there"))]
     return [*checks, *check_output(config, waits=waits)]
 
 
 def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
-    """Whether the output folder is free, a run to resume, taken, or somebody else's."""
-    name, folder = "output_folder", Path(config.output_dir)
+    """Check whether the output folder is free, a run to resume, taken, or somebody else's."""
+    check, folder = Check("output_folder"), Path(config.output_dir)
     try:
         found = describe_folder(folder)
     except FinetuneError as problem:
-        return failed(name, problem)
+        return failed(check.name, problem)
     if found.kind == "empty":
-        return [ok(name, _("{folder} is free").format(folder=folder))]
+        return [check.ok(_("{folder} is free"), folder=folder)]
     if found.kind == "other":
-        what = _("{folder} is not empty and holds no run").format(folder=folder)
-        return [fail(name, what, _("choose an empty or new --output-dir"))]
-    if (other := lock_holder(folder)) is not None:
-        what = _("{folder} is in use by another run ({holder})").format(folder=folder, holder=other)
-        return [
-            (warn if waits else fail)(name, what, _("wait for it, or choose another --output-dir"))
-        ]
+        what = _("{folder} is not empty and holds no run")
+        return [check.fail(what, _("choose an empty or new --output-dir"), folder=folder)]
+    if is_held(folder):
+        signed = holder(folder)
+        other = _("unknown process")
+        if {"pid", "host"} <= signed.keys():
+            other = _("pid {pid} on {host}").format(pid=signed["pid"], host=signed["host"])
+        what = _("{folder} is in use by another run ({holder})")
+        fix = _("wait for it, or choose another --output-dir")
+        return [(check.warn if waits else check.fail)(what, fix, folder=folder, holder=other)]
     status = found.status or {}
     state, step = status.get("state", "unknown"), status.get("step")
     shown = state if step is None else _("{state} at step {step}").format(state=state, step=step)
     what = _("{folder} holds a run ({state}): the same run is resumed there, another is refused")
-    return [ok(name, what.format(folder=folder, state=shown), state=state)]
-
-
-def lock_holder(run_folder: Path) -> str | None:
-    """Who holds a run folder, as signed there; None where nobody does, as far as can be seen.
-    Changes nothing.
-    """
-    if not is_held(run_folder):
-        return None
-    facts = holder(run_folder)
-    try:
-        return _("pid {pid} on {host}").format(pid=facts["pid"], host=facts["host"])
-    except KeyError:
-        return _("unknown process")
+    return [Check(check.name, values={"state": state}).ok(what, folder=folder, state=shown)]
 
 
 # ---------------------------------------------------------------- what the run asks of the machine
@@ -97,7 +85,7 @@ def lock_holder(run_folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a configuration asks of the machine; lower bounds, 0 where nothing is known.
+    """What a configuration asks of one of its machines; lower bounds, 0 if nothing is known.
 
     Attributes:
         deepspeed: the run is under DeepSpeed.
@@ -118,34 +106,32 @@ class Demands:
 
 
 def demands_of(config: BaseConfig | None, device_type: str, processes: int, nodes: int) -> Demands:
-    """What a configuration asks of one of its machines."""
+    """Return what a configuration asks of one of its machines."""
     if config is None:
         return Demands()
     keys: dict[str, Any] = config.deepspeed or {}
     zero = keys.get("zero_optimization", {})
-    optimizer, parameters = (
-        zero.get(name) or {} for name in ("offload_optimizer", "offload_param")
-    )
+    optimizer, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
+    has_optimizer_offload = optimizer.get("device") == "cpu"
     weights = weight_bytes(config.base_model) if config.base_model is not None else 0
-    full = config.trains_all_weights
-    host_bytes, host_for = 0, ""
+    host_bytes, host_for, disk_bytes = 0, "", 0
     if device_type == "cpu" and weights:
         host_bytes = weights // nodes if zero.get("stage") == 3 else weights * processes
         host_for = _("the model's weights")
     if parameters.get("device") == "cpu":
         host_bytes, host_for = weights // nodes, _("offloaded weights")
-    if full and optimizer.get("device") == "cpu":
-        # float32 weights, gradients and two moments: 16 bytes for each parameter of 2 bytes on
-        # disk.
-        host_bytes += 8 * weights // nodes
-        host_for = _("offloaded weights and optimizer")
-    # Float32 weights and two moments in each checkpoint, of which there is one too many while the
-    # next is written.
-    disk_bytes = (6 * weights * (config.save_total_limit + 1) + weights) if full else 0
+    if config.trains_all_weights:
+        if has_optimizer_offload:
+            # float32 weights, gradients and two moments: 16 bytes for each parameter of 2 bytes
+            # on disk
+            host_bytes += 8 * weights // nodes
+            host_for = _("offloaded weights and optimizer")
+        # Float32 weights and two moments in each checkpoint, of which there is one too many while
+        # the next is written.
+        disk_bytes = 6 * weights * (config.save_total_limit + 1) + weights
     return Demands(
         deepspeed=bool(keys),
-        cpu_adam=optimizer.get("device") == "cpu"
-        and keys.get("zero_force_ds_cpu_optimizer") is True,
+        cpu_adam=has_optimizer_offload and keys.get("zero_force_ds_cpu_optimizer") is True,
         pinned=any(_pins(block, device_type) for block in (optimizer, parameters)),
         loader_workers=config.dataloader_num_workers,
         host_bytes=host_bytes,
@@ -155,7 +141,7 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
 
 
 def _pins(block: dict[str, Any], device_type: str) -> bool:
-    """Whether offload is pinned, or would be if as much memory as that may be locked
+    """Return whether offload is pinned, or would be if as much memory as that may be locked
     (`deepspeed_dict`).
     """
     by_default = device_type in ("npu", "cuda") and block.get("device", "none") != "none"
@@ -163,7 +149,7 @@ def _pins(block: dict[str, Any], device_type: str) -> bool:
 
 
 def weight_bytes(model: str) -> int:
-    """Bytes of a local model's safetensors; 0 for a model on the hub."""
-    if is_hub_id(model) or not Path(model).is_dir():
+    """Return the bytes of a local model's safetensors; 0 for a model on the hub."""
+    if is_hub_id(model):
         return 0
     return sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))

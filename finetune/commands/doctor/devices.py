@@ -1,7 +1,7 @@
 """Accelerators: how many a run sees, how much of their memory is free, who holds the rest, their
 health, and what torch can do with them.
 
-    python -m finetune.commands.doctor.devices REPORT < {"device_type": "auto", "language": "en"}
+    python -m finetune.commands.doctor.devices < {"device_type": "auto", "language": "en"}
 
 is the process of its own that imports torch (and torch_npu), multiplies two matrices on the device,
 and reports what the device can do.
@@ -9,18 +9,19 @@ and reports what the device can do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, ok, skip, warn
-from finetune.commands.doctor.probe import Answer, answer_with, ask
+from finetune.commands.doctor.check import Check
+from finetune.commands.doctor.probe import Answer, answer_with, ask, run_to_end
 from finetune.config.base_config import BaseConfig
 from finetune.runtime import device as runtime_device
-from finetune.runtime.language import _
-from finetune.runtime.smi import SmiDevice, SmiProcess, SmiReport, visible
+from finetune.runtime.language import N_, _
+from finetune.runtime.smi import SmiDevice, SmiReport, visible
 from finetune.storage.durable_files import format_bytes
 
 MODULE = "finetune.commands.doctor.devices"
@@ -31,6 +32,10 @@ TOOLS = {"npu": "npu-smi", "cuda": "NVML"}
 HELD_SHARE = 0.15
 # npu-smi's own names for a device that cannot be used.
 SICK = ("alarm", "critical", "fault", "offline")
+_DRIVER_FIX = N_(
+    "as root look at the driver (dmesg, lsmod), reload it or restart the machine; in a container"
+    " pass the devices in"
+)
 
 
 def accelerator(reports: Sequence[SmiReport], requested: str, usable: Sequence[str]) -> str:
@@ -50,6 +55,10 @@ def accelerator(reports: Sequence[SmiReport], requested: str, usable: Sequence[s
     return "cuda" if "cuda" in listed and "cuda" in usable else "cpu"
 
 
+def report_of(reports: Sequence[SmiReport], device_type: str) -> SmiReport | None:
+    return next((report for report in reports if report.device_type == device_type), None)
+
+
 def visible_devices(report: SmiReport | None, environment: Mapping[str, str]) -> list[SmiDevice]:
     """Return the devices that a program started with these variables would see."""
     if report is None:
@@ -63,80 +72,80 @@ def check_devices(
     device_type: str,
     environment: Mapping[str, str],
     *,
-    processes: int | None = None,
+    processes: int,
     min_devices: int | None = None,
 ) -> Check:
-    """Whether there are as many devices as processes, and as the preset asks for.
+    """Check that there are as many devices as processes, and as the preset asks for.
 
     Args:
         device_type: "npu", "cuda", "mps" or "cpu"; see `accelerator`.
-        processes: processes on this machine; None where not known.
+        processes: processes on this machine.
         min_devices: least number of devices; None: as many as processes.
     """
-    name = "devices"
     if device_type not in TOOLS:
-        return _without_accelerator(name, reports, device_type, min_devices)
-    tool = TOOLS[device_type]
-    report = next((one for one in reports if one.device_type == device_type), None)
+        return _without_accelerator(reports, device_type, min_devices)
+    check, tool, report = Check("devices"), TOOLS[device_type], report_of(reports, device_type)
     if report is None:
-        what = _("{tool} was not found: devices and their memory are not known").format(tool=tool)
-        return warn(name, what, _("install the driver with its tools; npu-smi must be on PATH"))
-    # torch tells whether it is the tool alone, as in a container that it was not made for
+        return check.warn(
+            _("{tool} was not found: devices and their memory are not known"),
+            _("install the driver with its tools; npu-smi must be on PATH"),
+            tool=tool,
+        )
     if not report.devices:
-        what = _("devices and their memory are not known: {tool}: {problem}")
-        return warn(name, what.format(tool=tool, problem=report.problem), _driver_fix())
-    return _enough_devices(name, report, environment, max(min_devices or 0, processes or 0, 1))
+        # a warning: torch finds out whether only the tool fails, as in some containers
+        return check.warn(
+            _("devices and their memory are not known: {tool}: {problem}"),
+            _(_DRIVER_FIX),
+            tool=tool,
+            problem=report.problem,
+        )
+    seen, needed = visible_devices(report, environment), max(min_devices or 0, processes)
+    names, driver = [device.name for device in seen], report.driver_version
+    count = {"visible": len(seen), "here": len(report.devices)}
+    check = Check("devices", values={**count, "names": names, "driver": driver})
+    variable = runtime_device.DEVICE_KINDS[device_type].visible_variable
+    shown = f" ({variable}={environment[variable]})" if variable in environment else ""
+    if len(seen) < needed:
+        fewest = max(1, len(seen))
+        return check.fail(
+            _("{visible} of {here} devices are visible{variable}; {needed} are needed"),
+            _("make more devices visible, or start at most {count} processes (--nproc {count})"),
+            variable=shown,
+            needed=needed,
+            count=fewest,
+        )
+    kinds = " + ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+    if len(set(names)) > 1:
+        return check.warn(
+            _("devices of different kinds: {kinds}; all wait for the slowest"),
+            _("choose equal ones with {variable}"),
+            kinds=kinds,
+            variable=variable,
+        )
+    return check.ok(_("{kinds}, driver {driver}{variable}"), kinds=kinds, variable=shown)
 
 
 def _without_accelerator(
-    name: str, reports: Sequence[SmiReport], device_type: str, min_devices: int | None
+    reports: Sequence[SmiReport], device_type: str, min_devices: int | None
 ) -> Check:
+    check = Check("devices")
     if min_devices:
-        what = _("{count} devices are needed, and there is no accelerator here").format(
-            count=min_devices
+        return check.fail(
+            _("{count} devices are needed, and there is no accelerator here"),
+            _("use a machine with accelerators, or a preset for one device"),
+            count=min_devices,
         )
-        return fail(name, what, _("use a machine with accelerators, or a preset for one device"))
-    problems = "; ".join(
-        f"{TOOLS[one.device_type]}: {one.problem}" for one in reports if one.problem
-    )
+    problems = [f"{TOOLS[one.device_type]}: {one.problem}" for one in reports if one.problem]
     if problems:
-        what = _("no device answers, the run takes the CPU: {problems}").format(problems=problems)
-        return warn(name, what, _driver_fix())
-    return ok(name, _("the run takes the {device_type}").format(device_type=device_type))
+        return check.warn(
+            _("no device answers, the run takes the CPU: {problems}"),
+            _(_DRIVER_FIX),
+            problems="; ".join(problems),
+        )
+    return check.ok(_("the run takes the {device_type}"), device_type=device_type)
 
 
-def _driver_fix() -> str:
-    return _(
-        "as root look at the driver (dmesg, lsmod), reload it or restart the machine; in a"
-        " container pass the devices in"
-    )
-
-
-def _enough_devices(
-    name: str, report: SmiReport, environment: Mapping[str, str], needed: int
-) -> Check:
-    seen = visible_devices(report, environment)
-    names = [one.name for one in seen]
-    count = {"visible": len(seen), "here": len(report.devices)}
-    values = count | {"names": names, "driver": report.driver_version}
-    variable = runtime_device.DEVICE_KINDS[report.device_type].visible_variable
-    shown = f" ({variable}={environment[variable]})" if variable in environment else ""
-    if len(seen) < needed:
-        what = _("{visible} of {here} devices are visible{variable}; {needed} are needed")
-        fix = _("make more devices visible, or start at most {count} processes (--nproc {count})")
-        what = what.format(variable=shown, needed=needed, **count)
-        return fail(name, what, fix.format(count=max(1, len(seen))), **values)
-    kinds = " + ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
-    if len(set(names)) > 1:
-        what = _("devices of different kinds: {kinds}; all wait for the slowest")
-        fix = _("choose equal ones with {variable}").format(variable=variable)
-        return warn(name, what.format(kinds=kinds), fix, **values)
-    what = _("{kinds}, driver {driver}{variable}")
-    what = what.format(kinds=kinds, driver=report.driver_version, variable=shown)
-    return ok(name, what, **values)
-
-
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- memory and health
 
 
 def check_device_memory(
@@ -145,7 +154,7 @@ def check_device_memory(
     needed_devices: int | None = None,
     needed_bytes: int | None = None,
 ) -> Check:
-    """Whether enough devices have enough free memory, and who holds it where they have not.
+    """Check that enough devices have enough free memory; report who holds it if they do not.
 
     Args:
         devices: those that the run sees.
@@ -153,46 +162,61 @@ def check_device_memory(
         needed_bytes: free memory that each must have; None: nobody else should hold a notable
             share.
     """
-    name = "device_memory"
-    known = [one for one in devices if one.free_bytes is not None]
+    known = [device for device in devices if device.free_bytes is not None]
     if not known:
-        return skip(name, _("no device reports its memory"))
+        return Check("device_memory").skip(_("no device reports its memory"))
+
+    def is_free(device: SmiDevice) -> bool:
+        if needed_bytes is None:
+            return (device.used_bytes or 0) <= HELD_SHARE * (device.total_bytes or 1)
+        return (device.free_bytes or 0) >= needed_bytes
+
     count = len(known) if needed_devices is None else needed_devices
-    first = known[:count]
+    first, free = known[:count], [device for device in known if is_free(device)]
     values = {
-        "devices": [_numbers(one) for one in devices],
+        "devices": [_numbers(device) for device in devices],
         "needed_bytes": needed_bytes,
         "needed_devices": count,
     }
+    check = Check("device_memory", values=values)
+    short = [device for device in first if device not in free]
+    if not short and (needed_bytes is None or len(free) >= count):
+        least = format_bytes(min(device.free_bytes or 0 for device in first))
+        return check.ok(
+            _("at least {least} free on each of {count} devices"), least=least, count=len(first)
+        )
+    pids = sorted({process.pid for device in short for process in device.processes or ()})
+    fix = _("use a smaller batch, or wait until the devices are free")
+    if len(free) >= count:
+        fix = _("show it the free ones: {ids} of those that are visible now")
+    elif pids:
+        fix = _(
+            "end what is yours of the processes {pids} (python -m finetune clean ends what our runs"
+            " left)"
+        )
+    elif any(device.processes is not None for device in short):
+        fix = _(
+            "nobody is listed as holder: a process of another container, or one that ended badly;"
+            " look there"
+        )
+    words = {
+        "devices": "; ".join(map(_held, short)),
+        "needed": format_bytes(needed_bytes or 0),
+        "enough": len(free),
+        "count": count,
+        "pids": ", ".join(map(str, pids[:8])),
+        "ids": ",".join(str(device.index) for device in free[:count]),
+    }
     if needed_bytes is None:
-        held = [one for one in first if (one.used_bytes or 0) > HELD_SHARE * (one.total_bytes or 1)]
-        if held:
-            what = _("memory is held already: {devices}").format(devices=_held(held))
-            return warn(name, what, _holders_fix(held, devices), **values)
-    else:
-        enough = [one for one in known if (one.free_bytes or 0) >= needed_bytes]
-        short = [one for one in first if one not in enough]
-        texts = {"count": count, "needed": format_bytes(needed_bytes), "devices": _held(short)}
-        if len(enough) < count:
-            what = _("{enough} devices have {needed} free, {count} are needed: {devices}")
-            return fail(
-                name,
-                what.format(enough=len(enough), **texts),
-                _holders_fix(short, devices),
-                **values,
-            )
-        if short:
-            what = _(
-                "the run takes the first {count} devices, and not all have {needed} free: {devices}"
-            )
-            fix = _("show it the free ones: {ids} of those that are visible now")
-            ids = ",".join(str(one.index) for one in enough[:count])
-            return warn(name, what.format(**texts), fix.format(ids=ids), **values)
-    least = format_bytes(min(one.free_bytes or 0 for one in first))
-    return ok(
-        name,
-        _("at least {least} free on each of {count} devices").format(least=least, count=len(first)),
-        **values,
+        return check.warn(_("memory is held already: {devices}"), fix, **words)
+    if len(free) < count:
+        return check.fail(
+            _("{enough} devices have {needed} free, {count} are needed: {devices}"), fix, **words
+        )
+    return check.warn(
+        _("the run takes the first {count} devices, and not all have {needed} free: {devices}"),
+        fix,
+        **words,
     )
 
 
@@ -206,74 +230,39 @@ def _numbers(device: SmiDevice) -> dict[str, Any]:
     }
 
 
-def _held(devices: Sequence[SmiDevice]) -> str:
+def _held(device: SmiDevice) -> str:
     """`NPU 1: 6.0 GiB of 64.0 GiB free (pid 208841 python3 54.6 GiB)`."""
-    shown = []
-    for one in devices:
-        holders = sorted(one.processes or (), key=lambda process: -(process.memory_bytes or 0))[:4]
-        text = _("{label}: {free} of {total} free").format(
-            label=one.label,
-            free=format_bytes(one.free_bytes or 0),
-            total=format_bytes(one.total_bytes or 0),
-        )
-        shown.append(f"{text} ({', '.join(map(_holder, holders))})" if holders else text)
-    return "; ".join(shown)
-
-
-def _holder(process: SmiProcess) -> str:
-    memory = "" if process.memory_bytes is None else format_bytes(process.memory_bytes)
-    return " ".join(filter(None, (f"pid {process.pid}", process.name, memory)))
-
-
-def _holders_fix(short: Sequence[SmiDevice], devices: Sequence[SmiDevice]) -> str:
-    pids = sorted({process.pid for one in short for process in one.processes or ()})
-    free = [str(one.index) for one in devices if one not in short]
-    steps = []
-    if pids:
-        step = _(
-            "end what is yours of the processes {pids} (python -m finetune clean ends what our runs"
-            " left)"
-        )
-        steps.append(step.format(pids=", ".join(map(str, pids[:8]))))
-    elif any(one.processes is not None for one in short):
-        steps.append(
-            _(
-                "nobody is listed as holder: a process of another container, or one that ended"
-                " badly; look there"
-            )
-        )
-    if free:
-        steps.append(_("or take the other devices: {ids}").format(ids=",".join(free)))
-    return "; ".join(steps) or _("use a smaller batch, or wait until the devices are free")
-
-
-# ---------------------------------------------------------------- health
+    free, total = format_bytes(device.free_bytes or 0), format_bytes(device.total_bytes or 0)
+    text = _("{label}: {free} of {total} free").format(label=device.label, free=free, total=total)
+    holders = []
+    by_memory = sorted(device.processes or (), key=lambda process: -(process.memory_bytes or 0))
+    for process in by_memory[:4]:
+        memory = "" if process.memory_bytes is None else format_bytes(process.memory_bytes)
+        holders.append(f"pid {process.pid} {process.name} {memory}".rstrip())
+    return f"{text} ({', '.join(holders)})" if holders else text
 
 
 def check_device_health(devices: Sequence[SmiDevice]) -> Check:
-    """What the driver reports about the devices' health."""
-    name = "device_health"
-    values = {one.label: one.health for one in devices if one.health}
-    if not values:
-        return skip(name, _("no device reports its health"))
-    unwell = {label: health for label, health in values.items() if health.upper() != "OK"}
+    """Report what the driver says about the devices' health."""
+    healths = {device.label: device.health for device in devices if device.health}
+    check = Check("device_health", values=healths)
+    if not healths:
+        return check.skip(_("no device reports its health"))
+    unwell = {label: health for label, health in healths.items() if health.upper() != "OK"}
     if not unwell:
-        return ok(name, _("{count} devices are well").format(count=len(values)), **values)
-    verdict = (
-        fail
-        if any(health.lower() in SICK or "ECC" in health for health in unwell.values())
-        else warn
+        return check.ok(_("{count} devices are well"), count=len(healths))
+    is_sick = any(health.lower() in SICK or "ECC" in health for health in unwell.values())
+    return (check.fail if is_sick else check.warn)(
+        _("the driver reports {healths}"),
+        _(
+            "leave these devices out (visible-device variable), and have them looked at: npu-smi"
+            " info -t health, or nvidia-smi -q -d ECC"
+        ),
+        healths=", ".join(f"{label}: {health}" for label, health in unwell.items()),
     )
-    what = _("the driver reports {healths}")
-    fix = _(
-        "leave these devices out (visible-device variable), and have them looked at: npu-smi info"
-        " -t health, or nvidia-smi -q -d ECC"
-    )
-    shown = ", ".join(f"{label}: {health}" for label, health in unwell.items())
-    return verdict(name, what.format(healths=shown), fix, **values)
 
 
-# ---------------------------------------------------------------- what torch says
+# ---------------------------------------------------------------- what torch reports
 
 
 def check_torch(
@@ -283,153 +272,154 @@ def check_torch(
     devices_listed: int = 0,
     processes: int = 1,
 ) -> tuple[list[Check], str | None]:
-    """Import torch as a run would: (checks, the device type that a run takes or None).
+    """Import torch as a run would.
 
     Args:
         device_type: the configuration's, or auto.
-        processes: processes of the run on this machine.
         devices_listed: devices that npu-smi or the NVIDIA driver lists, to compare with.
+        processes: processes of the run on this machine.
+
+    Returns: the checks, and the device type that a run takes, or None.
     """
     request = {"device_type": device_type}
     answer = ask(MODULE, request, environment=environment, timeout_seconds=TORCH_TIMEOUT_SECONDS)
     report = answer.report
     if report is None:
         return [_import_failed(answer, environment)], None
-    checks = [ok("torch_import", f"torch {report['torch']}", version=report["torch"])]
-    if (version := report["torch_npu"]) is not None:
-        checks.append(
-            ok(
-                "torch_npu_import",
-                _("torch_npu {version} loads").format(version=version),
-                version=version,
-            )
-        )
+    version = report["torch"]
+    checks = [Check("torch_import", values={"version": version}).ok("torch {version}")]
+    if report["torch_npu"] is not None:
+        check = Check("torch_npu_import", values={"version": report["torch_npu"]})
+        checks.append(check.ok(_("torch_npu {version} loads")))
     checks.append(check_device_type(report, device_type, devices_listed, processes))
     return [*checks, check_capabilities(report, config)], report["device_type"]
 
 
 def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
-    """Which of the two it was: torch imports torch_npu by itself, so a torch_npu that cannot load
-    takes torch along.
+    """Find out which of the two failed: torch imports torch_npu by itself, so a torch_npu that
+    cannot load takes torch along.
     """
+    check = Check("torch_import")
     if answer.code is None:
-        what = _("importing torch and a matrix product on the device did not end in {seconds:g} s")
-        fix = _(
-            "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the"
-            " visible-device variable; a slow shared file system shows here too"
+        return check.fail(
+            _("importing torch and a matrix product on the device did not end in {seconds:g} s"),
+            _(
+                "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the"
+                " visible-device variable; a slow shared file system shows here too"
+            ),
+            seconds=TORCH_TIMEOUT_SECONDS,
         )
-        return fail("torch_import", what.format(seconds=TORCH_TIMEOUT_SECONDS), fix)
     if find_spec("torch_npu") is not None:
-        alone = ask(
-            MODULE,
-            {"device_type": "cpu", "torch_npu": False},
+        alone = run_to_end(
+            [sys.executable, "-c", "import torch"],
             environment={**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             timeout_seconds=TORCH_TIMEOUT_SECONDS,
         )
-        if alone.report is not None:
-            what = _("torch_npu is installed but cannot be loaded: {reason}").format(
-                reason=answer.reason
+        if alone.code == 0:
+            return Check("torch_npu_import").fail(
+                _("torch_npu is installed but cannot be loaded: {reason}"),
+                _(
+                    "source CANN's set_env.sh in this shell, install the torch_npu that matches"
+                    " this torch, or remove it where there is no NPU: pip uninstall torch_npu"
+                ),
+                reason=answer.reason,
             )
-            fix = _(
-                "source CANN's set_env.sh in this shell, install the torch_npu that matches this"
-                " torch, or remove it where there is no NPU: pip uninstall torch_npu"
-            )
-            return fail("torch_npu_import", what, fix)
-    what = _("torch cannot be imported: {reason}").format(reason=answer.reason)
-    return fail("torch_import", what, _("install torch anew: pip install --force-reinstall torch"))
+    return check.fail(
+        _("torch cannot be imported: {reason}"),
+        _("install torch anew: pip install --force-reinstall torch"),
+        reason=answer.reason,
+    )
 
 
 def check_device_type(
     report: Mapping[str, Any], requested: str, devices_listed: int, processes: int = 1
 ) -> Check:
-    """Whether the device that is asked for is there, and whether torch sees what the driver
-    lists.
-    """
-    name = "torch_device"
+    """Check that the requested device is there, and that torch sees what the driver lists."""
     chosen, available, count = report["device_type"], report["available"], report.get("count")
     values = {"available": available, "device_type": chosen, "count": count}
+    check = Check("torch_device", values=values)
     if chosen not in available:
-        what = _("torch sees no {device_type}; it sees {available}")
-        what = what.format(device_type=chosen, available=", ".join(available))
-        fix = _("leave --device-type out, or install the driver and package that it needs")
-        return fail(name, what, fix, **values)
+        return check.fail(
+            _("torch sees no {device_type}; it sees {available}"),
+            _("leave --device-type out, or install the driver and package that it needs"),
+            available=", ".join(available),
+        )
     if count is not None and count < processes:
         what = _("torch sees {count} {device_type} devices, and {processes} processes are to start")
-        what = what.format(processes=processes, **values)
         fix = _("--nproc {count}, or make more devices visible").format(count=max(1, count))
-        return fail(name, what, fix, **values)
+        return check.fail(what, fix, processes=processes)
     if report["matmul_error"]:
-        what = _("a matrix product on {device_type} fails: {error}")
-        what = what.format(device_type=chosen, error=report["matmul_error"])
-        fix = _("update the driver, or install a torch that is built for this device")
-        return fail(name, what, fix, **values)
-    if requested == "auto" and chosen == "cpu" and devices_listed:
-        what = _("the driver lists {count} devices, torch sees none: the run takes the CPU")
-        fix = _(
-            "install the torch build for them (torch_npu, or a CUDA build), or unset the"
-            " visible-device variable"
+        return check.fail(
+            _("a matrix product on {device_type} fails: {error}"),
+            _("update the driver, or install a torch that is built for this device"),
+            error=report["matmul_error"],
         )
-        return warn(name, what.format(count=devices_listed), fix, **values)
+    if requested == "auto" and chosen == "cpu" and devices_listed:
+        return check.warn(
+            _("the driver lists {count} devices, torch sees none: the run takes the CPU"),
+            _(
+                "install the torch build for them (torch_npu, or a CUDA build), or unset the"
+                " visible-device variable"
+            ),
+            count=devices_listed,
+        )
     device = report["capabilities"]["name"]
-    what = _("torch takes {device} ({device_type}), a matrix product is right").format(
-        device=device if count is None else f"{count} x {device}", device_type=chosen
+    shown = device if count is None else f"{count} x {device}"
+    return check.ok(
+        _("torch takes {device} ({device_type}), a matrix product is right"), device=shown
     )
-    return ok(name, what, **values)
 
 
 def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> Check:
-    """bfloat16, fp8 and fused attention: what the device has against what is asked for."""
-    name, able = "capabilities", report.get("capabilities")
+    """Compare bfloat16, fp8 and fused attention of the device with what is asked for."""
+    able, device_type = report.get("capabilities"), report["device_type"]
     if able is None:
-        return skip(name, _("the device is not there"))
-    dtype, device = getattr(config, "dtype", "auto"), able["name"]
+        return Check("capabilities").skip(_("the device is not there"))
+    check, dtype = Check("capabilities", values=able), getattr(config, "dtype", "auto")
+    words = {"device": able["name"], "device_type": device_type}
     if dtype == "bfloat16" and not able["bfloat16"]:
-        what = _("{device} has no bfloat16, and the configuration asks for it").format(
-            device=device
+        return check.fail(
+            _("{device} has no bfloat16, and the configuration asks for it"),
+            _("--dtype float16, or --dtype float32"),
+            **words,
         )
-        return fail(name, what, _("--dtype float16, or --dtype float32"), **able)
-    if dtype == "float16" and report["device_type"] in ("cpu", "mps"):
-        what = _("float16 is not trained on {device_type}").format(
-            device_type=report["device_type"]
+    if dtype == "float16" and device_type in ("cpu", "mps"):
+        return check.fail(
+            _("float16 is not trained on {device_type}"),
+            _("--dtype float32, or --dtype bfloat16"),
+            **words,
         )
-        return fail(name, what, _("--dtype float32, or --dtype bfloat16"), **able)
     if getattr(config, "fp8", False) and not able["fp8"]:
-        what = _("{device} has no fp8: --fp8 is ignored").format(device=device)
-        return warn(name, what, _("leave --fp8 out"), **able)
+        return check.warn(_("{device} has no fp8: --fp8 is ignored"), _("leave --fp8 out"), **words)
     there = {"bf16": able["bfloat16"], "fp8": able["fp8"], "flash attention": able["flash"]}
     has = ", ".join(feature for feature, is_there in there.items() if is_there) or _("float32 only")
     lacks = ", ".join(feature for feature, is_there in there.items() if not is_there)
     what = _("{device}: {has}; no {lacks}") if lacks else _("{device}: {has}")
-    return ok(name, what.format(device=device, has=has, lacks=lacks), **able)
+    return check.ok(what, has=has, lacks=lacks, **words)
 
 
 # ---------------------------------------------------------------- in the process of its own
 
 
-def probe(device_type: str, *, torch_npu: bool = True) -> dict[str, Any]:
+def probe(device_type: str) -> dict[str, Any]:
     """Report what torch sees here: versions, device types, and the capabilities of the type that a
     run would use.
-
-    Args:
-        torch_npu: False leaves torch_npu alone, to see whether torch works without it; then the
-            device is the CPU.
     """
     import torch
 
-    report: dict[str, Any] = {"torch": torch.__version__, "torch_npu": None}
-    if not torch_npu:
-        return report
-    if find_spec("torch_npu") is not None:
-        report["torch_npu"] = import_module("torch_npu").__version__
+    has_npu = find_spec("torch_npu") is not None
     available = runtime_device.available_device_types()
     chosen = available[0] if device_type == "auto" else device_type
-    report |= {"available": available, "device_type": chosen}
+    report = {
+        "torch": torch.__version__,
+        "torch_npu": import_module("torch_npu").__version__ if has_npu else None,
+        "available": available,
+        "device_type": chosen,
+    }
     if chosen in available:
-        report |= {
-            "count": runtime_device.device_count(chosen),
-            "capabilities": asdict(runtime_device.capabilities(chosen)),
-            "matmul_error": _matmul_error(chosen),
-        }
+        report["count"] = runtime_device.device_count(chosen)
+        report["capabilities"] = asdict(runtime_device.capabilities(chosen))
+        report["matmul_error"] = _matmul_error(chosen)
     return report
 
 
@@ -442,9 +432,8 @@ def _matmul_error(device_type: str) -> str:
         product = (left.to(device_type) @ left.to(device_type)).cpu()
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
-    return (
-        "" if torch.equal(product, left @ left) else _("a product of small whole numbers is wrong")
-    )
+    is_right = torch.equal(product, left @ left)
+    return "" if is_right else _("a product of small whole numbers is wrong")
 
 
 if __name__ == "__main__":

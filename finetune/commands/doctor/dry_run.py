@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, ok, skip
-from finetune.commands.doctor.launched import without_launcher
-from finetune.commands.doctor.probe import Answer, run_to_end
+from finetune.commands.doctor.check import Check
+from finetune.commands.doctor.launched import elastic, without_launcher
+from finetune.commands.doctor.probe import run_to_end
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind
 from finetune.config.preference_config import PreferenceConfig, PreferenceSettings
@@ -49,98 +49,66 @@ def check_dry_run(
         folder = Path(temporary)
         rehearsed = kind.rehearsal(folder, processes, config)
         if rehearsed is None:
-            return skip("dry_run", _("{kind} has no small run to rehearse").format(kind=kind.name))
-        command = [sys.executable, "-m", MODULE, str(folder)]
-        answer = run_to_end(command, environment=environment, timeout_seconds=RUN_TIMEOUT_SECONDS)
-        if answer.code != 0:
-            return _failed(_("making a tiny model failed: {reason}"), answer)
-        settings = _how(folder, device_type) | rehearsed
-        (folder / "run.json").write_text(json.dumps(settings), encoding="utf-8")
-        first, second = folder / "first", folder / "second"
-        answer = _train(kind, first, processes, environment)
-        if answer.code != 0:
-            return _failed(_("one step and saving failed: {reason}"), answer)
-        answer = _train(
-            kind, second, processes, environment, "--resume", str(first / "checkpoint-1")
-        )
-        if answer.code != 0:
-            return _failed(_("resuming failed: {reason}"), answer)
+            return Check("dry_run").skip(_("{kind} has no small run to rehearse"), kind=kind.name)
+        # With this rate step 2 has another loss than without step 1.
+        settings = {
+            "learning_rate": 0.01,
+            "warmup_steps": 0,
+            "save_steps": 1,
+            "device_type": device_type,
+            "report_to": "none",
+            "preprocessing_num_workers": 1,
+            "cache_dir": str(folder / "cache"),
+            "timeout_seconds": 120,
+            **rehearsed,
+        }
+        file, first, second = folder / "run.json", folder / "first", folder / "second"
+        file.write_text(json.dumps(settings), encoding="utf-8")
+        start = elastic(processes) if processes > 1 else [sys.executable]
+        run = [*start, "-m", kind.module, "--config", str(file), "--output-dir"]
+        resume = ["--resume", str(first / "checkpoint-1")]
+        commands = {
+            _("making a tiny model failed: {reason}"): [sys.executable, "-m", MODULE, temporary],
+            _("one step and saving failed: {reason}"): [*run, str(first)],
+            _("resuming failed: {reason}"): [*run, str(second), *resume],
+        }
+        for what, command in commands.items():
+            answer = run_to_end(
+                command,
+                environment=without_launcher(environment),
+                timeout_seconds=RUN_TIMEOUT_SECONDS,
+            )
+            if answer.code != 0:
+                check = Check("dry_run", values={"messages": answer.last_lines})
+                return check.fail(what, answer.fix, reason=answer.reason)
         return compare(kind.name, _loss(first), _loss(second), processes)
 
 
 def compare(kind: str, whole: float, resumed: float, processes: int) -> Check:
-    """Whether step 2 after a resume is step 2."""
-    name, values = (
-        "dry_run",
-        {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes},
-    )
+    """Check that step 2 after a resume has the loss of step 2 without."""
+    values = {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes}
+    check = Check("dry_run", values=values)
     if not abs(whole - resumed) <= LOSS_TOLERANCE * abs(whole):
-        what = _(
-            "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state"
-            " is not complete"
-        )
-        return fail(
-            name,
-            what.format(resumed=resumed, whole=whole),
+        return check.fail(
+            _(
+                "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved"
+                " state is not complete"
+            ),
             _("report this with the versions above"),
-            **values,
+            resumed=resumed,
+            whole=whole,
         )
-    what = _(
-        "{kind}: {processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both"
-        " ways"
-    )
-    return ok(name, what.format(kind=kind, processes=processes, loss=resumed), **values)
-
-
-def _how(folder: Path, device_type: str) -> dict[str, Any]:
-    """What every kind's small run has. The rate is one after which step 2 has another loss than
-    without step 1.
-    """
-    return {
-        "learning_rate": 0.01,
-        "warmup_steps": 0,
-        "save_steps": 1,
-        "device_type": device_type,
-        "report_to": "none",
-        "preprocessing_num_workers": 1,
-        "cache_dir": str(folder / "cache"),
-        "timeout_seconds": 120,
-    }
-
-
-def _train(
-    kind: RunKind, output: Path, processes: int, environment: Mapping[str, str], *more: str
-) -> Answer:
-    start = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        if processes > 1
-        else []
-    )
-    run = [
-        "-m",
-        kind.module,
-        "--config",
-        str(output.parent / "run.json"),
-        "--output-dir",
-        str(output),
-        *more,
-    ]
-    return run_to_end(
-        [sys.executable, *start, *run],
-        environment=without_launcher(environment),
-        timeout_seconds=RUN_TIMEOUT_SECONDS,
+    return check.ok(
+        _(
+            "{kind}: {processes} processes trained, saved and resumed: step 2 has loss {loss:.4f}"
+            " both ways"
+        )
     )
 
 
 def _loss(output: Path) -> float:
     lines = (output / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
     return next(event["loss"] for event in map(json.loads, lines) if event["step"] == STEPS)
-
-
-def _failed(what: str, answer: Answer) -> Check:
-    return fail(
-        "dry_run", what.format(reason=answer.reason), answer.fix, messages=answer.last_lines
-    )
 
 
 # ---------------------------------------------------------------- what each kind trains
@@ -165,8 +133,8 @@ def rehearse_fine_tuning(folder: Path, processes: int, config: RunConfig | None)
 def rehearse_preferences(
     folder: Path, processes: int, config: PreferenceConfig | None
 ) -> dict[str, Any]:
-    """Of a model that is trained whole the resumed run finds what was said of the answers
-    before.
+    """Rehearse the configured loss. If all weights are trained, the resumed run must find the
+    log-probabilities of the reference that the first run stored.
     """
     labelled = config is not None and config.preference_form == "labels"
     loss = _of_config(config, *PreferenceSettings.model_fields)
@@ -193,7 +161,9 @@ def rehearse_pretraining(
 
 
 def _of_config(config: RunConfig | PretrainConfig | None, *names: str) -> dict[str, Any]:
-    """What decides how the run is executed; settings without a value have their default."""
+    """Return the settings that decide how the run is executed; those without a value have their
+    default.
+    """
     values = {} if config is None else {name: getattr(config, name) for name in ("dtype", *names)}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.runtime.language import _, speak, spoken
 
 # How long a process may take to end after a signal.
 GRACE_SECONDS = 10.0
+# Begins the line of a probe's output that holds its report as JSON.
+MARK = "FINETUNE REPORT "
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,26 @@ class Answer:
     """How a subprocess ended.
 
     Attributes:
-        report: None if it wrote none.
-        code: exit code; None where it did not end in time.
+        code: exit code; None if it did not end in time.
         messages: what it printed.
     """
 
-    report: Any
     code: int | None
     messages: str
+
+    @property
+    def reports(self) -> list[Any]:
+        """What was reported; a report that is cut off is left out."""
+        reports = []
+        for line in re.findall(rf"^{MARK}(.*)$", self.messages, re.M):
+            with contextlib.suppress(ValueError):
+                reports.append(json.loads(line))
+        return reports
+
+    @property
+    def report(self) -> Any:
+        """What the probe reported; None if it did not come so far."""
+        return self.reports[-1] if self.reports else None
 
     @property
     def last_lines(self) -> list[str]:
@@ -72,30 +85,29 @@ def ask(
     environment: Mapping[str, str],
     timeout_seconds: float,
 ) -> Answer:
-    """Run `python -m MODULE REPORT`, whose `main` is `answer_with`, with the request on its
-    standard input.
+    """Run `python -m MODULE`, whose `main` is `answer_with`, with the request on its standard
+    input.
     """
-    with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        report = Path(folder) / "report.json"
-        answer = run_to_end(
-            [sys.executable, "-m", module, str(report)],
-            environment=environment,
-            timeout_seconds=timeout_seconds,
-            standard_input=json.dumps({**request, "language": spoken()}),
-        )
-        try:
-            return replace(answer, report=json.loads(report.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return answer
+    return run_to_end(
+        [sys.executable, "-m", module],
+        environment=environment,
+        timeout_seconds=timeout_seconds,
+        standard_input=json.dumps({**request, "language": spoken()}),
+    )
 
 
 def answer_with(probe: Callable[..., Any]) -> None:
-    """Be the other side of `ask`: call the probe with the request, and write what it returns as
-    JSON.
-    """
+    """Be the other side of `ask`: call the probe with the request, and print its report."""
     request = json.load(sys.stdin)
     speak(request.pop("language"))
-    Path(sys.argv[1]).write_text(json.dumps(probe(**request), ensure_ascii=False), encoding="utf-8")
+    print_report(probe(**request))
+
+
+def print_report(report: Any) -> None:
+    """Print a report that `Answer` finds between the lines of libraries and of other processes: in
+    one write, which the system does not divide up to 4 KiB.
+    """
+    print(f"\n{MARK}{json.dumps(report)}", flush=True)
 
 
 def run_to_end(
@@ -122,9 +134,9 @@ def run_to_end(
     )
     try:
         messages, _errors = process.communicate(standard_input, timeout=timeout_seconds)
-        return Answer(None, process.returncode, messages)
+        return Answer(process.returncode, messages)
     except subprocess.TimeoutExpired:
-        return Answer(None, None, _end(process))
+        return Answer(None, _end(process))
     except BaseException:
         _end(process)
         raise

@@ -85,8 +85,12 @@ def quick_checks(spec: LaunchSpec) -> list[Check]:
     """Run doctor's quick checks of this machine and run; return those that fail or warn."""
     from finetune.commands.doctor import command as doctor
 
-    environment = {**spec.environment, "NNODES": str(spec.nodes.count)}
-    checks = doctor.quick_checks(spec.config, processes=spec.processes, environment=environment)
+    checks = doctor.quick_checks(
+        spec.config,
+        processes=spec.processes,
+        nodes=spec.nodes.count,
+        environment=spec.environment,
+    )
     return [check for check in checks if check.verdict in ("fail", "warn")]
 
 

@@ -20,8 +20,8 @@ from launching import ROOT, environment, run_cli, said
 from finetune.commands.doctor import command, dry_run
 from finetune.commands.doctor.dry_run import LOSS_TOLERANCE, check_dry_run, compare
 from finetune.commands.doctor.host import not_built
-from finetune.commands.doctor.launched import check_launched, judge, read_reports
-from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.commands.doctor.launched import check_launched, judge
+from finetune.commands.doctor.probe import Answer, ask, print_report, run_to_end
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import KINDS, RunKind
 from finetune.config.preference_config import PreferenceConfig
@@ -31,7 +31,7 @@ from finetune.runtime.language import speaking
 from finetune.runtime.launch_environment import launch_world
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
-FINE = Answer(None, 0, "")
+FINE = Answer(0, "")
 
 
 # ---------------------------------------------------------------- real processes
@@ -150,7 +150,7 @@ def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.Monke
             )
             output.mkdir()
             (output / "trainer_log.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
-        return Answer(None, 0, "")
+        return Answer(0, "")
 
     monkeypatch.setattr(dry_run, "run_to_end", end)
     words = [
@@ -254,17 +254,18 @@ def test_bits_are_compared_among_equal_devices_only():
     assert {check.verdict for check in judge(mixed, 4, FINE)} == {"ok"}
 
 
-def test_missing_ranks_and_half_written_reports(tmp_path: Path):
-    for report in reports(2):
-        (tmp_path / f"rank-{report['rank']}.json").write_text(json.dumps(report))
-    (tmp_path / "rank-2.json").write_text('{"rank": 2, "wor')
-    (check,) = judge(
-        read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye")
-    )
+def test_missing_ranks_and_half_written_reports(capsys: pytest.CaptureFixture[str]):
+    for report in reversed(reports(3)):
+        print("[Gloo] no line end", end="")
+        print_report(report)
+    messages = capsys.readouterr().out.replace('"matmul_error": 0.002}\n', "", 1)
+    answer = Answer(1, f"{messages}x\ntorch.OutOfMemoryError: no memory\nbye")
+    assert [report["rank"] for report in answer.reports] == [1, 0]
+    (check,) = judge(answer.reports, 4, answer)
     assert check.verdict == "fail" and check.values["silent"] == [2, 3]
     assert "rank 2, 3 of 4" in check.what and "OutOfMemoryError" in check.what
     assert check.values["messages"][-1] == "bye" and "--json" in check.fix
-    (hung,) = judge([], 2, Answer(None, None, ""))
+    (hung,) = judge([], 2, Answer(None, ""))
     assert hung.verdict == "fail" and "too busy" in hung.fix
 
 
@@ -281,7 +282,7 @@ def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
 def test_a_process_that_does_not_end_is_ended():
     command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
     answer = run_to_end(command, environment=environment(), timeout_seconds=1.0)
-    assert answer == Answer(None, None, "here\n")
+    assert answer == Answer(None, "here\n")
     assert answer.reason == "it did not answer in time"
 
 
@@ -309,16 +310,16 @@ def test_an_operator_that_cannot_be_built():
         "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension"
         " 'cpu_adam'\nRuntimeError: it failed"
     )
-    missing = not_built("cpu_adam", Answer(None, 1, messages))
+    missing = not_built("cpu_adam", Answer(1, messages))
     assert missing.verdict == "fail" and missing.fix is not None
     assert missing.fix.startswith("install a C++ compiler")
     messages = (
         "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam"
         " requires the op"
     )
-    other = not_built("cpu_adam", Answer(None, 1, messages))
+    other = not_built("cpu_adam", Answer(1, messages))
     assert other.what.endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix
     broken = not_built(
-        "cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped")
+        "cpu_adam", Answer(1, "a.cpp:3:1: error: no type named x\nninja: build stopped")
     )
     assert "a.cpp:3:1: error: no type named x" in broken.what

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from finetune.commands.doctor import versions
 from finetune.commands.doctor.versions import (
     TESTED,
-    AscendSoftware,
     cann_version,
     check_ascend_home,
     check_cuda_build,
@@ -158,14 +157,9 @@ def test_ascend_home(tmp_path: Path):
     assert found.verdict == "ok" and found.values["cann"] == "9.1.0"
     gone = check_ascend_home({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True)
     assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what
-    assert check_ascend_home({}, needed=True, root=tmp_path).verdict == "warn"
-    assert (
-        check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
-    )
-    installed = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
-    installed.mkdir(parents=True)
-    unsourced = check_ascend_home({}, needed=True, root=tmp_path)
-    assert unsourced.fix is not None and unsourced.fix == f"source {installed.parent}/set_env.sh"
+    unsourced = check_ascend_home({}, needed=True)
+    assert unsourced.verdict == "warn" and "set_env.sh" in str(unsourced.fix)
+    assert check_ascend_home({}, needed=True, builds_operators=True).verdict == "fail"
 
 
 def pairing(**changed):
@@ -173,10 +167,7 @@ def pairing(**changed):
         "torch": "2.12.0+cpu", "torch_cuda": None, "torch_npu": "2.12.0", "importable": True,
         "cann": "9.1.0", "npus_here": True, "floor": "2.10",
     } | changed  # fmt: skip
-    installed = AscendSoftware(
-        **{name: facts.pop(name) for name in ("torch", "torch_npu", "cann", "floor")}
-    )
-    return check_pairing(installed, **facts)
+    return check_pairing(**facts)
 
 
 @pytest.mark.parametrize(
