@@ -30,6 +30,7 @@ DATA = (
     "commands/convert/tables/llama_factory.toml",
     "config/deepspeed_names.json",
     "config/names_elsewhere.json",
+    "commands/inspect/scripts.toml",
     "commands/report/chart.svg.jinja",
     "commands/report/page.css",
     "commands/report/page.html.jinja",

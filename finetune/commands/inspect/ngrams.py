@@ -10,10 +10,12 @@ fast as rensa's in Rust, which hashes words that were joined to n-grams before.
 
 from __future__ import annotations
 
+import tomllib
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -21,18 +23,9 @@ SHINGLE_WORDS = 5
 BANDS, BAND_ROWS = 14, 8
 # odd, so that powers have inverses modulo 2**64
 _BASE, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-_RANGES = {
-    "Latin": ((0x41, 0x24F), (0x1E00, 0x1EFF)),
-    "Greek": ((0x370, 0x3FF),),
-    "Cyrillic": ((0x400, 0x52F),),
-    "Hebrew": ((0x590, 0x5FF),),
-    "Arabic": ((0x600, 0x6FF), (0x750, 0x77F), (0xFB50, 0xFDFF), (0xFE70, 0xFEFC)),
-    "Devanagari": ((0x900, 0x97F),),
-    "Thai": ((0xE00, 0xE7F),),
-    "Korean": ((0x1100, 0x11FF), (0x3130, 0x318F), (0xAC00, 0xD7AF)),
-    "Chinese": ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x323AF)),
-    "Japanese": ((0x3040, 0x30FF), (0x31F0, 0x31FF), (0xFF66, 0xFF9F)),
-}
+_RANGES: dict[str, list[list[int]]] = tomllib.loads(
+    Path(__file__).with_name("scripts.toml").read_text(encoding="utf-8")
+)
 SCRIPTS = ("none", "other", *_RANGES)
 _ALONE = [SCRIPTS.index(name) for name in ("Thai", "Chinese", "Japanese")]
 _WORD = len(SCRIPTS)  # what belongs to a word and to no script

@@ -23,15 +23,8 @@ from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import KINDS
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
+from finetune.runs import event_texts
 from finetune.runs.console_lines import print_anything
-from finetune.runs.event_texts import (
-    WARNING_EVENTS,
-    advice,
-    event_text,
-    format_duration,
-    ranked_text,
-    state_text,
-)
 from finetune.runs.reader import open_run
 from finetune.runs.view import RunView
 from finetune.runtime.language import _, spoken
@@ -77,29 +70,13 @@ def build_report(view: RunView) -> str:
         about=_about(view),
         speed=median("tokens_per_second"),
         mfu=median("mfu"),
-        seconds=tables.seconds_trained(view),
-        tokens=tables.tokens_trained(view),
         curves=curves(view),
         mix=mix(view),
-        evaluation=tables.evaluation(view),
-        planned=tables.planned(view),
-        measured=tables.measured(view),
-        memory=tables.memory(view),
-        starts=tables.starts(view),
-        checkpoints=tables.checkpoints(view),
-        samples=tables.samples(view),
         config=list(tables.flat("", view.config)),
         version=__version__,
         now=time.time(),
-        max_rows=tables.MAX_ROWS,
-        warning_events=WARNING_EVENTS,
-        advice=advice,
-        clock=tables.clock,
-        event_text=event_text,
-        format_duration=format_duration,
-        number=tables.number,
-        ranked_text=ranked_text,
-        state_text=state_text,
+        tables=tables,
+        texts=event_texts,
     )
 
 
