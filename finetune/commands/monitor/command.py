@@ -79,8 +79,7 @@ class MonitorOptions(SpokenOptions):
 
 
 class MachineWatch:
-    """This machine and its devices. The drivers can take seconds to answer, so a thread of its own
-    asks them.
+    """This machine and its devices. Drivers can take seconds to answer, so a thread queries them.
 
     Args:
         interval_seconds: between two questions to the drivers; None asks once, in this thread.
@@ -176,10 +175,9 @@ def plain_line(view: RunView, machine: Machine) -> str:
         host = machine.host
         used, most = format_bytes(host.memory_used_bytes), format_bytes(host.memory_total_bytes)
         parts.append(_("memory {used}/{total}").format(used=used, total=most))
-    for report in machine.devices:
-        for device in report.devices:
-            if device.used_bytes is not None and device.total_bytes:
-                parts.append(f"{device.label} {device.used_bytes / device.total_bytes:.0%}")
+    for device in machine.each_device:
+        if device.used_bytes is not None and device.total_bytes:
+            parts.append(f"{device.label} {device.used_bytes / device.total_bytes:.0%}")
     return "  ".join(parts)
 
 

@@ -70,6 +70,10 @@ class Machine:
     host: HostUse | None = None
     devices: Sequence[SmiReport] = ()
 
+    @property
+    def each_device(self) -> list[SmiDevice]:
+        return [device for report in self.devices for device in report.devices]
+
 
 @dataclass(frozen=True)
 class Dashboard:
@@ -230,11 +234,8 @@ class Dashboard:
 
     # ------------------------------------------------------------------ this machine
 
-    def _devices(self) -> list[SmiDevice]:
-        return [device for report in self.machine.devices for device in report.devices]
-
     def _gauges(self, most_rows: int) -> list[RenderableType]:
-        host, devices = self.machine.host, self._devices()
+        host, devices = self.machine.host, self.machine.each_device
         rows: list[Sequence[RenderableType]] = []
         if host is not None:
             if host.cpu_share is not None:
@@ -266,7 +267,7 @@ class Dashboard:
             if host.cpu_share is not None:
                 facts.append(("CPU", f"{host.cpu_share:.0%}"))
             facts.append((_("memory"), f"{_memory_share(host):.0%}"))
-        return facts + [(device.label, _device_text(device)) for device in self._devices()]
+        return facts + [(device.label, _device_text(device)) for device in self.machine.each_device]
 
     # ------------------------------------------------------------------ messages
 
