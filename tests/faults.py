@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "softcapping left out of chunked losses",
         "modeling/loss.py",
-        "    if softcap is not None:\n        logits = squash",
-        "    if False:\n        logits = squash",
+        "    if softcap is not None:\n        logits = soft_cap",
+        "    if False:\n        logits = soft_cap",
         "modeling/test_loss.py",
     ),
     Fault(
@@ -294,9 +294,9 @@ FAULTS = (
     ),
     Fault(
         "fused operations used whatever they compute",
-        "modeling/layer_check.py",
-        "return replace(ops, **changes)",
-        "return ops",
+        "modeling/layers.py",
+        "for name, operation in ops.items() if name not in refused}",
+        "for name, operation in ops.items()}",
         "modeling/test_layers.py",
         "wrong_operation_is_refused",
     ),

@@ -248,7 +248,8 @@ def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dic
 
     from finetune.config.preference_config import PreferenceConfig
     from finetune.config.run_config import RunConfig
-    from finetune.modeling.pretrained import add_adapter, load_model
+    from finetune.modeling.adapter import add_adapter
+    from finetune.modeling.pretrained import load_model
     from finetune.training.state import trainable
 
     if cell.pretraining:

@@ -14,13 +14,9 @@ import torch
 
 def use_stand_ins(model: torch.nn.Module) -> None:
     """Let a model compute norms, rotations and gates by the stand-ins."""
-    from torch.utils._python_dispatch import _disable_current_modes
+    from finetune.modeling.layers import use_fused_layers
 
-    from finetune.modeling import layers
-
-    with _disable_current_modes():  # modules are told by what they compute
-        found = layers.find_fusable(model)
-    layers.use_fused_layers(model, layers.FusedOps("roofline", rms_norm, rotary, swiglu), found)
+    use_fused_layers(model, {"rms_norm": rms_norm, "rotary": rotary, "swiglu": swiglu})
 
 
 @torch.library.custom_op("roofline::rms_norm", mutates_args={})

@@ -25,14 +25,15 @@ from finetune.config.paths import is_hub_id, split_revision
 from finetune.data.encoding.render import stop_token_ids
 from finetune.data.encoding.templates import load_tokenizer, read_tokenizer
 from finetune.errors import ConfigError, DataError
+from finetune.modeling.adapter import check_adapter_file
 from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import (
     check_weights,
     load_model_config,
     warn_of_missing_embeddings,
 )
-from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.modeling.quantisation import NOTE_NAME, quantized_loading
+from finetune.modeling.pretrained import DTYPES
+from finetune.modeling.quantization import NOTE_NAME, quantized_loading
 from finetune.runtime.launch_environment import import_bitsandbytes
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant

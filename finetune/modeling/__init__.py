@@ -1,0 +1,3 @@
+"""Models: loaded or made, with their adapters, attention, fused layers and losses. No training
+loop.
+"""

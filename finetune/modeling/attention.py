@@ -1,31 +1,27 @@
-"""Attention that never looks across documents, per device.
+"""Attention within documents, per device: no token attends to another document.
 
-A packed sequence holds several documents one after another, `(1, T)`; a padded microbatch one
-document per line, `(samples, longest)`, padded on the right. In both, a token may see only earlier
-tokens of its own document.
+A packed sequence holds several documents one after another, `(1, T)`; a padded microbatch has one
+document per row, `(samples, longest)`, padded on the right. In both, a token attends only to
+earlier tokens of its own document.
 
-| device             | packed sequences                                         | padded
-microbatches                |
-|--------------------|----------------------------------------------------------|------------------------------------|
-| CUDA sm80, 16-bit  | torch's flash kernels over document bounds               | SDPA, causal
-|
-| CUDA sm90, 16-bit  | the same, FlashAttention 3 if there (attention_check)    | SDPA, causal
-|
-| NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one
-document a line      |
-| CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal
-|
-| everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal
-|
-| softcap            | scores of a document, squashed, masked, softmax          | the same
-|
-| other model types  | never packed                                             | transformers' own
-choice           |
+| device            | packed sequences                        | padded microbatches           |
+|-------------------|-----------------------------------------|-------------------------------|
+| CUDA sm80, 16-bit | torch's flash kernels (1)               | SDPA, causal                  |
+| CUDA sm90, 16-bit | the same, or FlashAttention 3 (2)       | SDPA, causal                  |
+| NPU, 16-bit       | npu_fusion_attention (3)                | the same, one document a row  |
+| CPU               | SDPA per document, in float32 (4)       | the same, causal              |
+| all others        | SDPA per document (5)                   | SDPA, causal                  |
+| softcap           | scores of a document, capped, masked    | the same                      |
+| other model types | never packed                            | what transformers chooses     |
 
-Right padding needs no mask under causal attention: a real token never sees the padding behind it.
+(1) over document bounds; (2) if it is installed, see attention_check; (3) over document ends, see
+npu_attention; (4) see `_causal`; (5) O(sum of squares), no mask is built.
 
-Shapes below: H query heads, K key-value heads, T tokens of a microbatch, D head dimension. What the
-comments say of others is of transformers 5.23 and torch 2.13.
+Right padding needs no mask under causal attention: a real token never attends to the padding after
+it.
+
+Shapes below: H query heads, K key-value heads, T tokens of a microbatch, D head dimension. Comments
+about other packages are about transformers 5.23 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
@@ -43,11 +40,11 @@ from finetune.modeling.short_convolution import keep_documents_apart
 from finetune.runtime.device import capabilities
 
 ISOLATED = "finetune_isolated"
-BY_DOCUMENT = "finetune_by_document"  # the same without kernels of ours
+BY_DOCUMENT = "finetune_by_document"  # the same without the device's kernels
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each
 # is tested (tests/modeling/test_attention.py). Others are trained padded, with transformers'
-# attention: they may build ALiBi or a window into a mask that we do not see (Bloom, Llama 4,
-# Phi-3.5-MoE), call attention by themselves (Nemotron, StableLM), not tell the mask about documents
+# attention: they may build ALiBi or a window into a mask that is not visible here (Bloom, Llama 4,
+# Phi-3.5-MoE), call attention on their own (Nemotron, StableLM), not give the documents to the mask
 # (gpt-oss), or carry a state along the sequence (Mamba).
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5
@@ -65,19 +62,18 @@ ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def choose_attention(config: PretrainedConfig) -> str | None:
-    """The attention for `from_pretrained(attn_implementation=...)`; registers ours when it is
-    chosen.
+    """Return the attention for `from_pretrained(attn_implementation=...)`, and register it.
 
     Returns:
-        None leaves the choice to transformers: a model type that was not tested with ours.
+        None leaves the choice to transformers: the model type was not tested with ours.
     """
     if not can_pack(config):
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         return "eager" if softcap else None  # SDPA has no softcap
-    # In AttentionInterface and not in AttentionMaskInterface too: of a name that is unknown there,
-    # transformers takes it that no mask is needed, and builds none
-    # (masking_utils._preprocess_mask_arguments). A mask of T x T numbers for a packed sequence is
-    # what ours exists to do without. Registering twice does no harm.
+    # In AttentionInterface and not in AttentionMaskInterface: for a name that is unknown there,
+    # transformers assumes that no mask is needed, and builds none
+    # (masking_utils._preprocess_mask_arguments). This attention exists to avoid a mask of T x T
+    # elements for a packed sequence. Registering twice is harmless.
     AttentionInterface.register(ISOLATED, isolated_attention)
     AttentionInterface.register(BY_DOCUMENT, partial(isolated_attention, kernels=False))
     if config.model_type in SHORT_CONVOLUTION_TYPES:
@@ -86,8 +82,8 @@ def choose_attention(config: PretrainedConfig) -> str | None:
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether documents are known to stay apart when packed: a tested model type, with layers that
-    are known.
+    """Return whether documents are known to stay apart when packed: a tested model type with known
+    layers.
     """
     return config.model_type in ISOLATED_MODEL_TYPES and (
         only_attends(config) or config.model_type in SHORT_CONVOLUTION_TYPES
@@ -95,29 +91,38 @@ def can_pack(config: PretrainedConfig) -> bool:
 
 
 def only_attends(config: PretrainedConfig) -> bool:
-    """Whether every layer is attention, so that all that a token leaves to later ones are its keys
-    and values.
+    """Return whether every layer is attention, so that a token passes only its keys and values to
+    later tokens.
     """
     return set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYER_TYPES
 
 
 def shortest_window(config: PretrainedConfig) -> int | None:
-    """The window of the layers that look back only so far, in tokens; None where all look back to
-    the beginning.
-    """
+    """Return the window of the layers with a sliding window, in tokens; None if there are none."""
     text = config.get_text_config()
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
     if not window or not getattr(text, "use_sliding_window", True):
         return None
     return int(window) if kinds is None or "sliding_attention" in kinds else None
 
 
+def head_sizes(text: PretrainedConfig) -> tuple[int, int, int, int]:
+    """Return the number of query heads and of key heads, the width of both, and that of values."""
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention
+        return heads, keys, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, keys, width, width
+
+
 def isolated_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -127,19 +132,21 @@ def isolated_attention(
     max_length_q: Any = None,
     kernels: bool = True,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal attention within documents, with the signature of a transformers attention function.
 
     Args:
         query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
         softcap: scores are `softcap * tanh(score / softcap)`. No kernel behind SDPA or flash
             attention has it.
-        document_lengths: tokens of each document of a packed sequence, in order; None: every line
-            is one document. It and the next two come from `Microbatch.model_inputs`: models pass on
-            keyword arguments they do not know.
+        document_lengths: tokens of each document of a packed sequence, in order; None: every row is
+            one document. It and the next two come from `Microbatch.model_inputs`: models pass on
+            keyword arguments that they do not know.
         cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of
             `query`.
-        kernels: whether the device's own may be taken; without, SDPA computes document by document.
+        max_length_q: of the longest document.
+        kernels: whether the device's own may be used; without them SDPA computes document by
+            document.
 
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
@@ -151,51 +158,41 @@ def isolated_attention(
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (states.to(dtype) for states in (query, key, value))
         if kernels and query.device.type == "npu" and npu_takes(query, key):
-            return (
-                npu_attention(
-                    query,
-                    key,
-                    value,
-                    dropout=dropout,
-                    scaling=scaling,
-                    sliding_window=sliding_window,
-                    document_lengths=document_lengths,
-                ),
-                None,
+            output = npu_attention(
+                query, key, value, dropout, scaling, sliding_window, document_lengths
             )
-        packed = kernels and document_lengths is not None and dropout == 0.0
+            return output, None
         if (
-            packed
+            kernels
+            and document_lengths is not None
+            and dropout == 0.0
             and query.dtype in HALF
             and query.shape[-1] <= FLASH_WIDEST_HEAD
             and has_flash(query.device)
         ):
-            return (
-                _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window),
-                None,
+            output = _varlen(
+                query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window
             )
-    # Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values the host would
-    # have to wait for the device in every layer.
+            return output, None
+    if softcap is None:
+        attend = partial(_causal, dropout, scaling, sliding_window)
+    else:
+        attend = partial(_softcapped_attention, dropout, scaling, sliding_window, softcap)
+    # Lengths as Python integers in addition to cu_seq_lens: to split by a tensor's values, the host
+    # would have to wait for the device in every layer.
     bounds = document_lengths if document_lengths is not None else (query.shape[2],)
-    pieces = [
-        (
-            _causal(q, k, v, dropout, scaling, sliding_window)
-            if softcap is None
-            else _squashed(q, k, v, dropout, scaling, sliding_window, softcap)
-        )
-        for q, k, v in zip(
-            query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True
-        )
-    ]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(
-        1, 2
-    ).contiguous(), None
+    documents = zip(
+        query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True
+    )
+    pieces = [attend(q, k, v) for q, k, v in documents]
+    output = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return output.transpose(1, 2).contiguous(), None
 
 
-# else the compiler traces the question, and warns of the cache
+# else the compiler traces the call, and warns about the cache
 @torch.compiler.assume_constant_result
 def has_flash(device: torch.device) -> bool:
-    """Whether torch's flash kernels run on a device: a CUDA device from Ampere on."""
+    """Return whether torch's flash kernels run on a device: a CUDA device from Ampere on."""
     return device.type == "cuda" and _cuda_has_flash()
 
 
@@ -205,34 +202,34 @@ def _cuda_has_flash() -> bool:
 
 
 def computes_on_cpu(device: torch.device) -> bool:
-    """Whether a CPU's way is taken, see `_causal`; a function of its own for traces, whose device
-    is none.
+    """Return whether `_causal` computes as on a CPU; a separate function so that traces, whose
+    device is not real, can replace it.
     """
     return device.type == "cpu"
 
 
 def _causal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
-) -> torch.Tensor:
-    # is_causal lets SDPA take its kernels without a mask; only a window that is shorter than the
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    # is_causal lets SDPA use its kernels without a mask; only a window that is shorter than the
     # document needs one.
     mask = None
     if sliding_window is not None and query.shape[2] > sliding_window:
-        mask = _seen(query, sliding_window)
-    dtype, on_cpu = query.dtype, computes_on_cpu(query.device)
+        mask = _causal_mask(query, sliding_window)
+    dtype = query.dtype
+    on_cpu = computes_on_cpu(query.device)
     if on_cpu and torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
     if on_cpu and dtype in HALF:
-        # float32 is faster here, casts included: processor time of bfloat16 over float32's, forward
-        # and backward, one thread of an EPYC with avx512_bf16, least of nine: 3.3 for documents of
-        # 64 tokens (16 heads of 64), 1.4 for 256, 1.0 for 512 (8 heads of 128), 0.85 for 1,024.
-        # Always, and not where a measurement at the start says so: a run that is resumed keeps its
-        # numbers.
+        # float32 is faster here, casts included. CPU time of bfloat16 divided by that of float32,
+        # forward and backward, one thread of an EPYC with avx512_bf16, minimum of nine: 3.3 for
+        # documents of 64 tokens (16 heads of 64), 1.4 for 256, 1.0 for 512 (8 heads of 128), 0.85
+        # for 1,024. This is fixed and not measured at the start: a resumed run keeps its values.
         query, key, value = query.float(), key.float(), value.float()
     with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
         output = scaled_dot_product_attention(
@@ -248,60 +245,59 @@ def _causal(
     return output.to(dtype) if on_cpu else output
 
 
-def _squashed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def _softcapped_attention(
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float,
-) -> torch.Tensor:
-    key, value = (
-        states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
-        for states in (key, value)
-    )
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    copies = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(copies, dim=1)
+    value = value.repeat_interleave(copies, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_seen(query, sliding_window), float("-inf"))
+    scores = scores.masked_fill(~_causal_mask(query, sliding_window), float("-inf"))
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
-    return torch.nn.functional.dropout(weights, dropout) @ value
+    return nn.functional.dropout(weights, dropout) @ value
 
 
-def _seen(query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """Which tokens of a document see which, bool `(T, T)`: earlier ones and itself, within the
-    window.
+def _causal_mask(query: Tensor, sliding_window: int | None) -> Tensor:
+    """Return bool `(T, T)`: whether a token of a document attends to another, which is itself or an
+    earlier one within the window.
     """
     position = torch.arange(query.shape[2], device=query.device)
     distance = position[:, None] - position[None, :]
-    seen = distance >= 0
-    return seen if sliding_window is None else seen & (distance < sliding_window)
+    mask = distance >= 0
+    return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
 def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
     max_length: int,
     scaling: float | None,
     sliding_window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     # One width for all three, a multiple of 8: MLA's values are narrower than its queries and keys.
-    # Zeros behind add nothing to scores or values; the scale is that of the width without them.
+    # Appended zeros change neither scores nor values; the scale is that of the width without them.
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
 
-    def flat(states: torch.Tensor) -> torch.Tensor:  # (1, heads, T, D) -> (T, heads, width)
-        states = torch.nn.functional.pad(states, (0, width - states.shape[-1]))
+    def flat(states: Tensor) -> Tensor:  # (1, heads, T, D) -> (T, heads, width)
+        states = nn.functional.pad(states, (0, width - states.shape[-1]))
         return states.squeeze(0).transpose(0, 1).contiguous()
 
-    # The operator behind torch.nn.attention.varlen.varlen_attn, called as that calls it. The
-    # function has neither scale nor windows in torch 2.10, and takes no fewer heads of keys than of
-    # queries before 2.12; the operator has all of them in each
-    # (tests/training/test_trainer_hooks.py). To be replaced when 2.12 is the oldest supported.
-    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+    # The operator behind torch.nn.attention.varlen.varlen_attn, called as that function calls it.
+    # The function has neither scale nor windows in torch 2.10, and requires as many key heads as
+    # query heads before 2.12; the operator has all of these in each version
+    # (tests/training/test_trainer_hooks.py). Replace it when 2.12 is the oldest supported version.
+    output: Tensor = torch.ops.aten._flash_attention_forward(
         flat(query),
         flat(key),
         flat(value),
@@ -310,10 +306,10 @@ def _varlen(
         max_length,
         max_length,
         0.0,  # dropout
-        sliding_window is None,  # causal by itself; else the window is, which sees nothing behind
+        sliding_window is None,  # causal; with a window the window itself ends at the token
         False,
         scale=scaling,
-        # beside the own token
+        # in addition to the token itself
         window_size_left=-1 if sliding_window is None else sliding_window - 1,
         window_size_right=0,
     )[0]

@@ -1,19 +1,15 @@
-"""The attention kernel of this device compared with plain attention, before a run takes it.
+"""The attention kernel of this device compared with plain attention, before a run uses it.
 
-| device                                   | compared                                      | where
-it differs        |
-|------------------------------------------|-----------------------------------------------|-------------------------|
-| CUDA sm90 with flash_attn_interface      | FlashAttention 3 behind torch's own operators | torch's
-FlashAttention 2|
-| NPU                                      | npu_fusion_attention over document ends       | SDPA
-per document       |
-| others                                   | nothing: torch's own kernels are taken        |
-|
+| device                              | compared                             | otherwise used     |
+|-------------------------------------|--------------------------------------|--------------------|
+| CUDA sm90 with flash_attn_interface | FlashAttention 3 (torch's operators) | FlashAttention 2   |
+| NPU                                 | npu_fusion_attention                 | SDPA per document  |
+| others                              | nothing                              | torch's kernels    |
 
-Documents packed one after another and one document a line, without and with the model's kind of
-window, with its heads, in the run's dtype; forward and backward, by the bounds of layer_check.py.
-The plain operation is SDPA per document by matrix products: with FlashAttention 3 switched on,
-SDPA's fused kernels are that, too.
+Documents packed one after another and one document a row, without and with the model's kind of
+window, with its heads, in the run's dtype; forward and backward, by the bounds of kernel_check.py.
+The plain operation is SDPA per document by matrix products: while FlashAttention 3 is on, SDPA's
+fused kernels use it too.
 """
 
 from __future__ import annotations
@@ -34,57 +30,67 @@ from finetune.modeling.attention import (
     FLASH_WIDEST_HEAD,
     HALF,
     ISOLATED,
+    head_sizes,
     isolated_attention,
     shortest_window,
 )
-from finetune.modeling.layer_check import Comparison, Function, Input, first_line, problem_of
+from finetune.modeling.kernel_check import Comparison, Input, Operation, first_line, problem_of
 from finetune.modeling.npu_attention import npu_takes
 from finetune.runtime.device import capabilities, empty_cache
 
 logger = logging.getLogger("finetune")
 
-FA3 = "FA3"  # torch's name for it, and what torch has to switch it on and off
+FA3 = "FA3"  # torch's name for it
+# What torch has to switch it on and off; torch 2.10 has none of them.
 HOOK = (
     "list_flash_attention_impls",
     "current_flash_attention_impl",
     "activate_flash_attention_impl",
     "restore_flash_attention_impl",
 )
-# Tokens of documents, over and over: a document of one token, fewer and more than a kernel's tile,
+# Tokens of documents, repeated: a document of one token, fewer and more than a kernel's tile,
 # several tiles.
 LENGTHS = (1, 7, 130, 33, 341)
-MOST_TOKENS = 8 * sum(LENGTHS)
+MAX_TOKENS = 8 * sum(LENGTHS)
 WIDEST_WINDOW = 100  # shorter than documents here, so that it hides something
-# of the numbers of query and key, which the scale takes back: one that is forgotten shows
+# Size of queries and keys, which the scale divides out: a kernel that ignores the scale is found.
 SIZE = 4.0
 
 
 def check_attention(
-    model: nn.Module, setting: str, *, device_type: str, dtype: torch.dtype, tokens: int
+    model: Any, setting: str, *, device_type: str, dtype: torch.dtype, tokens: int
 ) -> str:
-    """Switch on the attention kernel of this device where it agrees with plain attention, and off
-    where it does not.
+    """Switch on the attention kernel of this device if it agrees with plain attention, else off.
 
     Args:
         model: transformers' or peft's, before it is wrapped.
         setting: of --fused-layers; off compares nothing and leaves FlashAttention 3 alone.
+        device_type: of the run.
         dtype: of the computation.
-        tokens: most tokens of a microbatch.
+        tokens: maximum tokens of a microbatch.
 
     Returns:
-        The attention that is used, for the table of the start.
+        The attention that is used, for the start-up table.
     """
-    hook = _fa3_hook()
-    if hook is not None and hook.current_flash_attention_impl() == FA3:
-        hook.restore_flash_attention_impl()  # an earlier run of this process had it
-    kernel = _kernel(model, device_type, dtype) if setting != "off" else None
+    has_switch = all(hasattr(torch_attention, name) for name in HOOK)
+    if has_switch and torch_attention.current_flash_attention_impl() == FA3:
+        torch_attention.restore_flash_attention_impl()  # an earlier run of this process had it
+    if setting == "off":
+        return "torch's"
+    kernel = _kernel(model, device_type, dtype, has_switch)
     if kernel is None:
         return "torch's"
     device = torch.device(device_type)
-    problem = _activation_problem(hook) if kernel == "FlashAttention 3" else None
+    problem = None
+    if device_type == "cuda":
+        try:
+            torch_attention.activate_flash_attention_impl(FA3)
+        # its package is built for one torch and one CUDA: any error of loading it is reported
+        except Exception as error:
+            problem = first_line(error)
     for comparison, most in _comparisons(model):
         problem = problem or problem_of(comparison, device, dtype, min(tokens, most))
-    empty_cache(device)  # what the comparisons took
+    empty_cache(device)  # the memory that the comparisons took
     if problem is None:
         return kernel
     logger.warning(
@@ -94,98 +100,64 @@ def check_attention(
         problem,
     )
     if device_type == "npu":
-        model_here: Any = model
-        model_here.set_attn_implementation(BY_DOCUMENT)
-    elif hook is not None and hook.current_flash_attention_impl() is not None:
-        hook.restore_flash_attention_impl()
+        model.set_attn_implementation(BY_DOCUMENT)
+    elif torch_attention.current_flash_attention_impl() is not None:
+        torch_attention.restore_flash_attention_impl()
     return "torch's"
 
 
-def _kernel(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """What there is to be compared on this device for a model; None where torch's own attention is
-    taken anyway.
+def _kernel(model: Any, device_type: str, dtype: torch.dtype, has_switch: bool) -> str | None:
+    """Return the kernel to compare on this device for a model; None if torch's own attention is
+    used anyway.
     """
     text = model.config.get_text_config()
-    isolated = (
-        text._attn_implementation == ISOLATED
-        and getattr(text, "attn_logit_softcapping", None) is None
-    )
-    if not isolated or dtype not in HALF:
+    has_softcap = getattr(text, "attn_logit_softcapping", None) is not None
+    if text._attn_implementation != ISOLATED or has_softcap or dtype not in HALF:
         return None
-    heads, keys, width, _ = _heads(text)
+    heads, keys, width, _ = head_sizes(text)
     if device_type == "npu":
-        query, key = (
-            torch.empty(1, count, 1, width, dtype=dtype, device="meta") for count in (heads, keys)
-        )
+        query = torch.empty(1, heads, 1, width, dtype=dtype, device="meta")
+        key = torch.empty(1, keys, 1, width, dtype=dtype, device="meta")
         return "npu_fusion_attention" if npu_takes(query, key) else None
-    # The switch changes SDPA's kernels, too, and those of FlashAttention 3 refuse dropout.
+    has_fa3 = (
+        device_type == "cuda"
+        and importlib.util.find_spec("flash_attn_interface") is not None
+        and has_switch
+        and FA3 in torch_attention.list_flash_attention_impls()
+        and capabilities("cuda").hopper
+    )
+    # The switch changes SDPA's kernels too, and those of FlashAttention 3 do not support dropout.
     takes = width <= FLASH_WIDEST_HEAD and not _drops_attention(text)
-    return "FlashAttention 3" if takes and device_type == "cuda" and _has_fa3() else None
-
-
-def _fa3_hook() -> Any | None:
-    """torch's switch between flash kernels, where it knows FlashAttention 3; torch 2.10 has
-    none.
-    """
-    if not all(hasattr(torch_attention, name) for name in HOOK):
-        return None
-    return torch_attention if FA3 in torch_attention.list_flash_attention_impls() else None
-
-
-def _has_fa3() -> bool:
-    installed = importlib.util.find_spec("flash_attn_interface") is not None
-    return installed and _fa3_hook() is not None and capabilities("cuda").hopper
-
-
-def _activation_problem(hook: Any) -> str | None:
-    try:
-        hook.activate_flash_attention_impl(FA3)
-    # its package is built for one torch and one CUDA: whatever loading raises is told
-    except Exception as error:
-        return first_line(error)
-    return None
+    return "FlashAttention 3" if has_fa3 and takes else None
 
 
 def _drops_attention(text: PretrainedConfig) -> bool:
     return any(value for name, value in text.to_dict().items() if "att" in name and "drop" in name)
 
 
-def _heads(text: PretrainedConfig) -> tuple[int, int, int, int]:
-    """Heads of queries and of keys, the width of both, and that of values."""
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention
-        return heads, keys, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    return heads, keys, width, width
-
-
 def _comparisons(model: Any) -> Iterator[tuple[Comparison, int]]:
-    """What to compare for a model, and of how many tokens at most."""
-    heads, keys, width, values = _heads(model.config.get_text_config())
+    """Yield what to compare for a model, and with how many tokens at most."""
+    heads, keys, width, value_width = head_sizes(model.config.get_text_config())
     window = shortest_window(model.config)
-    for sliding_window in (None,) if window is None else (None, min(window, WIDEST_WINDOW)):
+    windows = [None] if window is None else [None, min(window, WIDEST_WINDOW)]
+    for sliding_window in windows:
         for packed in (True, False):
-            yield (
-                Comparison(
-                    "attention",
-                    "",
-                    _attention(width, values, sliding_window, packed, kernels=True),
-                    _attention(width, values, sliding_window, packed, kernels=False),
-                    (Input((heads, width)), Input((keys, width)), Input((keys, width))),
-                    smallest=SIZE,
-                    by_largest=True,
-                    chosen=_first_documents,
-                ),
-                MOST_TOKENS if packed else sum(LENGTHS),
+            comparison = Comparison(
+                _attention(width, value_width, sliding_window, packed, kernels=True),
+                _attention(width, value_width, sliding_window, packed, kernels=False),
+                (Input((heads, width)), Input((keys, width)), Input((keys, width))),
+                smallest=SIZE,
+                by_largest=True,
+                chosen=_first_documents,
             )
+            yield comparison, MAX_TOKENS if packed else sum(LENGTHS)
 
 
 def _attention(
-    width: int, values: int, sliding_window: int | None, packed: bool, *, kernels: bool
-) -> Function:
-    """Attention as a model calls it, of query `(1, T, H, width)`, key and value `(1, T, K,
-    width)`.
+    width: int, value_width: int, sliding_window: int | None, packed: bool, *, kernels: bool
+) -> Operation:
+    """Return attention as a model calls it, of query `(1, T, H, width)` and of key and value
+    `(1, T, K, width)`.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -195,7 +167,7 @@ def _attention(
             nn.Module(),
             query.transpose(1, 2),
             key.transpose(1, 2),
-            value[..., :values].transpose(1, 2),
+            value[..., :value_width].transpose(1, 2),
             None,
             scaling=width**-0.5 / SIZE**2,
             sliding_window=sliding_window,
@@ -205,7 +177,7 @@ def _attention(
             kernels=kernels,
         )
         # results are compared in the queries' shape
-        return nn.functional.pad(output, (0, width - values))
+        return nn.functional.pad(output, (0, width - value_width))
 
     def by_products(*inputs: Tensor) -> Tensor:
         with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
@@ -215,11 +187,11 @@ def _attention(
 
 
 def document_lengths(tokens: int) -> tuple[int, ...]:
-    """Documents that fill so many tokens: `LENGTHS` over and over, the last one cut."""
+    """Return the lengths of documents that fill this many tokens: `LENGTHS`, repeated and cut."""
     ends = [min(end, tokens) for end in accumulate(LENGTHS * (tokens // sum(LENGTHS) + 1))]
     return tuple(end - begin for begin, end in pairwise((0, *ends)) if end > begin)
 
 
 def _first_documents(tokens: int) -> Tensor:
-    """The tokens of whole documents: float64 computes those by themselves."""
+    """Return the tokens of whole documents, which float64 can compute on their own."""
     return torch.arange(min(tokens, sum(LENGTHS)))

@@ -1,5 +1,5 @@
-"""Where a model named `owner/name` comes from, Hugging Face's hub or ModelScope's, and which commit
-of it.
+"""Where a model named `owner/name` comes from (Hugging Face's hub or ModelScope), and its
+commit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ AnyConfig = TypeVar("AnyConfig", bound=BaseConfig)
 
 
 def with_model_found(config: AnyConfig) -> AnyConfig:
-    """The configuration with its model as all that follows takes it: a folder, or
-    `owner/name@commit`.
+    """Return the configuration with its model as a folder or `owner/name@commit`.
 
-    The commit is that of the run's first start where its folder, or that of the checkpoint to
-    resume from, has one, else what the revision stands for now: every file of the model is then of
-    one commit, and the run's identity has it, which all ranks compare.
+    The commit is that of the run's first start, if the run's folder or that of the checkpoint to
+    resume from has one; otherwise what the revision points to now. So every file of the model is of
+    one commit, which is part of the run's identity, and all ranks compare it.
 
     Raises:
-        ConfigError: the model is to come from ModelScope, and cannot.
+        ConfigError: ModelScope was requested and cannot provide the model.
     """
     model = config.base_model
     if model is None or not is_hub_id(model):
@@ -40,34 +39,37 @@ def with_model_found(config: AnyConfig) -> AnyConfig:
 
 
 def _begun_with(config: BaseConfig, model: str) -> str | None:
-    """The model with the commit of the run that is resumed."""
+    """Return the model with the commit of the run that is resumed."""
     if config.resume == "never":
         return None
-    folders = [Path(config.output_dir)]
+    found = None
     if config.resume != "auto":
-        folders.insert(0, Path(config.resume).expanduser().absolute().parent)
-    return next(filter(None, (recorded_model(folder, model) for folder in folders)), None)
+        found = recorded_model(Path(config.resume).expanduser().absolute().parent, model)
+    return found or recorded_model(Path(config.output_dir), model)
 
 
 def from_modelscope(model: str, hub: str = "auto") -> str:
-    """The folder of a model that comes from ModelScope; `model` itself where it does not.
+    """Return the folder of a model that comes from ModelScope; `model` itself for any other.
 
     Args:
-        hub: auto is ModelScope where USE_MODELSCOPE_HUB is 1 or true, as LLaMA-Factory has it.
+        hub: auto is ModelScope if USE_MODELSCOPE_HUB is 1 or true, as in LLaMA-Factory.
 
     Raises:
-        ConfigError: its package is not installed, or it has no such model.
+        ConfigError: ModelScope's package is not installed, or it has no such model.
     """
-    asked = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in ("1", "true", "yes")
-    if not is_hub_id(model) or not (hub == "modelscope" or (hub == "auto" and asked)):
+    where = "--hub modelscope"
+    if hub == "auto" and os.environ.get("USE_MODELSCOPE_HUB", "").lower() in ("1", "true", "yes"):
+        hub = "modelscope"
+        where = "USE_MODELSCOPE_HUB"
+    if hub != "modelscope" or not is_hub_id(model):
         return model
-    where = "--hub modelscope" if hub == "modelscope" else "USE_MODELSCOPE_HUB"
     try:
         from modelscope import snapshot_download
     except ImportError as error:
-        fix = "pip install modelscope, or give --model a folder"
         raise ConfigError(
-            "models of ModelScope need its package, which is not installed", where, fix
+            "models of ModelScope need its package, which is not installed",
+            where,
+            "pip install modelscope, or give --model a folder",
         ) from error
     from huggingface_hub import constants
 
@@ -79,9 +81,9 @@ def from_modelscope(model: str, hub: str = "auto") -> str:
             snapshot_download(name, local_files_only=bool(constants.HF_HUB_OFFLINE), **given)
         )
     except Exception as error:  # its own errors have no class in common
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"ModelScope does not give {model}:"
-            f" {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"ModelScope does not give {model}: {reason}",
             where,
             "check the name, the revision and the network; with HF_HUB_OFFLINE only what is in its"
             " cache is found",
@@ -89,8 +91,8 @@ def from_modelscope(model: str, hub: str = "auto") -> str:
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder of a model on this machine: its own, or that of its commit in the hub's cache;
-    None without either.
+    """Return the folder of a model on this machine: its own, or that of its commit in the hub's
+    cache; None if there is neither.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -102,8 +104,8 @@ def folder_of(model: str) -> Path | None:
 
 
 def _pinned(model: str) -> str:
-    """`owner/name@commit` for what a name stands for now; the name where nobody can say, and
-    loading will say why.
+    """Return `owner/name@commit` for what a name points to now. If that cannot be found out, return
+    the name: loading will report why.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -118,11 +120,14 @@ def _pinned(model: str) -> str:
 
 
 def recorded_model(output_dir: Path, model: str) -> str | None:
-    """The model with the commit that a run began with, where it was given the same name."""
+    """Return the model with the commit that a run started with, if it was given the same name."""
     if not output_dir.is_dir():
         return None
     described = describe_folder(output_dir)
-    weights = (described.identity or {}).get("weights")
+    if (described.config or {}).get("model") != model:
+        return None
+    weights = str((described.identity or {}).get("weights"))
     name, _ = split_revision(model)
-    same = (described.config or {}).get("model") == model and str(weights).startswith(f"{name}@")
-    return str(weights) if same and split_revision(str(weights))[1] not in (None, "None") else None
+    if not weights.startswith(f"{name}@") or split_revision(weights)[1] in (None, "None"):
+        return None
+    return weights

@@ -1,14 +1,14 @@
-"""LFM2 whose attention layers have value embeddings: for each token a vector of its own, added to
-its values.
+"""LFM2 whose attention layers have value embeddings: a learned vector of each token is added to its
+values.
 
 As in nanochat (karpathy/nanochat, gpt.py; after Zhou et al. 2024, arXiv:2410.17897): values = W_v x
-+ g(x) E[token], where a gate between 0 and 3 for each head reads the first numbers of x. Every
-token brings what it stands for into attention, for a lookup instead of a product. All else is
-transformers' LFM2.
++ g(x) E[token], where a gate between 0 and 3 for each head reads the first elements of x. Attention
+gets information about each token by a lookup instead of a product. Everything else is transformers'
+LFM2.
 
-This file imports only torch and transformers: `save_pretrained` puts a copy of it beside the
-weights, so that transformers alone loads such a model with trust_remote_code=True. Without that it
-loads where `register` was called.
+This file imports only torch and transformers: `save_pretrained` puts a copy of it next to the
+weights, so that transformers alone can load such a model with trust_remote_code=True. Without that
+a process must call `register` first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
@@ -33,7 +33,7 @@ GATE_INPUTS, GATE_RANGE = 12, 3.0
 
 
 class Lfm2ValueConfig(Lfm2Config):
-    """LFM2's; its attention layers have value embeddings."""
+    """LFM2's configuration; the attention layers have value embeddings."""
 
     model_type = "lfm2_value"
 
@@ -45,14 +45,14 @@ class Lfm2ValueAttention(Lfm2Attention):
         super().__init__(config, layer_idx)
         heads = config.num_key_value_heads
         self.value_embedding = nn.Embedding(config.vocab_size, heads * self.head_dim)
-        # No module that adapters would be put on: it is smaller than they are.
+        # Not a module, so that it gets no adapter: the adapter would be larger.
         self.value_gate = nn.Parameter(torch.zeros(heads, min(GATE_INPUTS, config.hidden_size)))
 
-    def values(self, hidden_states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Values of the heads of keys.
+    def values(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the values of the key-value heads.
 
         Args:
-            hidden_states: `(samples, T, width)`; token_ids: `(samples, T)`.
+            hidden_states: `(samples, T, hidden_size)`; token_ids: `(samples, T)`.
 
         Returns:
             `(samples, heads, T, head_dim)`.
@@ -65,14 +65,14 @@ class Lfm2ValueAttention(Lfm2Attention):
 
     def forward(  # type: ignore[override]  # tokens are needed, too
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
         past_key_values: Any = None,
         *,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """As Lfm2Attention's of transformers 5.23."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_layernorm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -99,18 +99,16 @@ class Lfm2ValueDecoderLayer(Lfm2DecoderLayer):
             self.self_attn = Lfm2ValueAttention(config, layer_idx)
 
     def forward(  # type: ignore[override]  # all is given by name
-        self, hidden_states: torch.Tensor, *, token_ids: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, *, token_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         if self.is_attention_layer:
             kwargs["token_ids"] = token_ids
-        layer: torch.Tensor = super().forward(hidden_states, **kwargs)
+        layer: Tensor = super().forward(hidden_states, **kwargs)
         return layer
 
 
 class Lfm2ValueModel(Lfm2Model):
-    """LFM2 without its head; it needs token ids, for embeddings alone do not tell which tokens they
-    are.
-    """
+    """LFM2 without its head; it needs token ids, because embeddings do not identify tokens."""
 
     config_class = Lfm2ValueConfig
     _no_split_modules = ["Lfm2ValueDecoderLayer"]
@@ -122,7 +120,7 @@ class Lfm2ValueModel(Lfm2Model):
         )
         self.post_init()
 
-    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """As Lfm2Model's.
 
         Raises:
@@ -148,9 +146,7 @@ class Lfm2ValueForCausalLM(Lfm2ForCausalLM):
         self.post_init()
 
     def resize_token_embeddings(self, *arguments: Any, **settings: Any) -> nn.Embedding:
-        """Resize the value embeddings too; new tokens add nothing to their values until they are
-        trained.
-        """
+        """Resize the value embeddings too; new tokens add nothing to the values until trained."""
         embedding = super().resize_token_embeddings(*arguments, **settings)
         for module in self.modules():
             if isinstance(module, Lfm2ValueAttention):
@@ -170,8 +166,8 @@ def _resized(table: nn.Embedding, rows: int) -> nn.Embedding:
 
 
 def register() -> None:
-    """Let transformers' Auto classes know these models, in this process; and save them with this
-    file.
+    """Register these models with transformers' Auto classes, in this process; they are saved with
+    this file.
     """
     AutoConfig.register(Lfm2ValueConfig.model_type, Lfm2ValueConfig, exist_ok=True)
     AutoModelForCausalLM.register(Lfm2ValueConfig, Lfm2ValueForCausalLM, exist_ok=True)

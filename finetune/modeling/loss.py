@@ -1,11 +1,11 @@
-"""The loss: cross-entropy at supervised positions only, summed, so that the caller divides by the
-global denominator.
+"""The loss: cross-entropy at supervised positions only, summed; the caller divides by the global
+denominator.
 
 `forward(logits_to_keep=<positions or mask>)` makes the model compute logits only where the next
-token is a target. For a large vocabulary even those do not fit: then the LM head itself returns the
-losses, chunk by chunk, so that no more than one chunk of logits exists at a time. It happens inside
-the model's own forward, so that the hooks of DeepSpeed, DDP and peft around it see an ordinary
-call, and a compiled model has the softmax in its graph.
+token is a target. For a large vocabulary even those do not fit. Then the LM head itself returns the
+losses, chunk by chunk, so that only one chunk of logits exists at a time. This happens inside the
+model's own forward: the hooks of DeepSpeed, DDP and peft around it see an ordinary call, and a
+compiled model has the softmax in its graph.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from inspect import getsource, signature
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers import PretrainedConfig
 
 from finetune.batching.collate import Microbatch
 
-# Numbers in one chunk of logits: 512 MiB where they are held twice in float32. With a vocabulary of
-# 152k 440 rows, as many as a matrix product needs so that reading the head's weights is not what
-# takes the time.
+# Logits in one chunk: 512 MiB when held twice in float32. With a vocabulary of 152k that is 440
+# rows, as many as a matrix product needs so that its time is not spent on reading the head's
+# weights.
 LOGITS_PER_CHUNK = 64 * 2**20
-# A head that is trained adds its weights' gradient up once a chunk, which moves as many bytes as
-# many rows' logits.
+# A trained head adds to its weights' gradient once per chunk, which moves as many bytes as the
+# logits of many rows: larger chunks.
 TRAINED_HEAD_CHUNKS = 2
-# glibc gives back blocks of 32 MiB and more at once, and the system clears their pages anew for the
-# next chunk: fewer, unless a product would have too few rows.
+# glibc returns blocks of 32 MiB and more to the system immediately, and the system clears their
+# pages again for the next chunk: smaller chunks, unless a product would have too few rows.
 LOGITS_PER_CHUNK_ON_CPU = 7 * 2**20
 ROWS_OF_A_PRODUCT = 440
-# Their forward squashes logits by `config.final_logit_softcapping`.
+# Their forward soft-caps logits by `config.final_logit_softcapping`.
 SOFTCAPPED_MODEL_TYPES = ("nanochat", "gemma2", "gemma3_text")
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each target, in float32 or better. logits `(n, vocabulary)`, targets `(n,)`
-    -> `(n,)`.
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, in float32 or better: logits `(n, vocabulary)`,
+    targets `(n,)` -> `(n,)`.
     """
-    # Not .float(): it would round float64 logits, in which gradients are checked against the
-    # definition.
+    # Not .float(): it would round the float64 logits with which tests check gradients.
     precise = torch.promote_types(logits.dtype, torch.float32)
     return cross_entropy(logits.to(precise), targets, reduction="none")
 
@@ -53,82 +53,84 @@ class HeadLosses(torch.autograd.Function):
     """Cross-entropy of a linear head's logits, with the gradients computed in the forward pass,
     chunk by chunk.
 
-    Logits are so computed once and never kept, and the weight's gradient is one buffer in float32:
+    So logits are computed once and never kept, and the weight's gradient is one buffer in float32:
     Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989), Cut Cross-Entropy
     (Wijmans et al. 2024, arXiv 2411.09009). Softmax minus one at the target is the gradient of a
-    sum of losses; what comes from above multiplies it. The weight's gradient is a sum over targets
-    already, so there all targets must have the same factor, as they have in a sum; with different
-    ones it is NaN, which no step survives. The host does not look: it would wait for the device.
+    sum of losses; the upstream gradient multiplies it. The weight's gradient is a sum over targets
+    already, so all targets must have the same upstream gradient, as they have in a sum. With
+    different ones the result is NaN, which no step accepts. The host does not check: it would wait
+    for the device.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
         head: ChunkedHead,
         dtype: torch.dtype,
         learning: bool,
-    ) -> torch.Tensor:
-        """hidden `(n, width)`, weight `(vocabulary, width)`, targets `(n,)` -> losses `(n,)`, in
-        float32 or better.
+    ) -> Tensor:
+        """Return the losses, `(n,)` in float32 or better.
 
         Args:
+            hidden: `(n, hidden_size)`; weight: `(vocabulary, hidden_size)`; bias: `(vocabulary,)`.
+            targets: `(n,)`.
+            head: gives the chunks and the softcap.
             dtype: of the matrix products.
-            learning: whether gradients are wanted at all.
+            learning: whether gradients are needed at all.
         """
         precise = torch.promote_types(dtype, torch.float32)
         losses = torch.empty(targets.shape, dtype=precise, device=hidden.device)
-        wanted = [learning and need for need in ctx.needs_input_grad[:3]]
-        gradients = [
-            hidden.new_empty(hidden.shape, dtype=dtype) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=precise) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=precise) if wanted[2] and bias is not None else None,
-        ]
+        needed = [learning and need for need in ctx.needs_input_grad[:3]]
+        grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if needed[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
+        grad_bias = None
+        if needed[2] and bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=precise)
         matrix = weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
-        of_hidden, of_weight, of_bias = gradients
         for part, rows in head.chunks(hidden, dtype):
             losses[part], gradient = scored_chunk(
-                rows, matrix, offset, targets[part], head.softcap, any(wanted)
+                rows, matrix, offset, targets[part], head.softcap, any(needed)
             )
-            if of_hidden is not None:
-                torch.mm(gradient, matrix, out=of_hidden[part])
-            if of_weight is not None:
-                of_weight += gradient.T @ rows
-            if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=precise)
+            if grad_hidden is not None:
+                torch.mm(gradient, matrix, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += gradient.T @ rows
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0, dtype=precise)
             del gradient  # before the next chunk's logits are made
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, *of_head = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, *grads_of_head = ctx.saved_tensors
         first = upstream[0]
         factor = torch.where((upstream == first).all(), first, math.nan)
-        found = [None if of_hidden is None else of_hidden * upstream[:, None]]
-        found += [None if gradient is None else gradient.mul_(factor) for gradient in of_head]
-        sized = [
+        found = [None if grad_hidden is None else grad_hidden * upstream[:, None]]
+        found += [None if gradient is None else gradient.mul_(factor) for gradient in grads_of_head]
+        cast = [
             None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return (*sized, None, None, None, None)
+        return (*cast, None, None, None, None)
 
 
 def scored_chunk(
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    offset: torch.Tensor | None,
-    targets: torch.Tensor,
+    rows: Tensor,
+    matrix: Tensor,
+    offset: Tensor | None,
+    targets: Tensor,
     softcap: float | None,
     learning: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of a chunk, and the gradient of their sum by the logits in the compute dtype (nothing
-    without learning).
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of a chunk, and the gradient of their sum by the logits in the compute
+    dtype (meaningless without learning).
 
     At most two tensors of logits exist at a time, three with a softcap: see LOSS_BYTES_PER_LOGIT in
     planning.
@@ -136,10 +138,9 @@ def scored_chunk(
     logits = linear(rows, matrix, offset)
     dtype, precise = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
     if softcap is not None:
-        logits = squash(logits, softcap)
+        logits = soft_cap(logits, softcap)
     slope = None if softcap is None or not learning else 1 - (logits / softcap).square()
-    # Not by log_softmax's dtype: it would keep the logits beside the float32 copy that it makes of
-    # them.
+    # Not by log_softmax's dtype argument: it would keep the logits in addition to its float32 copy.
     logits = logits.to(precise)
     likelihoods = log_softmax(logits, dim=-1)
     del logits
@@ -153,11 +154,10 @@ def scored_chunk(
     return -at_targets[:, 0], gradient.to(dtype)
 
 
-def squash(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """softcap * tanh(logits / softcap), in float32 or better."""
-    return softcap * torch.tanh(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap
-    )
+def soft_cap(logits: Tensor, softcap: float) -> Tensor:
+    """Return softcap * tanh(logits / softcap), in float32 or better."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return softcap * torch.tanh(logits.to(precise) / softcap)
 
 
 class ChunkedHead:
@@ -166,16 +166,16 @@ class ChunkedHead:
     Args:
         head: the output embedding (`model.get_output_embeddings()`), a linear layer; its forward is
             replaced on the instance, its parameters and hooks are untouched.
-        logits_per_chunk: numbers in one chunk of logits; None: what suits the device.
-        compiled: the model is compiled: losses are made in one piece that the compiler fuses.
-        softcapped: configuration of a model whose forward squashes logits by its
-            `final_logit_softcapping`. It is None while the head returns losses, and the head
-            squashes in its place, in float32.
+        logits_per_chunk: number of logits in one chunk; None: what suits the device.
+        compiled: the model is compiled: losses are computed in one piece that the compiler fuses.
+        softcapped: configuration of a model whose forward soft-caps logits by its
+            `final_logit_softcapping`. This is None while the head returns losses: the head
+            soft-caps instead, in float32.
     """
 
     def __init__(
         self,
-        head: torch.nn.Linear,
+        head: nn.Linear,
         logits_per_chunk: int | None = None,
         *,
         compiled: bool = False,
@@ -185,50 +185,47 @@ class ChunkedHead:
         self.logits_per_chunk = logits_per_chunk
         self.compiled = compiled
         self.config = softcapped
-        self.softcap: float | None = (
-            None if softcapped is None else softcapped.final_logit_softcapping
-        )
-        self.targets: torch.Tensor | None = None
+        self.softcap: float | None = None
+        if softcapped is not None:
+            self.softcap = softcapped.final_logit_softcapping
+        self.targets: Tensor | None = None
         self._plain_forward = head.forward
         head.forward = self._forward  # type: ignore[method-assign, assignment]  # on the instance, on purpose
 
-    def tokens_at_once(self, hidden: torch.Tensor) -> int:
-        """Rows of one chunk of logits."""
-        numbers = self.logits_per_chunk
-        if numbers is None and hidden.device.type == "cpu":
-            rows = min(ROWS_OF_A_PRODUCT, LOGITS_PER_CHUNK // self.head.out_features)
-            numbers = max(LOGITS_PER_CHUNK_ON_CPU, rows * self.head.out_features)
-        elif numbers is None:
-            numbers = LOGITS_PER_CHUNK * (
-                TRAINED_HEAD_CHUNKS if self.head.weight.requires_grad else 1
-            )
-        return max(1, numbers // self.head.out_features)
+    def tokens_at_once(self, hidden: Tensor) -> int:
+        """Return the number of rows in one chunk of logits."""
+        vocabulary = self.head.out_features
+        logits = self.logits_per_chunk
+        if logits is None and hidden.device.type == "cpu":
+            rows = min(ROWS_OF_A_PRODUCT, LOGITS_PER_CHUNK // vocabulary)
+            logits = max(LOGITS_PER_CHUNK_ON_CPU, rows * vocabulary)
+        elif logits is None:
+            logits = LOGITS_PER_CHUNK
+            if self.head.weight.requires_grad:
+                logits *= TRAINED_HEAD_CHUNKS
+        return max(1, logits // vocabulary)
 
-    def chunks(
-        self, hidden: torch.Tensor, dtype: torch.dtype
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows of `hidden` whose logits are made at once, in `dtype`, and where they are."""
+    def chunks(self, hidden: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the position and, in `dtype`, the rows of `hidden` of each chunk of logits."""
         done = 0
-        # Chunks of one size: a short last one would take as long as a whole.
-        for rows in hidden.tensor_split(
-            max(1, math.ceil(len(hidden) / self.tokens_at_once(hidden)))
-        ):
+        # Chunks of equal size: a short last one would take as long as a full one.
+        count = max(1, math.ceil(len(hidden) / self.tokens_at_once(hidden)))
+        for rows in hidden.tensor_split(count):
             part = slice(done, done + len(rows))
             yield part, rows.to(dtype)
             done = part.stop
 
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, hidden: Tensor) -> Tensor:
         if self.targets is None:
             return self._plain_forward(hidden)
-        hidden = hidden.flatten(0, -2)  # (1, n, width) packed, (S, T, width) windows
-        weight, bias = self.head.weight, self.head.bias
-        # Compiled, the softmax is fused with what is around it; chunks would cut the graph in
-        # pieces.
+        hidden = hidden.flatten(0, -2)  # (1, n, hidden_size) packed, (S, T, hidden_size) windows
+        # The compiler fuses the softmax with the operations around it; chunks would break the
+        # graph.
         if self.compiled:
-            logits = linear(hidden, weight, bias)
-            return token_losses(
-                logits if self.softcap is None else squash(logits, self.softcap), self.targets
-            )
+            logits = linear(hidden, self.head.weight, self.head.bias)
+            if self.softcap is not None:
+                logits = soft_cap(logits, self.softcap)
+            return token_losses(logits, self.targets)
         kind = hidden.device.type
         # The matrix products run in the compute dtype (tensor cores), only the softmax in float32.
         # Autocast would cast the weights for each of them.
@@ -236,24 +233,18 @@ class ChunkedHead:
         with torch.autocast(kind, enabled=False):
             return self.losses(hidden, self.targets, dtype)
 
-    def losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """hidden `(n, width)`, targets `(n,)` -> losses `(n,)`, with matrix products in `dtype`."""
+    def losses(self, hidden: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return losses `(n,)` of hidden `(n, hidden_size)` and targets `(n,)`, with matrix
+        products in `dtype`.
+        """
         weight, bias = self.head.weight, self.head.bias
-        losses: torch.Tensor = HeadLosses.apply(
+        losses: Tensor = HeadLosses.apply(
             hidden, weight, bias, targets, self, dtype, torch.is_grad_enabled()
         )
         return losses
 
-    def scores(self, targets: int) -> bool:
-        """Whether the losses of so many targets are the head's to return: an empty microbatch has
-        logits to be zero.
-        """
-        return targets > 0
-
     @contextmanager
-    def scoring(self, targets: torch.Tensor) -> Iterator[None]:
+    def scoring(self, targets: Tensor) -> Iterator[None]:
         self.targets = targets
         if self.config is not None:
             self.config.final_logit_softcapping = None
@@ -268,26 +259,26 @@ class ChunkedHead:
 def make_chunked_head(
     model: Any, head_class: type[ChunkedHead] = ChunkedHead, *, compiled: bool = False
 ) -> ChunkedHead | None:
-    """A chunked head for a transformers model (bare or inside a peft one); None where it would
+    """Return a chunked head for a transformers model (bare or inside a peft one); None if it would
     change the loss.
     """
     head = model.get_output_embeddings()
-    # quantised, say, or with LoRA on it
-    if not chooses_logits(model) or type(head) is not torch.nn.Linear:
+    # quantized, for example, or with LoRA on it
+    if not chooses_logits(model) or type(head) is not nn.Linear:
         return None
-    # These squash logits after the head, which the chunked head can do in its place.
+    # These soft-cap logits after the head, which the chunked head can do instead.
     if model.config.model_type in SOFTCAPPED_MODEL_TYPES:
-        squashes = model.config.final_logit_softcapping is not None
-        return head_class(head, compiled=compiled, softcapped=model.config if squashes else None)
-    return head_class(head, compiled=compiled) if _returns_what_the_head_does(model) else None
+        has_softcap = model.config.final_logit_softcapping is not None
+        return head_class(head, compiled=compiled, softcapped=model.config if has_softcap else None)
+    return head_class(head, compiled=compiled) if _returns_heads_logits(model) else None
 
 
-def _returns_what_the_head_does(model: Any) -> bool:
-    """Whether logits leave a forward as they come from the head: Cohere, Granite, Falcon-H1 and
+def _returns_heads_logits(model: Any) -> bool:
+    """Return whether a forward leaves the head's logits unchanged: Cohere, Granite, Falcon-H1 and
     others scale them.
 
-    Read off its source: configurations have a dozen names for it. Of transformers' models, 122 say
-    `logits = self.lm_head(hidden_states)` and nothing more about them.
+    This is read from the source: configurations have a dozen names for the scale. 122 of
+    transformers' models have `logits = self.lm_head(hidden_states)` and nothing more about logits.
     """
     found = re.findall(r"^\s*(?:lm_)?logits = (.*)$", getsource(_forward_of(model)), re.MULTILINE)
     return (
@@ -298,12 +289,12 @@ def _returns_what_the_head_does(model: Any) -> bool:
 
 
 def chooses_logits(model: Any) -> bool:
-    """Whether a model's forward takes positions or a mask as `logits_to_keep` (bare or inside a
-    peft one).
+    """Return whether a model's forward takes positions or a mask as `logits_to_keep` (bare or
+    inside a peft one).
 
-    Models of transformers do, but for a few (modeling_utils.slice_logits_to_keep: positions keep
-    the batch's axis, a mask takes it away); code that came with a model mostly does not, or knows a
-    number of last tokens only.
+    Nearly all models of transformers do (modeling_utils.slice_logits_to_keep: positions keep the
+    batch axis, a mask removes it). Code that ships with a model mostly does not, or only takes a
+    number of last tokens.
     """
     forward = _forward_of(model)
     return (
@@ -316,23 +307,23 @@ def _forward_of(model: Any) -> Any:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).forward
 
 
-def let_choose_logits(model: torch.nn.Module) -> None:
-    """Let a model's forward take `logits_to_keep` as ours is where it does not: all logits are
-    made, and those kept.
+def let_choose_logits(model: nn.Module) -> None:
+    """Let a model's forward take `logits_to_keep` if it does not: it computes all logits, and
+    returns the selected ones.
 
-    It needs the memory for all of them.
+    This needs the memory for all logits.
     """
     if chooses_logits(model):
         return
-    kept: list[torch.Tensor | None] = []
+    kept: list[Tensor | None] = []
 
     def take(
-        module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+        module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         kept[:] = [inputs.pop("logits_to_keep", None)]
         return args, inputs
 
-    def choose(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def choose(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if kept and kept[0] is not None:
             mask = kept[0].dtype == torch.bool
             output.logits = output.logits[kept[0]] if mask else output.logits[:, kept[0]]
@@ -343,34 +334,36 @@ def let_choose_logits(model: torch.nn.Module) -> None:
 
 
 def microbatch_losses(
-    model: torch.nn.Module,
+    model: nn.Module,
     microbatch: Microbatch,
     device: torch.device,
     head: ChunkedHead | None = None,
-) -> torch.Tensor:
-    """Loss of each target of one microbatch: float32 `(n,)`; empty, but part of the graph, where it
-    has no targets.
+) -> Tensor:
+    """Return the loss of each target of one microbatch: float32 `(n,)`; without targets, zeros that
+    are part of the graph.
     """
     microbatch = microbatch.to(device)
-    inputs, targets = microbatch.model_inputs(device), microbatch.targets
-    # Through `logits`, because that is what the model's forward returns of its head.
-    if head is not None and head.scores(len(targets)):
+    inputs = microbatch.model_inputs(device)
+    targets = microbatch.targets
+    # In `logits`, where the model's forward returns the result of its head.
+    if head is not None and len(targets) > 0:
         with head.scoring(targets):
             return model(**inputs).logits
     logits = model(**inputs).logits
     if len(targets) == 0:
-        # Nothing to learn, but every parameter must take part, or DDP and ZeRO wait for gradients
-        # that never come.
+        # Nothing to learn, but every parameter must take part, or DDP and ZeRO would wait for
+        # gradients forever.
         return logits.float().sum(dim=-1).flatten()
     return token_losses(logits.flatten(0, -2), targets)
 
 
-def sums_by_group(losses: torch.Tensor, groups: torch.Tensor, count: int) -> torch.Tensor:
-    """Summed losses of each group's targets: `(count,)`, in the dtype of the losses.
+def sums_by_group(losses: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Sum the losses of each group's targets: `(count,)`, in the dtype of the losses.
 
     Args:
         losses: `(n,)`.
-        groups: `(n,)`, of each target; -1 for none, which belongs to no sum.
+        groups: `(n,)`, of each target; -1 belongs to no sum.
+        count: number of groups.
     """
     # torch sums pairwise. index_add_ adds one by one, which in float32 drifts with the number of
     # targets, and on CUDA in any order.

@@ -2,12 +2,12 @@
 
 transformers' own path to the same kernel reads the ends back from the device, twice a layer and
 pass (`cu_seqlens.cpu()` in integrations/npu_flash_attention.py, transformers 5.23), and each time
-the host waits for all that was queued. Here they are the numbers of Python that a microbatch
-carries, and nothing waits.
+the host waits for all queued work. Here the ends are the Python integers that a microbatch carries,
+and nothing waits.
 
-What the kernel takes is documented for torch_npu 2.13 (op-plugin,
-custom_APIs/torch_npu/npu_fusion_attention) and, with narrower bounds in places, for MindSpore's
-operator of the same name; the narrower of both holds here.
+The kernel's limits are documented for torch_npu 2.13 (op-plugin,
+custom_APIs/torch_npu/npu_fusion_attention) and, in part narrower, for MindSpore's operator of the
+same name; the narrower of both hold here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-HEAD_MULTIPLE, WIDEST_HEAD, MOST_HEADS = 16, 512, 256
-MOST_DOCUMENTS = 1024  # of a call in the TND layout
+HEAD_MULTIPLE, WIDEST_HEAD, MAX_HEADS = 16, 512, 256
+MAX_DOCUMENTS = 1024  # of a call in the TND layout
 CAUSAL, BAND = 3, 4  # sparse_mode: the mask's diagonal ends at the last token of each document
-_MASK_SIDE = 2048  # of the mask that stands for one of any size in these modes
+_MASK_SIDE = 2048  # in these modes a mask of this size works for any number of tokens
 
 
 def npu_takes(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes these heads; query `(S, H, T, D)`, key `(S, K, T, D)`."""
+    """Return whether the kernel supports these heads; query `(S, H, T, D)`, key `(S, K, T, D)`."""
     heads, keys, width = query.shape[1], key.shape[1], query.shape[-1]
-    fits = heads <= MOST_HEADS and heads % keys == 0 and width <= WIDEST_HEAD
+    fits = heads <= MAX_HEADS and heads % keys == 0 and width <= WIDEST_HEAD
     return fits and query.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -35,25 +35,24 @@ def npu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
     document_lengths: tuple[int, ...] | None,
 ) -> Tensor:
-    """Causal attention within documents, without a word from the device.
+    """Causal attention within documents, without waiting for the device.
 
     Args:
         query: `(S, H, T, D)`; key, value: `(S, K, T, D)`, the values' D not above the keys'.
-        document_lengths: of a packed sequence (S = 1); None: each of the S lines is one document.
+        document_lengths: of a packed sequence (S = 1); None: each of the S rows is one document.
 
     Returns:
         `(S, T, H, D of value)`.
     """
     samples, heads, tokens, width = query.shape
     lengths = document_lengths if document_lengths is not None else (tokens,) * samples
-    # One width for all three: multi-head latent attention has narrower values. Zeros behind add
-    # nothing to scores or values; the scale is that of the width without them.
+    # One width for all three: multi-head latent attention has narrower values. Appended zeros
+    # change neither scores nor values; the scale is that of the width without them.
     scaling = width**-0.5 if scaling is None else float(scaling)
     wide = -(-max(width, value.shape[-1]) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
@@ -61,34 +60,21 @@ def npu_attention(
         states = torch.nn.functional.pad(states, (0, wide - states.shape[-1]))
         return states.transpose(1, 2).reshape(samples * tokens, -1, wide)
 
-    flat_query, flat_key, flat_value = flat(query), flat(key), flat(value)
+    states = [flat(query), flat(key), flat(value)]
     outputs: list[Tensor] = []
     begin = 0
-    for first in range(0, len(lengths), MOST_DOCUMENTS):
-        some = lengths[first : first + MOST_DOCUMENTS]
+    for first in range(0, len(lengths), MAX_DOCUMENTS):
+        some = lengths[first : first + MAX_DOCUMENTS]
         end = begin + sum(some)
-        here = slice(begin, end)
-        outputs.append(
-            _call(
-                flat_query[here],
-                flat_key[here],
-                flat_value[here],
-                heads,
-                some,
-                dropout,
-                scaling,
-                sliding_window,
-            )
-        )
+        parts = [flattened[begin:end] for flattened in states]
+        outputs.append(_call(parts, heads, some, dropout, scaling, sliding_window))
         begin = end
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.view(samples, tokens, heads, wide)[..., : value.shape[-1]]
 
 
 def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: list[Tensor],
     heads: int,
     lengths: tuple[int, ...],
     dropout: float,
@@ -98,33 +84,27 @@ def _call(
     import torch_npu
 
     ends = tuple(accumulate(lengths))
-    # A token sees itself, `pre_tockens` before it and `next_tockens` behind it.
-    band = sliding_window is not None and sliding_window < max(lengths)
-    window = (
-        {"pre_tockens": sliding_window - 1, "next_tockens": 0}
-        if band and sliding_window is not None
-        else {}
-    )
+    mode: dict[str, int] = {"sparse_mode": CAUSAL}
+    if sliding_window is not None and sliding_window < max(lengths):
+        # A token attends to itself, `pre_tockens` before it and `next_tockens` after it.
+        mode = {"pre_tockens": sliding_window - 1, "next_tockens": 0, "sparse_mode": BAND}
     output: Tensor = torch_npu.npu_fusion_attention(
-        query,
-        key,
-        value,
+        *states,
         heads,
         "TND",
-        atten_mask=_hidden(query.device),
+        atten_mask=_hidden(states[0].device),
         scale=scaling,
         keep_prob=1.0 - dropout,
         actual_seq_qlen=ends,
         actual_seq_kvlen=ends,
-        sparse_mode=BAND if band else CAUSAL,
-        **window,
+        **mode,
     )[0]
     return output
 
 
 @cache
 def _hidden(device: torch.device) -> Tensor:
-    """True where a token does not see another, bool `(2048, 2048)`: without a mask the kernel sees
-    everything.
+    """Return bool `(2048, 2048)`: True where a token must not attend to another. Without a mask the
+    kernel attends to all tokens.
     """
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)

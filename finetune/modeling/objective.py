@@ -1,5 +1,5 @@
-"""What a step minimises, so that whoever executes steps need not know: the token loss, or one of
-preferences.
+"""What a step minimizes: the token loss or a preference loss, behind one interface for the
+executor.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from torch import Tensor, nn
 
 from finetune.batching.collate import Microbatch
 from finetune.batching.steps import StepBatch
@@ -16,45 +16,47 @@ from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 
 @dataclass(frozen=True)
 class Scored:
-    """What an objective says of one microbatch.
+    """The result of an objective for one microbatch.
 
     Attributes:
-        total: scalar, part of the graph. Its sum over all microbatches of a step, by
-            `Objective.denominator`, is the loss of the global batch, however the microbatches are
-            cut.
+        total: scalar, part of the graph. Its sum over all microbatches of a step, divided by
+            `Objective.denominator`, is the loss of the global batch, regardless of how the batch is
+            split into microbatches.
         sums: `(Objective.sums,)`, without gradient: what the log adds up over microbatches, ranks
             and steps.
     """
 
-    total: torch.Tensor
-    sums: torch.Tensor
+    total: Tensor
+    sums: Tensor
 
 
 class Objective(Protocol):
     """The loss of a global batch as a sum over its microbatches."""
 
     def sums(self, groups: int) -> int:
-        """How many numbers `Scored.sums` has, with so many groups of samples."""
+        """Return the length of `Scored.sums` for this many groups of samples."""
 
     def denominator(self, batch: StepBatch) -> int:
-        """What the summed totals of a global batch are divided by."""
+        """Return what the summed totals of a global batch are divided by."""
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
-        """Before the microbatches of a step, in the order of steps. Every rank calls."""
+    def begin(self, model: nn.Module, batch: StepBatch) -> None:
+        """Prepare for the microbatches of a step. Collective: every rank must call it, in the order
+        of steps.
+        """
 
     def score(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         microbatch: Microbatch,
         head: ChunkedHead | None,
         *,
         groups: int,
     ) -> Scored:
-        """One microbatch that is on the model's device."""
+        """Score one microbatch that is on the model's device."""
 
 
 class TokenLoss:
-    """Cross-entropy of the targets; its sums are those of each group's targets."""
+    """Cross-entropy of the targets; the sums are those of each group's targets."""
 
     def sums(self, groups: int) -> int:
         return groups
@@ -62,18 +64,17 @@ class TokenLoss:
     def denominator(self, batch: StepBatch) -> int:
         return batch.supervised_tokens
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
+    def begin(self, model: nn.Module, batch: StepBatch) -> None:
         pass
 
     def score(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         microbatch: Microbatch,
         head: ChunkedHead | None,
         *,
         groups: int,
     ) -> Scored:
         losses = microbatch_losses(model, microbatch, microbatch.input_ids.device, head)
-        return Scored(
-            losses.sum(), sums_by_group(losses.detach().float(), microbatch.groups, groups)
-        )
+        sums = sums_by_group(losses.detach().float(), microbatch.groups, groups)
+        return Scored(losses.sum(), sums)

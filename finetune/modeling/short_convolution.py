@@ -1,5 +1,5 @@
-"""LFM2's short convolution as shifts and products: what every device has, compilers fuse, and that
-can keep documents apart.
+"""LFM2's short convolution as shifts and products: they work on every device, compilers fuse them,
+and they can keep documents apart.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.functional import pad
 
 from finetune.errors import FinetuneError
@@ -16,10 +17,10 @@ from finetune.errors import FinetuneError
 def keep_documents_apart() -> None:
     """Let transformers' LFM2 call `convolve`, in this process.
 
-    Its own function is the package causal-conv1d where that is installed and a grouped convolution
-    elsewhere, which takes no document bounds. It gets the keyword arguments that a model was called
-    with, so nothing else need change; transformers has no hook for it but its hub of kernels. May
-    go when the function takes cu_seq_lens_q.
+    Its own function is that of the package causal-conv1d, if installed, or a grouped convolution,
+    which takes no document bounds. It receives the keyword arguments of the model's call, so
+    nothing else has to change. transformers has no hook for it except its hub of kernels. Remove
+    this when the function takes cu_seq_lens_q.
     """
     from transformers.models.lfm2 import modeling_lfm2
 
@@ -34,26 +35,26 @@ def keep_documents_apart() -> None:
 
 
 def convolve(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: None = None,
     *,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
-    """A causal convolution of each channel by itself, that begins anew with each document.
+) -> Tensor:
+    """Convolve each channel causally, starting again with each document.
 
     Args:
         hidden_states: `(samples, channels, T)`.
         weight: `(channels, taps)`, the last for the token itself; bias: `(channels,)`.
-        cu_seq_lens_q: `(documents + 1,)` where the documents of a packed sequence begin, and its
-            end; None: every line is one document.
         activation: LFM2 has none.
-        kwargs: what attention is told besides.
+        cu_seq_lens_q: `(documents + 1,)`, the first positions of the documents of a packed
+            sequence, and its end; None: every row is one document.
+        kwargs: the other arguments of attention.
 
-    Returns: `(samples, channels, T)` in the dtype of `hidden_states`; products are taken in that of
-        `weight`.
+    Returns:
+        `(samples, channels, T)` in the dtype of `hidden_states`; products have that of `weight`.
     """
     assert activation is None, activation
     states = hidden_states.to(weight.dtype)
@@ -62,9 +63,9 @@ def convolve(
     for back in range(1, min(taps, tokens)):
         earlier = pad(states, (back, -back))
         if cu_seq_lens_q is not None:
-            # The first `back` places of each document have nobody so far behind them. Of a shorter
-            # one they reach into the next, or past the end, and there too are no more than its
-            # first places.
+            # The first `back` positions of each document have no token that far back. If a document
+            # is shorter, they extend into the next one, or past the end, and stay within its first
+            # `back` positions.
             first = cu_seq_lens_q[:-1, None] + torch.arange(back, device=states.device)
             earlier = earlier.index_fill(-1, first.flatten().clamp(max=tokens - 1).long(), 0)
         mixed = mixed + earlier * weight[:, -1 - back, None]

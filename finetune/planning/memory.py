@@ -121,7 +121,7 @@ def _quantized(work: Workload) -> list[Term]:
     """What quantized layers need beside their elements."""
     if not work.quantized:
         return []
-    c, ours = work.computing.element_bytes, "ours: modeling/quantisation.py"
+    c, ours = work.computing.element_bytes, "ours: modeling/quantization.py"
     largest = max(matrix.size for matrix in work.quantized)
     whole = c * work.held_parameters if work.sharding.stage == 3 else 0
     return [

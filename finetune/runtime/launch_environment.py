@@ -169,7 +169,7 @@ def import_bitsandbytes() -> None:
 
     On some CPUs bitsandbytes asks the package `kernels` to download a kernel for inference, and
     warns without it (0.50.2, backends/cpu/ops.py). Training computes quantized layers otherwise
-    (modeling/quantisation.py).
+    (modeling/quantization.py).
     """
     if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
         return

@@ -1,15 +1,16 @@
 """Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
 
-A save is: every rank writes its files into one staging folder, hashed (SHA-256) on the way and
-synced; then one rank writes the manifest, syncs the folder and renames it to `checkpoint-<step>`.
-Files that others write (a tokenizer's, an adapter's) are read back for their hash. No rank reads
-what another has written. Killed or powered off at any moment, the run folder holds the previous
-valid checkpoint, the new one, or both. What else may be left carries a name that starts with a dot:
+To save, every rank writes its files into one staging folder, hashes them (SHA-256) on the way and
+syncs them; then one rank writes the manifest, syncs the folder and renames it to
+`checkpoint-<step>`. Files that libraries write (a tokenizer's, an adapter's) are read back for
+their hash. No rank reads what another has written. After a kill or power loss at any moment the run
+folder holds the previous valid checkpoint, the new one, or both. Anything else that may be left has
+a name that starts with a dot:
 
     .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
     .removing-checkpoint-<step>       a removal that did not finish; `clean_staging` removes it
-    .invalid-checkpoint-<step>-<n>    a broken checkpoint that stood in the way of a new one; kept
-    for its owner
+    .invalid-checkpoint-<step>-<n>    a broken checkpoint in the place of a new one, kept for its
+                                      owner
 
 Nothing is unpickled here or anywhere else: a checkpoint holds safetensors, JSON and the text files
 of a tokenizer. A folder with anything more is invalid as a whole, and the extra files are not even
@@ -27,7 +28,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +46,7 @@ from finetune.storage.shared_storage import (
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT_BYTES = 64 << 20
-# Formats whose readers build data and run nothing: weights, JSON, and what tokenizers keep beside
-# their JSON.
+# Formats whose readers run no code: weights, JSON, and the other files of tokenizers.
 ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
 UNREAD_SECONDS = 10.0
@@ -56,7 +56,7 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # training/state.py: a file that one rank wrote
 _OF_RANK = re.compile(r".*-([0-9]{5})\.safetensors")
-# How long rank 0 waits for another node's files to be seen through a network file system's cache.
+# How long rank 0 waits for another node's files to appear through a network file system's cache.
 VISIBLE_WITHIN_SECONDS = 60.0
 KEEP_AT_LEAST = 2
 
@@ -113,7 +113,7 @@ def manifest_bytes(
         files: `{"size_bytes": int, "sha256": str}` by relative name.
 
     Raises:
-        TypeError, ValueError: the metadata is not plain JSON (or holds NaN).
+        TypeError, ValueError: the metadata is not JSON-serializable (or holds NaN).
     """
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -124,8 +124,12 @@ def manifest_bytes(
     return _canonical({**content, "digest": hashlib.sha256(_canonical(content)).hexdigest()})
 
 
-def _some(names: list[str]) -> str:
-    """The first few names, escaped so that any terminal can print them."""
+def _forbidden(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not is_allowed(name) or name == MANIFEST_NAME)
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first few names, escaped so that any terminal can print them."""
     shown = ", ".join(ascii(name) for name in sorted(names)[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -156,12 +160,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if type(content["step"]) is not int or content["step"] != step_of(folder.name):
         raise _Invalid(f"{MANIFEST_NAME} is of step {content['step']!r}")
     for name, record in content["files"].items():
-        size_bytes, sha256 = record.get("size_bytes"), record.get("sha256")
-        if (
-            type(size_bytes) is not int
-            or not isinstance(sha256, str)
-            or not _SHA256.fullmatch(sha256)
-        ):
+        sha256 = record.get("sha256")
+        is_digest = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+        if type(record.get("size_bytes")) is not int or not is_digest:
             raise _Invalid(f"{MANIFEST_NAME} has no size and SHA-256 for {name!a}")
     return content
 
@@ -169,13 +170,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def share_out(
     sizes: Mapping[str, int], shares: int, preferred: Callable[[str], range] = lambda name: range(0)
 ) -> dict[str, int]:
-    """Assign each file or tensor to a share: largest first, to the share that has least so far.
+    """Assign each file or tensor to a share: largest first, to the share with the least so far.
 
     Args:
-        preferred: the shares that have a use for it: one of them gets it as long as that makes none
-            larger than the mean.
+        preferred: the shares that can use it: one of them gets it unless that makes a share larger
+            than the mean.
     """
-    taken, found, mean = [0] * shares, {}, sum(sizes.values()) / shares
+    taken = [0] * shares
+    found: dict[str, int] = {}
+    mean = sum(sizes.values()) / shares
     for name in sorted(sizes, key=lambda name: (not preferred(name), -sizes[name], name)):
         share = least = taken.index(min(taken))
         if preferred(name):
@@ -193,7 +196,11 @@ def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict
     As far as that divides the bytes evenly, a rank reads the files that it will load, which its
     node then holds in memory.
     """
-    numbers = {name: int(found.group(1)) for name in files if (found := _OF_RANK.fullmatch(name))}
+    numbers: dict[str, int] = {}
+    for name in files:
+        found = _OF_RANK.fullmatch(name)
+        if found:
+            numbers[name] = int(found.group(1))
     writers = max(numbers.values(), default=0) + 1
 
     def preferred(name: str) -> range:
@@ -202,9 +209,8 @@ def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict
         first = numbers[name] * readers // writers
         return range(first, -(-(numbers[name] + 1) * readers // writers))
 
-    return share_out(
-        {name: record["size_bytes"] for name, record in files.items()}, readers, preferred
-    )
+    sizes = {name: record["size_bytes"] for name, record in files.items()}
+    return share_out(sizes, readers, preferred)
 
 
 def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, Any]:
@@ -213,19 +219,23 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise _Invalid("not a folder (links are not followed)")
     sizes, unexpected = durable_files.walk_files(folder)
-    if special := [name for name in unexpected if not name.endswith("/")]:
+    special = [name for name in unexpected if not name.endswith("/")]
+    if special:
         raise _Invalid(f"holds a link or a special file: {_some(special)}")
     if MANIFEST_NAME not in sizes:
         raise _Invalid(f"{MANIFEST_NAME} is missing: not written by this package, or not whole")
     manifest = _read_manifest(folder)
     files = manifest["files"]
-    if extra := [name for name in sizes if name not in files and name != MANIFEST_NAME]:
+    extra = sizes.keys() - files.keys() - {MANIFEST_NAME}
+    if extra:
         raise _Invalid(f"extra file, not in the manifest: {_some(extra)}")
-    if missing := [name for name in files if name not in sizes]:
+    missing = files.keys() - sizes.keys()
+    if missing:
         raise _Invalid(f"missing file: {_some(missing)}")
     if unexpected:
         raise _Invalid(f"holds an empty folder: {_some(unexpected)}")
-    if forbidden := [name for name in files if not is_allowed(name) or name == MANIFEST_NAME]:
+    forbidden = _forbidden(files)
+    if forbidden:
         raise _Invalid(f"a file of a kind that no checkpoint holds: {_some(forbidden)}")
     for name, record in sorted(files.items()):
         if sizes[name] != record["size_bytes"]:
@@ -233,11 +243,12 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
     if hashes:
         names = [name for name, share in reading_shares(files, readers).items() if share == reader]
         found = durable_files.hash_files([folder / name for name in names])
-        if changed := [
+        changed = [
             name
             for name, sha256 in zip(names, found, strict=True)
             if sha256 != files[name]["sha256"]
-        ]:
+        ]
+        if changed:
             raise _Invalid(f"{_CHANGED} (SHA-256 differs): {_some(changed)}")
     return manifest
 
@@ -248,21 +259,23 @@ def verify(
     """Check a checkpoint folder: every file's presence, size and hash, no other file, the
     manifest's digest, the step.
 
-    Never raises for a broken folder: what is wrong is the answer. Where several machines share the
-    file system, a checkpoint that is younger than their caches, or cannot be read, is looked at
-    again before it is found invalid.
+    Never raises for a broken folder: the result describes the problem. If several machines share
+    the file system, a checkpoint that is younger than their caches, or cannot be read, is checked
+    again before it counts as invalid.
 
     Args:
         folder: `.../checkpoint-<step>`.
-        hashes: False leaves out the reading of the files (about 1 s for each GB and core): names,
-            sizes and the manifest are still checked.
-        reader, readers: this process and how many share the reading; it is valid if each finds it
-        valid.
+        hashes: False does not read the files (about 1 s for each GB and core): names, sizes and the
+            manifest are still checked.
+        reader, readers: this process, and how many share the reading. A checkpoint is valid if each
+            of them finds it valid.
     """
-    validity = _judge(Path(folder), hashes, reader, readers)
-    if (doubt_seconds := _doubt_seconds(Path(folder), validity)) > 0:
+    folder = Path(folder)
+    validity = _judge(folder, hashes, reader, readers)
+    doubt_seconds = _doubt_seconds(folder, validity)
+    if doubt_seconds > 0:
         for _ in poll_attempts(folder, doubt_seconds):
-            validity = _judge(Path(folder), hashes, reader, readers)
+            validity = _judge(folder, hashes, reader, readers)
             if validity.valid or _CHANGED in validity.why:
                 break
     return validity
@@ -277,9 +290,8 @@ def _doubt_seconds(folder: Path, validity: Validity) -> float:
             return 0.0
         if validity.unread:
             return UNREAD_SECONDS
-        return min(
-            SEEN_WITHIN_SECONDS, SEEN_WITHIN_SECONDS - (time.time() - os.lstat(folder).st_mtime)
-        )
+        age_seconds = time.time() - os.lstat(folder).st_mtime
+        return SEEN_WITHIN_SECONDS - max(0.0, age_seconds)
     except (OSError, ValueError):
         return 0.0
 
@@ -312,8 +324,8 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
         raise StateError(
             f"the run folder cannot be read: {error.strerror or error}", str(run_folder)
         ) from error
-    found = [(step, name) for name in names if (step := step_of(name)) is not None]
-    return [Path(run_folder) / name for _, name in sorted(found)]
+    steps = {name: step for name in names if (step := step_of(name)) is not None}
+    return [Path(run_folder) / name for name in sorted(steps, key=steps.__getitem__)]
 
 
 def newest_valid(
@@ -330,8 +342,9 @@ def newest_valid(
         StateError: the folder is there but cannot be read.
     """
     for _ in poll_attempts(run_folder):
-        found, skipped, is_old = _newest_of(list_checkpoints(run_folder), hashes, damaged or {})
-        if not is_old:
+        listed = list_checkpoints(run_folder)
+        found, skipped, is_outdated = _newest_of(listed, hashes, damaged or {})
+        if not is_outdated:
             break
     return found, skipped
 
@@ -339,21 +352,21 @@ def newest_valid(
 def _newest_of(
     listed: list[Path], hashes: bool, damaged: Mapping[str, str]
 ) -> tuple[Path | None, list[tuple[Path, str]], bool]:
-    """Do as `newest_valid`, and return as well whether the list is old: something in it is gone, so
-    something may have been added too.
+    """Do as `newest_valid`, and also return whether the list is outdated: something in it is gone,
+    so something may have been added too.
     """
     skipped: list[tuple[Path, str]] = []
-    is_old = False
+    is_outdated = False
     for folder in reversed(listed):
         known = damaged.get(folder.name)
         validity = verify(folder, hashes=hashes) if known is None else Validity(False, known, None)
         if validity.valid:
-            return folder, skipped, is_old
+            return folder, skipped, is_outdated
         if os.path.lexists(folder):
             skipped.append((folder, validity.why))
         else:
-            is_old = True
-    return None, skipped, is_old
+            is_outdated = True
+    return None, skipped, is_outdated
 
 
 # ---------------------------------------------------------------- saving and removing
@@ -374,16 +387,12 @@ class CheckpointWriter:
         run_folder: the run's folder; it exists, is locked by this run and is seen by all ranks.
         step: optimizer steps done.
         token: letters and digits, the same on every rank, new for every save.
-        expected_bytes: size of the whole checkpoint if known; given on one rank, refused early
-            where it does not fit.
 
     Raises (on entry, and from any OSError or safetensors input/output error inside):
         FinetuneError: the folder, the needed and free bytes, and the previous checkpoint.
     """
 
-    def __init__(
-        self, run_folder: Path | str, step: int, token: str, *, expected_bytes: int | None = None
-    ) -> None:
+    def __init__(self, run_folder: Path | str, step: int, token: str) -> None:
         if step < 0 or not _TOKEN.fullmatch(token):
             raise ValueError(
                 f"a step >= 0 and a token of letters and digits are needed, not {step!r} and"
@@ -391,15 +400,10 @@ class CheckpointWriter:
             )
         self.run_folder = Path(run_folder)
         self.step = step
-        self.expected_bytes = expected_bytes
         self.folder = self.run_folder / f".staging-{step}-{token}"
 
     def __enter__(self) -> CheckpointWriter:
         try:
-            if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(
-                self.run_folder
-            ):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             make_folder(self.folder)  # another rank may be first
         except OSError as error:
             raise self._explained(error) from error
@@ -414,11 +418,12 @@ class CheckpointWriter:
         if error is None:
             return
         cause = durable_files.os_error_in(error)
-        # before the files that it counts are gone
-        explained = self._explained(cause) if cause is not None else None
+        if cause is None:
+            self.discard()
+            return
+        explained = self._explained(cause)  # before the files that it counts are gone
         self.discard()
-        if explained is not None:
-            raise explained from error
+        raise explained from error
 
     def seal(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Sync and read files that this rank has written; return their records: `{"size_bytes",
@@ -442,14 +447,14 @@ class CheckpointWriter:
         """Make the staging folder the checkpoint of its step, verify it and return it. One rank
         calls this.
 
-        A valid checkpoint that is there already is kept and the staging folder dropped (the same
-        step of the same run holds the same training); an invalid one is moved aside.
+        A valid checkpoint that exists already is kept and the staging folder dropped (the same step
+        of the same run holds the same training); an invalid one is moved aside.
 
         Args:
             records: of the files of all ranks, as `seal` and `durable_files.write_hashed` return
                 them.
-            metadata: plain JSON facts, without paths of this machine: global batch size, seed,
-                schedule hash, data fingerprint, package versions.
+            metadata: JSON-serializable facts, without paths of this machine: global batch size,
+                seed, schedule hash, data fingerprint, package versions.
 
         Raises:
             FinetuneError: a file is missing, unsealed or of a kind that no checkpoint holds; the
@@ -466,7 +471,7 @@ class CheckpointWriter:
         self._sync_folders(records)
         target = self.run_folder / f"checkpoint-{self.step}"
         if durable_files.is_taken(target):
-            found = verify(target)  # somebody else's, of this very step
+            found = verify(target)  # another process's, of the same step
             if found.valid:
                 self.discard()
                 return target
@@ -489,9 +494,7 @@ class CheckpointWriter:
         return target
 
     def discard(self) -> None:
-        """Remove the staging folder as far as possible; `clean_staging` removes the rest when the
-        run is resumed.
-        """
+        """Remove the staging folder if possible; else `clean_staging` does when the run resumes."""
         try:
             durable_files.remove_tree(self.folder, missing_ok=True)
         except OSError as error:
@@ -502,20 +505,18 @@ class CheckpointWriter:
             )
 
     def _check_staged(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Check that exactly the recorded files are in the staging folder; wait if those of other
-        nodes are not seen yet.
+        """Check that exactly the recorded files are in the staging folder; wait for those of other
+        nodes to become visible.
         """
-        if refused := sorted(
-            name for name in records if not is_allowed(name) or name == MANIFEST_NAME
-        ):
+        refused = _forbidden(records)
+        if refused:
             raise FinetuneError(
                 f"a checkpoint must not hold {refused}",
                 str(self.folder),
                 "save it as safetensors or JSON",
             )
         for _ in poll_attempts(self.folder, VISIBLE_WITHIN_SECONDS):
-            # Of what other nodes have made, renamed and removed, this one may see the state of a
-            # minute ago.
+            # This node may see the files of other nodes as they were a minute ago.
             sizes, unexpected = durable_files.walk_files(self.folder)
             absent = [name for name in records if sizes.get(name) != records[name]["size_bytes"]]
             unsealed = sorted({*sizes, *unexpected} - records.keys())
@@ -542,26 +543,20 @@ class CheckpointWriter:
             previous, _ = newest_valid(self.run_folder, hashes=False)
         except StateError:  # the disk is gone altogether
             return ""
-        return (
-            f"The previous checkpoint is {previous.name}"
-            if previous
-            else "There is no previous checkpoint"
-        )
+        if previous is None:
+            return "There is no previous checkpoint"
+        return f"The previous checkpoint is {previous.name}"
 
     def _explained(self, error: OSError) -> FinetuneError:
-        """Turn an error of the system into one with the numbers and the next step."""
+        """Turn a system error into one with the sizes and the next step."""
         try:
             free = durable_files.format_bytes(durable_files.free_bytes(self.run_folder))
         except OSError as second:
             free = f"unknown ({second.strerror})"
-        if self.expected_bytes is not None:
-            needed = durable_files.format_bytes(self.expected_bytes)
-        else:
-            staged_bytes = 0
-            with contextlib.suppress(OSError):
-                staged_bytes = sum(durable_files.walk_files(self.folder)[0].values())
-            needed = f"more than the {durable_files.format_bytes(staged_bytes)} written"
-        remedies = {
+        staged_bytes = 0
+        with contextlib.suppress(OSError):
+            staged_bytes = sum(durable_files.walk_files(self.folder)[0].values())
+        fixes = {
             errno.ENOSPC: "free some space on it",
             errno.EDQUOT: "free some of your quota on it",
             errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
@@ -570,18 +565,18 @@ class CheckpointWriter:
                 "look for its errors in the system log and use another disk if there are any"
             ),
         }
-        remedy = remedies.get(error.errno or 0, "fix what the system reports about it")
+        fix = fixes.get(error.errno or 0, "fix what the system reports about it")
         return FinetuneError(
-            f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed"
-            f" {needed}, free {free}",
+            f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed more"
+            f" than the {durable_files.format_bytes(staged_bytes)} written, free {free}",
             str(self.run_folder),
-            f"{remedy}, then start the same command again. {self._previous()}".rstrip(),
+            f"{fix}, then start the same command again. {self._previous()}".rstrip(),
         )
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Rename a checkpoint so that nothing takes it for one, keep its files, and say so. Returns the
-    new name.
+    """Rename a checkpoint so that nothing uses it, keep its files, and log that. Returns the new
+    path.
     """
     number = 1
     while durable_files.is_taken(aside := folder.parent / f".invalid-{folder.name}-{number}"):
@@ -596,15 +591,16 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
     """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed
     ones.
 
-    No content is read: a save would take longer with each one kept. Nothing is removed before two
-    newer ones are known to be valid. What does not even look like a checkpoint of this package (by
-    manifest, names and sizes) is left where it is, and so is what a kept one names as the best:
-    whichever of them a run resumes from, its best is there.
+    No content is read: each kept checkpoint would make every save longer. Nothing is removed before
+    two newer ones are known to be valid. A folder that does not even look like a checkpoint of this
+    package (by manifest, names and sizes) is left alone, and so is the checkpoint that a kept one
+    names as the best: a run finds its best checkpoint whichever one it resumes from.
 
     Args:
         run_folder: locked by this run.
         keep: at least 2, because the newest may turn out broken.
-        known_valid: names of those that this start has written, or verified when it resumed.
+        known_valid: names of the checkpoints that this start has written, or verified when it
+            resumed.
 
     Raises:
         ConfigError: `keep` is below 2.
@@ -633,13 +629,8 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
         elif not enough:
             kept += 1
             known += folder.name in known_valid
-            best.add(
-                str(
-                    ((validity.manifest or {}).get("metadata", {}).get("best") or {}).get(
-                        "checkpoint"
-                    )
-                )
-            )
+            metadata = (validity.manifest or {}).get("metadata", {})
+            best.add(str((metadata.get("best") or {}).get("checkpoint")))
         elif folder.name not in best and _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
     _finish_removals(run_folder)
@@ -649,14 +640,13 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
 def _finish_removals(run_folder: Path | str) -> None:
     """Remove what earlier calls could not, because a process had a file of it open."""
     try:
-        left = [
-            folder for folder in staging_folders(run_folder) if folder.name.startswith(".removing-")
-        ]
+        left = staging_folders(run_folder)
     except OSError as error:
         logger.warning("no old checkpoint is looked for: %s", error.strerror or error)
         return
     for folder in left:
-        _removed(folder, durable_files.remove_tree)
+        if folder.name.startswith(".removing-"):
+            _removed(folder, durable_files.remove_tree)
 
 
 def _removed(folder: Path, remove: Callable[[Path], None]) -> bool:
@@ -670,18 +660,18 @@ def _removed(folder: Path, remove: Callable[[Path], None]) -> bool:
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that a kill half-way leaves nothing that looks like one."""
+    """Remove a checkpoint so that a kill midway leaves nothing that looks like one."""
     doomed = folder.parent / f".removing-{folder.name}"
     durable_files.remove_tree(doomed, missing_ok=True)
     durable_files.move(folder, doomed)
-    # or a power loss could keep the old name and lose the files
+    # otherwise a power loss could keep the old name and lose the files
     durable_files.sync_folder(folder.parent)
     durable_files.remove_tree(doomed)
 
 
 def staging_folders(run_folder: Path | str) -> list[Path]:
-    """List what saves and removals have in progress or, if no run holds the folder's lock, have
-    left.
+    """List the folders of saves and removals in progress, or left behind if no run holds the
+    folder's lock.
     """
     return [
         Path(run_folder) / name

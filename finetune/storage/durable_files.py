@@ -1,7 +1,7 @@
 """Files that survive a kill and a power loss: written, synced, replaced, hashed, removed.
 
-Everything goes through plain `os` calls, one system call each, so that a test can stop a process at
-every one of them. A write is durable only when the file *and* the folder that names it are synced:
+Everything uses plain `os` calls, one system call each, so that a test can stop a process at every
+one of them. A write is durable only when the file *and* the folder that names it are synced:
 neither alone is enough (fsync(2)).
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage.shared_storage import poll_attempts
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHUNK_BYTES = 8 << 20
-# Of a file that is being written: the system would collect a tenth of the memory, and one fsync
-# take as long.
+# While a file is written: otherwise the system would cache a tenth of the memory, and one fsync
+# would block for as long as writing that takes.
 SYNC_EVERY_BYTES = 1 << 30
-# Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s where it has SHA
+# Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s if it has SHA
 # instructions.
 PARALLEL_HASHING_FROM_BYTES = 64 << 20
-# What a file system answers that knows no fsync of folders (some FUSE and SMB mounts): it cannot be
-# asked for more.
+# Errors of a file system without fsync of folders (some FUSE and SMB mounts): it cannot do more.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS}
-# What reading answers once on a network file system: the file was replaced meanwhile (NFS knows
-# files by their inodes), or a request got lost on a mount that is `soft`.
+# Passing errors of reading on a network file system: the file was replaced meanwhile (NFS
+# identifies files by inode), or a request got lost on a `soft` mount.
 _PASSING = {errno.ESTALE, errno.EIO}
 READ_ATTEMPTS = 3
 MOVED_WITHIN_SECONDS = 10.0
-# What a client of NFS, or libfuse, makes of a file that is removed while a process there has it
+# Names that an NFS client, or libfuse, gives to a file that is removed while a process there has it
 # open.
 _STILL_OPEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -84,49 +84,48 @@ def _opened_regular(path: Path) -> Iterator[int]:
         yield descriptor
 
 
-def _again(read: Callable[[], T]) -> T:
-    """Open and read something; try again after an error that may pass."""
-    for _ in range(READ_ATTEMPTS - 1):
-        try:
-            return read()
-        except OSError as error:
-            if error.errno not in _PASSING:
-                raise
-    return read()
+def _retried(read: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that opens and reads a file try again after an error that may pass."""
+
+    @functools.wraps(read)
+    def read_again(*arguments: P.args, **named: P.kwargs) -> T:
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                return read(*arguments, **named)
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+        return read(*arguments, **named)
+
+    return read_again
 
 
-def read_bytes(
-    path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None
-) -> bytes:
+@_retried
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """Return the whole content of a regular file.
-
-    Args:
-        check: called with the state of the file that was opened, before it is read; may raise.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
     """
+    with _opened_regular(path) as descriptor:
+        if os.fstat(descriptor).st_size > limit_bytes:
+            raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+        return b"".join(_read_chunks(descriptor))
 
-    def read() -> bytes:
-        with _opened_regular(path) as descriptor:
-            state = os.fstat(descriptor)
-            if check is not None:
-                check(state)
-            if state.st_size > limit_bytes:
-                raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
-            chunks = []
-            while chunk := os.read(descriptor, CHUNK_BYTES):
-                chunks.append(chunk)
-            return b"".join(chunks)
 
-    return _again(read)
+def _read_chunks(descriptor: int) -> Iterator[bytes]:
+    while chunk := os.read(descriptor, CHUNK_BYTES):
+        yield chunk
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _write_synced(path: Path, data: bytes, flags: int, mode: int = 0o666) -> None:
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, mode) as descriptor:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        _write_all(descriptor, memoryview(data))
         _sync_descriptor(descriptor)
 
 
@@ -139,41 +138,37 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
     """Write and sync a file that must not exist yet; its folder is still to be synced.
 
     Args:
-        parts: its content, as bytes; large ones are not copied.
+        parts: the content, as bytes; large parts are not copied.
 
     Returns:
-        its record `{"size_bytes", "sha256"}`, of what the system was given: nothing is read back.
+        The record `{"size_bytes", "sha256"}` of the written bytes: nothing is read back.
     """
-    digest, size_bytes, unsynced = hashlib.sha256(), 0, 0
+    digest = hashlib.sha256()
+    size_bytes = unsynced_bytes = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with _opened(path, flags) as descriptor:
-        for chunk in _chunks(parts):
-            # while the system writes the chunk before; one core does both at 1 GB/s
-            digest.update(chunk)
-            left = chunk
-            while left:
-                left = left[os.write(descriptor, left) :]
-            progress.mark_moved()
-            size_bytes, unsynced = size_bytes + len(chunk), unsynced + len(chunk)
-            if unsynced >= SYNC_EVERY_BYTES:
-                _sync_descriptor(descriptor)
-                unsynced = 0
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                # while the system writes the chunk before; one core does both at 1 GB/s
+                digest.update(chunk)
+                _write_all(descriptor, chunk)
+                progress.mark_moved()
+                size_bytes += len(chunk)
+                unsynced_bytes += len(chunk)
+                if unsynced_bytes >= SYNC_EVERY_BYTES:
+                    _sync_descriptor(descriptor)
+                    unsynced_bytes = 0
         _sync_descriptor(descriptor)
     return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
 
 
-def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        view = memoryview(part)
-        yield from (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
-
-
 def move(source: Path, target: Path) -> None:
-    """`os.rename`, which over a network may have done its work and report that there is no such
-    file.
+    """Rename a file or folder. Over a network `os.rename` can succeed and report a missing file.
 
-    The server answers a request that was sent twice, because its first answer got lost, by what it
-    finds the second time: the old name is gone.
+    If the server's first answer got lost, the request is sent twice, and the second answer is that
+    the old name does not exist.
     """
     moved = os.lstat(source)
     try:
@@ -187,15 +182,15 @@ def move(source: Path, target: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666, *, writer: str = "") -> None:
-    """Replace a file's content: at every moment, power loss included, it holds the old or the new
-    content, whole.
+    """Replace a file's content atomically: it always holds the old or the new content, even after a
+    power loss.
 
-    One writer of a name at a time: the temporary name is fixed, so that a killed writer leaves no
-    heap of them.
+    One writer of a name at a time: the temporary name is fixed, so that killed writers do not leave
+    many files.
 
     Args:
-        mode: permissions, as far as the umask leaves them.
-        writer: tells those apart who may write at once; the last one's content stays.
+        mode: permissions, reduced by the umask.
+        writer: distinguishes simultaneous writers; the last one's content remains.
     """
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
@@ -215,9 +210,10 @@ def sync_file(path: Path) -> None:
 
 @functools.cache
 def new_file_mode() -> int:
-    """The permissions of any new file here.
+    """Return the permissions of any new file here.
 
-    The umask is one for all threads, and to read it is to set it: asked once, before threads write.
+    All threads share the umask, and reading it means setting it: so it is read once, before threads
+    write.
     """
     umask = os.umask(0o077)
     os.umask(umask)
@@ -225,8 +221,8 @@ def new_file_mode() -> int:
 
 
 def share_file(path: Path) -> None:
-    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their
-    owner can read.
+    """Give a file the permissions of any new file: safetensors 0.8 makes files that only the owner
+    can read.
     """
     os.chmod(path, new_file_mode())
 
@@ -241,29 +237,26 @@ def sync_folder(path: Path) -> None:
                 raise
 
 
+@_retried
 def hash_file(path: Path) -> str:
-    """SHA-256 of a regular file, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a regular file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with _opened_regular(path) as descriptor:
-        while chunk := os.read(descriptor, CHUNK_BYTES):
+        for chunk in _read_chunks(descriptor):
             digest.update(chunk)
             progress.mark_moved()
     return digest.hexdigest()
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of several regular files, in order; large ones side by side (hashlib leaves other
-    threads running).
+    """Return the SHA-256 of several regular files, in order; large files are hashed in parallel
+    (hashlib releases the GIL).
     """
     total_bytes = sum(os.lstat(path).st_size for path in paths)
     if len(paths) < 2 or total_bytes < PARALLEL_HASHING_FROM_BYTES:
-        return [_hash_again(path) for path in paths]
+        return [hash_file(path) for path in paths]
     with ThreadPoolExecutor(max_workers=min(8, len(paths), os.cpu_count() or 1)) as pool:
-        return list(pool.map(_hash_again, paths))
-
-
-def _hash_again(path: Path) -> str:
-    return _again(lambda: hash_file(path))
+        return list(pool.map(hash_file, paths))
 
 
 def is_still_open(name: str) -> bool:
@@ -277,9 +270,10 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
     """List a folder and the folders below it, without following links and without what
     `is_still_open`.
 
-    Returns: sizes in bytes by name (relative, with forward slashes) of the regular files, and the
-        names of everything that is neither a regular file nor a folder, and of folders with nothing
-        in them (these with a slash at the end).
+    Returns:
+        Sizes in bytes by name (relative, with forward slashes) of the regular files; and the names
+        of everything that is neither a regular file nor a folder, and of empty folders (these with
+        a slash at the end).
     """
     sizes: dict[str, int] = {}
     unexpected: list[str] = []
@@ -315,18 +309,17 @@ def is_taken(path: Path) -> bool:
 
 
 def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file, a link (never what it points to) or a folder with all that is in it.
+    """Remove a file, a link (never its target) or a folder with its content.
 
-    Several processes may remove the same folder at once: what one finds gone, another has removed.
+    Several processes may remove the same folder at the same time.
 
     Raises:
-        OSError: EBUSY where a process still has a file of it open and the file system keeps that
-            file under another name; all others are gone.
+        FileNotFoundError: it does not exist, unless `missing_ok`.
+        OSError: EBUSY if a process still has a file of it open and the file system keeps that file
+            under another name; all other files are removed.
     """
-    if not is_taken(path):
-        if missing_ok:
-            return
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not missing_ok:
+        os.lstat(path)
     while is_taken(path):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
@@ -340,7 +333,7 @@ def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
 
 
 def _empty_folder(folder: int) -> bool:
-    """Remove what is in an open folder; False where files are left that a process has open.
+    """Remove what is in an open folder; return False if files are left that a process has open.
 
     shutil.rmtree would remove these too, and from another machine that takes them from their
     reader.
@@ -368,13 +361,13 @@ def _empty_folder(folder: int) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that a user without privileges can still write on the file system of `path`."""
+    """Return how many bytes an unprivileged user can still write on the file system of `path`."""
     state = os.statvfs(path)
     return state.f_bavail * state.f_frsize
 
 
 def format_bytes(size_bytes: int) -> str:
-    """For people: 999 B, 1.5 KiB, 18.2 MiB."""
+    """Format a size for people: 999 B, 1.5 KiB, 18.2 MiB."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     power = min((size_bytes.bit_length() - 1) // 10, 4)
@@ -384,21 +377,22 @@ def format_bytes(size_bytes: int) -> str:
 def os_error_in(error: BaseException) -> OSError | None:
     """Return the system's error behind an exception, or None.
 
-    safetensors writes in Rust and raises its own kind with `(os error 28)` or `code: 28` in the
+    safetensors writes in Rust and raises its own error with `(os error 28)` or `code: 28` in the
     text.
     """
     if isinstance(error, OSError):
         return error
-    if type(error).__name__ == "SafetensorError" and (
-        found := re.search(r"(?:os error |code: )(\d+)", str(error))
-    ):
-        number = int(found.group(1))
-        return OSError(number, os.strerror(number))
-    return None
+    found = re.search(r"(?:os error |code: )(\d+)", str(error))
+    if type(error).__name__ != "SafetensorError" or found is None:
+        return None
+    number = int(found.group(1))
+    return OSError(number, os.strerror(number))
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """`np.save` without pickles, whose own way with a file loses the error of its close."""
+    """Save an array as `np.save` does, without pickles. Given a file, np.save would lose the error
+    of closing it.
+    """
     import numpy as np
 
     with path.open("wb") as file:

@@ -1,5 +1,5 @@
-"""`<log>.processes.json`: the processes that a launch started, so that `clean` can identify what is
-left of it.
+"""`<log>.processes.json`: the processes that a launch started, so that `clean` can identify those
+left.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from finetune.storage.durable_files import replace_file
 from finetune.storage.run_lock import now_utc
 
 VERSION = 1
-# Of records without ticks: start times are computed from the boot time, which the clock's
-# corrections move a little.
+# For records without ticks: start times are computed from the boot time, which corrections of the
+# clock move a little.
 SAME_START_SECONDS = 2.0
 # Between fork and the end of exec a process has no command line: for milliseconds.
 COMMAND_WAIT_SECONDS = 1.0
@@ -30,7 +30,7 @@ COMMAND_WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StartedProcess:
-    """One process; see docs/launching.md for the fields."""
+    """One process; docs/launching.md describes the fields."""
 
     pid: int
     start_time: float

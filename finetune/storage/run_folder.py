@@ -1,8 +1,8 @@
-"""The run folder: what run it holds, how that run stands, which samples it took. Who may write in
-it: `RunLock`.
+"""The run folder: which run it holds, the run's status and samples. `RunLock` decides who may
+write.
 
 .lock               held by one process of the run while it works; names its holder
-.lock.claim         stands for the lock where the file system has none that all machines see
+.lock.claim         replaces the lock if the file system has none that all machines see
 run_identity.json   what must be equal for a run to be resumed here
 run.yaml            the resolved configuration
 status.json         running, done, failed or stopped, with the exit code
@@ -27,15 +27,14 @@ from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock, now_utc
 from finetune.storage.run_log import StepLog
 from finetune.storage.shared_storage import is_shared, refresh_directory_cache
 
-__all__ = ["RunLock"]  # for whoever works with run folders
+__all__ = ["RunLock"]  # for modules that work with run folders
 
 IDENTITY_NAME = "run_identity.json"
 CONFIG_NAME = "run.yaml"
 STATUS_NAME = "status.json"
-SAMPLES_NAME = "samples.jsonl"
 FILE_LIMIT_BYTES = 16 << 20
-# Not a run's and nobody's work either: what a start that was refused or killed, a mount or a file
-# manager leaves.
+# Files that are neither a run's nor a user's: left by a start that was refused or killed, a mount
+# or a file manager.
 _IGNORED_NAMES = {LOCK_NAME, CLAIM_NAME, "logs", f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
 
 logger = logging.getLogger("finetune")
@@ -44,7 +43,7 @@ RunState = Literal["running", "done", "failed", "stopped"]
 
 
 class Difference(NamedTuple):
-    """One fact in which a run differs from the run in its output folder; None stands for "not known
+    """One fact in which a run differs from the run in its output folder; None means "not known
     there".
     """
 
@@ -57,8 +56,8 @@ class Difference(NamedTuple):
 class FolderDescription:
     """What an output folder holds.
 
-    `kind` is "empty" (or not there yet), "run" (a run of this package) or "other"; the rest is None
-    where the file is not there or cannot be read.
+    `kind` is "empty" (or missing), "run" (a run of this package) or "other"; the rest is None if
+    the file is missing or cannot be read.
     """
 
     kind: Literal["empty", "run", "other"]
@@ -72,8 +71,8 @@ def _json_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | None:
-    """Return names and values from a file; None if it does not exist, cannot be read or is
-    something else.
+    """Return names and values from a file; None if it is missing, cannot be read or holds something
+    else.
     """
     try:
         content = parse(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
@@ -85,11 +84,11 @@ def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | N
 def write_status(
     run_folder: Path | str, state: RunState, exit_code: int | None, **facts: Any
 ) -> None:
-    """Write `status.json`, whole or not at all. A refused run has no status: it writes nothing.
+    """Write `status.json` atomically. A refused run has no status: it writes nothing.
 
     Args:
-        exit_code: what the process ends with; None while it runs.
-        facts: plain JSON: step, checkpoint, message, ...
+        exit_code: of the process; None while it runs.
+        facts: JSON-serializable: step, checkpoint, message, ...
     """
     if state not in get_args(RunState):
         raise ValueError(f"{state!r} is not one of {get_args(RunState)}")
@@ -115,13 +114,11 @@ def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
 
 
 def list_anew(run_folder: Path) -> None:
-    """Have this machine forget what it has cached of a shared folder: it asks the server again if
-    it has made a name there itself.
-
-    Only for the holder of the folder's lock.
+    """Let this machine forget what it has cached of a shared folder. Only for the holder of the
+    folder's lock.
     """
     if is_shared(run_folder):
-        # a name that nobody minds, should this process be killed here
+        # a name that is ignored, in case this process is killed here
         refresh_directory_cache(run_folder / f".{IDENTITY_NAME}.tmp")
 
 
@@ -137,15 +134,18 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
             name for name in os.listdir(folder) if not durable_files.is_still_open(name)
         } - _IGNORED_NAMES
     except FileNotFoundError:
-        # Asked of the link itself: another rank may have made the folder since it was looked for.
+        # The link itself is checked: another rank may have made the folder meanwhile.
         if not os.path.islink(folder) or os.path.exists(folder):
             return FolderDescription("empty")
         raise StateError(
             "the output folder is a link to nothing", str(folder), "choose another --output-dir"
         ) from None
     except OSError as error:
-        what = f"the output folder cannot be read: {error.strerror}"
-        raise StateError(what, str(folder), "choose another --output-dir") from error
+        raise StateError(
+            f"the output folder cannot be read: {error.strerror}",
+            str(folder),
+            "choose another --output-dir",
+        ) from error
     if not names:
         return FolderDescription("empty")
     return FolderDescription(
@@ -157,14 +157,14 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
 
 
 def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> list[Difference]:
-    """Return in what the run in an output folder differs from this one; nothing for a free folder
-    or the same run.
+    """Return how the run in an output folder differs from this one; nothing for an empty folder or
+    the same run.
 
     Args:
-        output_dir: there or not; it is only read.
-        identity: facts that make this run what it is (model, data fingerprint, schedule hash,
-            global batch size, seed, total steps, tokenizer hash, ...), plain JSON; compared as they
-            are after a write and a read.
+        output_dir: need not exist; it is only read.
+        identity: facts that identify this run (model, data fingerprint, schedule hash, global batch
+            size, seed, total steps, tokenizer hash, ...), JSON-serializable; compared as they are
+            after a write and a read.
 
     Raises:
         StateError: the folder holds files but no run of this package, or its identity cannot be
@@ -173,56 +173,55 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
     description = describe_folder(output_dir)
     if description.kind == "empty":
         return []
-    if description.identity is None:
-        if description.kind == "run":
-            raise _unreadable(Path(output_dir) / IDENTITY_NAME)
-        what = (
+    if description.kind == "other":
+        raise StateError(
             "the output folder is not empty and not a run of this package (it has no"
-            f" {IDENTITY_NAME})"
+            f" {IDENTITY_NAME})",
+            str(output_dir),
+            "choose an empty or new --output-dir",
         )
-        raise StateError(what, str(output_dir), "choose an empty or new --output-dir")
+    if description.identity is None:
+        raise _unreadable(Path(output_dir) / IDENTITY_NAME)
     return differences(description.identity, identity)
 
 
 def _unreadable(path: Path) -> StateError:
-    """Explain why a file cannot be used: the system did not let it be read, or its content is
-    broken.
-    """
+    """Explain why a file cannot be used: the system cannot read it, or its content is broken."""
     try:
         durable_files.read_bytes(path, FILE_LIMIT_BYTES)
     except OSError as error:
-        what = f"{path.name} in the output folder cannot be read: {error.strerror or error}"
         return StateError(
-            what, str(path.parent), "see to this machine's mount or the disk and start again"
+            f"{path.name} in the output folder cannot be read: {error.strerror or error}",
+            str(path.parent),
+            "see to this machine's mount or the disk and start again",
         )
-    what = (
+    return StateError(
         f"{path.name} in the output folder is broken, so it cannot be told whether this is the"
-        " same run"
+        " same run",
+        str(path.parent),
+        "choose an empty or new --output-dir",
     )
-    return StateError(what, str(path.parent), "choose an empty or new --output-dir")
 
 
 def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Difference]:
-    """Return in what a run differs from one whose identity was saved."""
-    old, new = saved, json.loads(_json_text(identity))
-    if "lr_batch_exponent" in new:  # runs of 0.1.0 had the square root, and no word for it
-        old = {"lr_batch_exponent": 0.5, **old}
-    names = [*new, *(name for name in old if name not in new)]
-    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone,
-    # and some later ones no commit of a hub's.
-    known = all(
-        "weights" in facts and not str(facts["weights"]).endswith("@None") for facts in (old, new)
-    )
-    ignored = "model" if known else "weights"
+    """Return how a run differs from one whose identity was saved."""
+    old = dict(saved)
+    new = json.loads(_json_text(identity))
+    if "lr_batch_exponent" in new:  # runs of 0.1.0 used the square root, without this setting
+        old.setdefault("lr_batch_exponent", 0.5)
+    # The weights identify the model, independent of its location. Runs of 0.1.0 have only its path,
+    # and some later ones no commit of a model on the hub.
+    weights = [str(facts.get("weights", "@None")) for facts in (old, new)]
+    ignored = "weights" if any(known.endswith("@None") for known in weights) else "model"
     return [
         Difference(name, old.get(name), new.get(name))
-        for name in names
+        for name in new | old
         if name != ignored and old.get(name) != new.get(name)
     ]
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """A line for each difference, for an error message."""
+    """Return a line for each difference, for an error message."""
     return "\n".join(
         f"{name}: {old!r} in the folder, {new!r} now" for name, old, new in differences
     )
@@ -232,17 +231,15 @@ class SampleLog(StepLog):
     """`samples.jsonl`: which records every optimizer step took, one flushed write per step.
 
     Args:
-        path: the file; made where it is not there.
+        path: the file; made if it is missing.
         resume_step: optimizer steps done; 0 starts an empty log.
     """
 
     def __init__(self, path: Path | str, resume_step: int = 0) -> None:
         super().__init__(path, resume_step)
-        if self.kept_steps != list(range(1, resume_step + 1)):
-            present = set(self.kept_steps)
-            missing = next(
-                (step for step in range(1, resume_step + 1) if step not in present), resume_step
-            )
+        expected = range(1, resume_step + 1)
+        if self.kept_steps != list(expected):
+            missing = min(set(expected).difference(self.kept_steps), default=resume_step)
             logger.warning(
                 "%s is not whole up to step %d, from which the run resumes; "
                 "lines are missing from step %d",
@@ -264,11 +261,11 @@ class SampleLog(StepLog):
 
 
 def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a staging folder, reopen what it wrote, then move its files into
-    `output_dir`, durably. One rank calls this.
+    """Let `write` fill a staging folder, check the files, then move them into `output_dir`,
+    durably. One rank calls this.
 
     Raises:
-        FinetuneError: a file is not whole (`reopen`).
+        FinetuneError: a file is incomplete (`reopen`).
     """
     staging = output_dir / ".staging-0-output"
     durable_files.remove_tree(staging, missing_ok=True)
@@ -287,11 +284,11 @@ def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
 def reopen(path: Path) -> None:
     """Check that a library has really written a JSON or safetensors file.
 
-    They lose the error of a file's close, which is where storage over a network says that it is
-    full or over quota.
+    Libraries lose the error of closing a file, which is when storage over a network reports that it
+    is full or over quota.
 
     Raises:
-        FinetuneError: it is not whole.
+        FinetuneError: it is incomplete.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -299,7 +296,7 @@ def reopen(path: Path) -> None:
         if path.suffix == ".json":
             json.loads(path.read_bytes())
         elif path.suffix == ".safetensors":
-            # its header, and whether the file is as long as that says
+            # checks the header, and the file's length against it
             with safe_open(path, framework="np"):
                 pass
     except (ValueError, SafetensorError) as error:

@@ -4,8 +4,8 @@ If the file system has no locks that all machines see, a claim replaces the floc
 A claim is a file that is created exclusively, which only one process can do on any file system
 (open(2): O_EXCL, also on NFS since version 3). The kernel does not remove it when its owner dies.
 If the owner ran on this machine, the next process here can find that out and takes the claim over.
-If it ran on another machine nobody can tell, however long the owner is silent (storage that hangs
-hangs for minutes): then a person has to remove the claim.
+If the owner ran on another machine, nothing shows whether it is alive, however long it is silent
+(storage can hang for minutes): a person has to remove the claim.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ LIMIT_BYTES = 1 << 16
 POLL_SECONDS = 0.2
 WARN_EVERY_SECONDS = 60.0
 STALE_ATTEMPTS = 5
-# Errors of a file system that cannot lock at all: NFS without lockd, Lustre without -o flock, FUSE,
-# SMB.
+# Errors of a file system without locks: NFS without lockd, Lustre without -o flock, FUSE, SMB.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _HELD = {errno.EWOULDBLOCK, errno.EACCES}
 
@@ -48,19 +47,20 @@ logger = logging.getLogger("finetune")
 
 
 def now_utc() -> str:
-    """The time as ISO 8601 in UTC, whole seconds."""
+    """Return the time as ISO 8601 in UTC, in whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
-    """Try to lock an open file at once.
+    """Try to lock an open file without waiting.
 
     Args:
         how: fcntl.LOCK_EX, for which NFS requires a file that is open for writing, or LOCK_SH.
         path: of the file.
 
-    Returns: True if it is locked, False if another process has the lock, None if there are no locks
-        here that all machines see.
+    Returns:
+        True if it is locked, False if another process has the lock, None if there are no locks here
+        that all machines see.
 
     Raises:
         OSError: anything else.
@@ -79,14 +79,14 @@ def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
 
 
 def _signature() -> dict[str, Any]:
-    """What identifies this process, here and elsewhere, for messages and for `clean`."""
+    """Return what identifies this process on all machines, for messages and for `clean`."""
     facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
     return facts | asdict(process_start(os.getpid()))
 
 
 def _read_signature(path: Path) -> dict[str, Any] | None:
-    """The content of a lock file or a claim: empty if it cannot be read (yet), None if there is no
-    such file.
+    """Return the content of a lock file or a claim: empty if it cannot be read (yet), None if it
+    does not exist.
     """
     try:
         return json.loads(durable_files.read_bytes(path, LIMIT_BYTES))
@@ -105,8 +105,8 @@ def _write_signature(descriptor: int, facts: dict[str, Any]) -> None:
 
 
 def _name_here(path: Path) -> list[Any] | None:
-    """What makes the name of `_bind_name` unique: the path, in a network namespace of one boot of a
-    kernel. None outside Linux.
+    """Return what makes the name of `_bind_name` unique: the path, in a network namespace of one
+    boot of a kernel. None outside Linux.
     """
     try:
         network = os.stat("/proc/self/ns/net").st_ino
@@ -147,18 +147,18 @@ class Claim:
     def take(self) -> bool:
         """Return whether the claim is this process's now. Raises OSError."""
         name = _bind_name(self.path)
-        # Only who holds the name removes the claim of a dead process. Else two processes that find
-        # the same claim would remove each other's new one.
+        # Only the holder of the name removes the claim of a dead process. Otherwise two processes
+        # that find the same claim would remove each other's new one.
         if _owner_is_gone(self.path, name):
             self.path.unlink(missing_ok=True)
-        facts = _signature() | {"name": _name_here(self.path) if name is not None else None}
+        facts = _signature() | {"name": None if name is None else _name_here(self.path)}
         try:
             with open(self.path, "x", encoding="utf-8") as file:
                 self._name, self._facts = name, facts
                 json.dump(facts, file)
         except OSError as error:
             if self._facts:
-                os.unlink(self.path)  # not to be taken for somebody's
+                os.unlink(self.path)  # so that it does not look like another process's
                 self._facts = {}
             if name is not None:
                 name.close()
@@ -175,24 +175,25 @@ class Claim:
             self.path.unlink(missing_ok=True)
         if self._name is not None:
             self._name.close()
-        self._name, self._facts = None, {}
+        self._name = None
+        self._facts = {}
 
 
 @contextlib.contextmanager
 def claimed(path: Path, what: str) -> Iterator[None]:
-    """Hold a claim; wait for it as long as it takes.
+    """Hold a claim; wait for it without limit.
 
     Args:
-        what: the claim is about, for the lines that name the process that is waited for.
+        what: what the claim is about, for the log lines while this process waits.
     """
     claim = Claim(path)
     warn_at = time.monotonic()
     while not claim.take():
         if time.monotonic() >= warn_at:
-            facts = _read_signature(path) or {}
-            who = (
-                f"process {facts.get('pid')} on {facts.get('host')}" if facts else "another process"
-            )
+            facts = _read_signature(path)
+            who = "another process"
+            if facts:
+                who = f"process {facts.get('pid')} on {facts.get('host')}"
             logger.warning(
                 "%s: waiting for %s; if it is gone, which cannot be seen from here: rm %s",
                 what,
@@ -211,7 +212,9 @@ def claimed(path: Path, what: str) -> Iterator[None]:
 
 
 def is_held(run_folder: Path) -> bool | None:
-    """Return whether a process holds a run folder, without taking it; None if nobody can tell."""
+    """Return whether a process holds a run folder, without taking it; None if that cannot be
+    known.
+    """
     claim = run_folder / CLAIM_NAME
     if os.path.lexists(claim):
         name = _bind_name(claim)
@@ -232,8 +235,8 @@ def is_held(run_folder: Path) -> bool | None:
 
 
 def holder(run_folder: Path) -> dict[str, Any]:
-    """The signature of the process that holds a run folder: pid, host, since; empty if it has not
-    signed yet.
+    """Return the signature of the process that holds a run folder: pid, host, since; empty if it
+    has not signed yet.
     """
     return _read_signature(run_folder / CLAIM_NAME) or _read_signature(run_folder / LOCK_NAME) or {}
 
@@ -242,8 +245,8 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """A forked child (a loader's worker) shares the lock and would keep it after its parent was
-    killed.
+    """Release the locks that a forked child (a loader's worker) shares: it would keep them after
+    its parent is killed.
     """
     for lock in list(_held):
         lock.release()
@@ -258,16 +261,16 @@ class RunLock:
     """Holds a run folder for one process: `with RunLock(folder): ...`. The lock ends with the
     process, not with its children.
 
-    Entering creates the folder if it does not exist. If the block ends by a refusal (an error with
-    exit code 2) before anything else was written, what the lock created is removed again: a refused
-    run writes nothing.
+    Entering creates the folder if it does not exist. If the block ends with a refusal (an error
+    with exit code 2) before anything else was written, what the lock created is removed again: a
+    refused run writes nothing.
 
-    If the file system has no locks that all machines see, a `Claim` replaces the lock. A claim that
-    is there keeps others out even if this machine has locks.
+    If the file system has no locks that all machines see, a `Claim` replaces the lock. An existing
+    claim excludes other processes even if this machine has locks.
 
     Args:
-        wait_seconds: how long to wait for another holder, who may be a killed run's worker about to
-            end.
+        wait_seconds: how long to wait for another holder, which may be a killed run's worker about
+            to end.
 
     Raises (on entry):
         StateError: another process holds the folder (named with its host), or the folder cannot be
@@ -313,8 +316,8 @@ class RunLock:
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder. The lock file stays: removing it would race with a process that
-        waits for it.
+        """Release the folder. The lock file stays: removing it would race with a process that waits
+        for it.
         """
         try:
             self._claim.give_back()
@@ -335,16 +338,16 @@ class RunLock:
             try:
                 locked = self._attempt()
             except OSError as error:
-                # The file was removed, and perhaps made again, while this process looked at it; or
-                # a request got lost.
+                # The file was removed, and perhaps made again, while this process accessed it; or a
+                # request got lost.
                 if error.errno not in (errno.ESTALE, errno.EIO) or stale == STALE_ATTEMPTS:
                     raise
-                locked = None
                 stale += 1
-            if locked:
-                return
+                continue
             if locked is None:
                 continue
+            if locked:
+                return
             if time.monotonic() >= deadline:
                 raise self._refusal()
             if not warned:
@@ -364,8 +367,7 @@ class RunLock:
             self._has_no_locks = locked is None
             if locked is False:
                 return False
-            # A refused run may have removed the file between our open and our lock: then try the
-            # new one.
+            # A refused run may have removed the file between open and lock: then try the new one.
             if locked and not self._is_still_there(descriptor):
                 return None
             if locked is None and self._is_signed():
@@ -390,7 +392,7 @@ class RunLock:
                 self._claim.give_back()
 
     def _is_signed(self) -> bool:
-        """Return whether a machine that has locks here, as this one has not, may hold one: its runs
+        """Return whether a machine that, unlike this one, has locks here may hold one: its runs
         sign the lock file, and note when they end.
         """
         return (_read_signature(self.path) or {}).get("ended", "earlier version") is None
@@ -421,7 +423,7 @@ class RunLock:
             try:
                 os.mkdir(folder)
                 self._created_folders.append(folder)
-            # another run was faster, perhaps on a machine whose work is not seen here yet
+            # another run was faster, perhaps on a machine whose changes are not visible here yet
             except FileExistsError:
                 wait_for(folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -442,14 +444,14 @@ class RunLock:
             return False
 
     def _undo(self) -> None:
-        """Remove what entering created, if nothing else was put there; the lock file only while it
-        is ours.
+        """Remove what entering created, unless something else was put there; the lock file only
+        while this process holds it.
         """
         try:
             self._claim.give_back()
             if self._created_file and self._descriptor is not None:
                 os.unlink(self.path)
-                self.release()  # or the file has another name on NFS, as long as it is open
+                self.release()  # on NFS an open file would keep another name
             for folder in reversed(self._created_folders):
                 os.rmdir(folder)
         except OSError as error:

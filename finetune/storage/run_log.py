@@ -5,8 +5,8 @@ Files in the run folder (their form is public and frozen by a test):
 
 `trainer_log.jsonl`  one line per logged step: at least step, loss, learning_rate, tokens_per_second
 `events.jsonl`       one line per event that is not a step: `{"event": NAME, "time": seconds, ...}`
-`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see
-storage/run_folder.py) `logs/`              console copies, one file per rank and start
+`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (storage/run_folder.py)
+`logs/`              console copies, one file per rank and start
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import math
 import os
 import re
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from finetune.errors import DataError
@@ -33,12 +33,11 @@ from finetune.storage.shared_storage import make_folder
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
 _NAME_TIME = "%Y%m%d-%H%M%S"
-# How often the name is checked: what is written meanwhile goes to the file that was moved away.
+# How often the name is checked: until then, lines go to the file that was moved away.
 LOOK_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 16
 
-# Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on
-# it.
+# Names of events in events.jsonl. Other names are refused, so that readers can rely on this list.
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
     "execution",  # what was chosen where the configuration says auto, and why
@@ -65,10 +64,10 @@ class AppendFile:
     """Appends pieces to a file, each with a single unbuffered write: a crash tears at most the
     last.
 
-    Where the disk is full, what a piece had taken of it is given back, so that the next one, once
-    there is room again, does not follow half of it. Where another file, or none, has the name
-    (logrotate has renamed it, somebody has removed it), a new one is begun within `LOOK_SECONDS`;
-    one that is copied and cut is simply written on.
+    If the disk gets full, the written part of a piece is removed, so that the next piece, once
+    there is space again, does not follow half a piece. If the file was renamed or removed (by
+    logrotate or a user), a new file is started within `LOOK_SECONDS`. A file that was copied and
+    truncated is continued.
 
     Raises:
         OSError: the file cannot be opened; it is a link.
@@ -84,21 +83,19 @@ class AppendFile:
         return os.open(self.path, flags, 0o666)
 
     def append_bytes(self, piece: bytes) -> None:
-        """Write all of it, or nothing. Raises OSError where the system does not take it."""
+        """Write all of it or nothing. Raises OSError if it cannot be written."""
         if time.monotonic() >= self._look_at:
             self._follow_name()
         written = 0
         try:
-            # The system takes less than all only when the disk is full, and then says so on the
-            # second write.
+            # The system writes only a part when the disk is full, and the second write fails.
             while written < len(piece):
                 written += os.write(self._descriptor, memoryview(piece)[written:])
         except OSError:
             if written:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(
-                        self._descriptor, max(0, os.fstat(self._descriptor).st_size - written)
-                    )
+                    size_bytes = os.fstat(self._descriptor).st_size
+                    os.ftruncate(self._descriptor, max(0, size_bytes - written))
             raise
 
     def _follow_name(self) -> None:
@@ -106,7 +103,7 @@ class AppendFile:
         try:
             moved = not os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
         except OSError as error:
-            # anything else: what is open can still be written
+            # any other error: the open file can still be written
             moved = isinstance(error, FileNotFoundError)
         if not moved:
             return
@@ -114,16 +111,16 @@ class AppendFile:
             opened = self._open()
         except OSError:  # the folder has gone, or the name is a link now
             return
-        before, self._descriptor = self._descriptor, opened
         with contextlib.suppress(OSError):
-            os.fsync(before)
-        os.close(before)
+            self.sync()
+        os.close(self._descriptor)
+        self._descriptor = opened
 
     def cut_torn_line(self) -> None:
-        """Cut what is after the last newline: a writer was killed, and the next line would follow
+        """Remove what follows the last newline: a writer was killed, and the next line would follow
         half a line.
         """
-        end = os.fstat(self._descriptor).st_size
+        size_bytes = end = os.fstat(self._descriptor).st_size
         while end > 0:
             begin = max(0, end - _BLOCK_BYTES)
             newline = os.pread(self._descriptor, end - begin, begin).rfind(b"\n")
@@ -131,7 +128,7 @@ class AppendFile:
                 end = begin + newline + 1
                 break
             end = begin
-        if end < os.fstat(self._descriptor).st_size:
+        if end < size_bytes:
             os.ftruncate(self._descriptor, end)
 
     def sync(self) -> None:
@@ -139,7 +136,7 @@ class AppendFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; twice does no harm."""
+        """Close the file; closing twice is harmless."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -152,8 +149,8 @@ class AppendFile:
 
 
 class JsonLines(AppendFile):
-    """Appends one object per line to a file. A torn last line, which a crash has left, is cut
-    first.
+    """Appends one object per line to a file, and removes first a torn last line that a crash has
+    left.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -163,14 +160,14 @@ class JsonLines(AppendFile):
     def write(self, content: dict[str, Any]) -> None:
         try:
             text = _encode(content)
-        # few lines hold a number that is not finite, and looking for it takes time
+        # few lines hold a number that is not finite, and searching for it takes time
         except ValueError:
             text = _encode(strict(content))
         self.append_bytes((text + "\n").encode())
 
 
 def strict(value: Any) -> Any:
-    """NaN and inf as null: JSON does not know them. That a step had one is an event of its own."""
+    """Replace NaN and inf by None: JSON does not have them. A step with one gets an event."""
     if isinstance(value, dict):
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -179,11 +176,11 @@ def strict(value: Any) -> Any:
 
 
 class StepLog(JsonLines):
-    """A log with a line per step, that a resumed run continues.
+    """A log with a line per step, which a resumed run continues.
 
-    Opening it for a run that resumes after step `resume_step` cuts a torn last line and the lines
-    of later steps, which the run will write again: so the file of an interrupted run ends up the
-    same as that of an uninterrupted one.
+    Opening it for a run that resumes after step `resume_step` removes a torn last line and the
+    lines of later steps, which the run will write again: so an interrupted run ends with the same
+    file as an uninterrupted one.
 
     Attributes:
         kept_steps: the steps whose lines were kept, in order.
@@ -212,7 +209,7 @@ _numbers = count()  # of the files of this process: two of one second have the s
 
 
 class CurveFile:
-    """A new file of events in a folder, which is made where it is not there.
+    """A new file of events in a folder, which is made if it does not exist.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -220,59 +217,48 @@ class CurveFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event = Event
-        self._summary = Summary
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
-        # The form of the name is what tensorboard looks for, and it reads files in the order of
-        # their names.
+        # TensorBoard looks for names of this form, and reads files in the order of their names.
         name = (
             f"events.out.tfevents.{int(time.time()):010d}"
             f".{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         )
         self._file = AppendFile(folder / name)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append_bytes))
+        self._write(file_version="brain.Event:2")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """The numbers among the values, named as Trainer's callback does: `eval_x` is `eval/x`,
-        others `train/...`.
+        """Write the numbers among the values, named as Trainer's callback does: `eval_x` is
+        `eval/x`, others `train/...`.
         """
-        numbers = [
-            self._summary.Value(tag=_tag(name), simple_value=value)
-            for name, value in values.items()
-            if isinstance(value, (int, float))
-        ]
-        self._write(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=numbers))
-        )
+        numbers = []
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                is_eval = name.startswith("eval_")
+                tag = f"eval/{name.removeprefix('eval_')}" if is_eval else f"train/{name}"
+                numbers.append(self._summary.Value(tag=tag, simple_value=value))
+        self._write(step=step, summary=self._summary(value=numbers))
 
-    def _write(self, event: Any) -> None:
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        # TFRecord: length, its checksum, data, its checksum
-        # (tensorboard/summary/writer/record_writer.py).
-        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        self._file.append_bytes(length + checks[0] + data + checks[1])
+    def _write(self, **facts: Any) -> None:
+        event = self._event(wall_time=time.time(), **facts)
+        self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """Close the file; twice does no harm."""
+        """Close the file; closing twice is harmless."""
         self._file.close()
-
-
-def _tag(name: str) -> str:
-    return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
 # ---------------------------------------------------------------- the log of a run
 
 
 class RunLog:
-    """The log of one run folder. Every method is a no-op on ranks other than 0, so callers need not
-    ask.
+    """The log of one run folder. Without a folder, as on ranks other than 0, every method does
+    nothing.
     """
 
     def __init__(self, run_folder: Path | None, resume_step: int = 0) -> None:
@@ -294,12 +280,12 @@ class RunLog:
             self._events.write({"event": name, "time": round(time.time(), 3), **facts})
 
     def draw_curves(self, folder: Path) -> None:
-        """Write what `curves` is given for TensorBoard, into a new file of this folder."""
+        """Let `curves` write for TensorBoard, into a new file of this folder."""
         if self._steps is not None:
             self._curves = CurveFile(folder)
 
     def curves(self, step: int, values: dict[str, Any]) -> None:
-        """Numbers of a step, as Trainer names them."""
+        """Write the values of a step, by Trainer's names."""
         if self._curves is not None:
             self._curves.write(step, values)
 
@@ -357,9 +343,7 @@ class _TaggedFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is now, so that a progress bar which redirects it stays
-    whole.
-    """
+    """Writes to the current sys.stderr, so that a progress bar which redirects it stays intact."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -388,8 +372,8 @@ def setup_console(rank: int) -> logging.Logger:
 
 
 class _LogFile(logging.Handler):
-    """A rank's messages in a file. What a full disk does not take is lost, and counted once there
-    is room again.
+    """A rank's messages in a file. On a full disk messages are lost; their number is written once
+    there is space again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -398,13 +382,11 @@ class _LogFile(logging.Handler):
         self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        lost = (
-            f"({self._lost} messages before this one could not be written)\n" if self._lost else ""
-        )
+        text = self.format(record) + "\n"
+        if self._lost:
+            text = f"({self._lost} messages before this one could not be written)\n{text}"
         try:
-            self._file.append_bytes(
-                (lost + self.format(record) + "\n").encode("utf-8", "backslashreplace")
-            )
+            self._file.append_bytes(text.encode("utf-8", "backslashreplace"))
         except OSError:
             self._lost += 1
         else:
@@ -416,8 +398,8 @@ class _LogFile(logging.Handler):
 
 
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
-    """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; returns the
-    handler to remove.
+    """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; return the
+    handler, which the caller removes.
     """
     folder = run_folder / "logs"
     make_folder(folder, parents=True)
@@ -428,19 +410,17 @@ def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
 
 
 def _start_time(folder: Path, rank: int) -> str:
-    """Return the local time; if the clock has gone back, a second after this rank's newest log, as
-    readers sort by name.
+    """Return the local time; if the clock has gone back, a second after this rank's newest log,
+    because readers sort by name.
     """
     own = re.compile(rf"(\d{{8}}-\d{{6}})-\d+-rank{rank}\.log")
-    newest = max(
-        (found[1] for name in os.listdir(folder) if (found := own.fullmatch(name))), default=""
-    )
+    found = filter(None, map(own.fullmatch, os.listdir(folder)))
+    newest = max((match[1] for match in found), default="")
     now = time.strftime(_NAME_TIME)
     if now > newest:
         return now
-    return time.strftime(
-        _NAME_TIME, time.localtime(time.mktime(time.strptime(newest, _NAME_TIME)) + 1)
-    )
+    seconds = time.mktime(time.strptime(newest, _NAME_TIME))
+    return time.strftime(_NAME_TIME, time.localtime(seconds + 1))
 
 
 def success(message: str) -> None:

@@ -26,11 +26,12 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.samples import Samples
 from finetune.errors import FinetuneError
+from finetune.modeling.adapter import add_adapter
 from finetune.modeling.attention_check import check_attention
-from finetune.modeling.layer_check import fuse_layers
+from finetune.modeling.layers import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import ChunkedHead, make_chunked_head
-from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
+from finetune.modeling.pretrained import DTYPES, count_parameters, load_model
 from finetune.runtime import device as devices
 from finetune.runtime.terminal import console as terminal_console
 from finetune.training.control import RunContext, StopSignals
@@ -164,7 +165,6 @@ def speed_up(
         model,
         fused_layers or config.fused_layers,
         device_type=config.device_type,
-        compiles=devices.capabilities(config.device_type).compile,
         dtypes=[dtype, next(model.parameters()).dtype],
         tokens=tokens,
     )

@@ -126,16 +126,11 @@ def _prepare(
     from finetune.data.dataset import samples_of
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.modeling.pretrained import check_model
     from finetune.runtime.device import choose_device_type
 
     check_device(config, choose_device_type(config.device_type))
-    model_config = models.load_model_config(
-        config.model, trust_remote_code=config.trust_remote_code
-    )
-    models.check_unquantised(model_config)
-    models.check_weights(config.model)
-    if config.finetuning == "lora":
-        models.check_adapter(model_config, config)
+    model_config = check_model(config)
     tokenizer = load_tokenizer(
         config.model, template=config.template, trust_remote_code=config.trust_remote_code
     )

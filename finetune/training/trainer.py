@@ -39,10 +39,11 @@ from finetune.batching.collate import Microbatch
 from finetune.batching.steps import Execution, StepBatch, StepBatches, as_is
 from finetune.config.base_config import BaseConfig
 from finetune.config.deepspeed import offloads, zero_stage
+from finetune.modeling.adapter import check_adapter_file
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.modeling.objective import Objective, TokenLoss
-from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.modeling.quantisation import NOTE_NAME, quantization_of
+from finetune.modeling.pretrained import DTYPES
+from finetune.modeling.quantization import NOTE_NAME, quantization_of
 from finetune.runtime.device import DEVICE_KINDS, read_later
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage.checkpoint_files import step_of

@@ -19,7 +19,7 @@ from tiny_models import CPU, documents, make_microbatch, make_model, tiny_config
 from torch.nn import attention as hook
 from torch.nn.attention import _fa3, _registry
 
-from finetune.modeling import attention, attention_check, layer_check
+from finetune.modeling import attention, attention_check, kernel_check
 from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, choose_attention
 from finetune.modeling.attention_check import LENGTHS, check_attention, document_lengths
 
@@ -145,7 +145,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(
         attention_check,
         "problem_of",
-        lambda comparison, device, dtype, tokens: layer_check.problem_of(
+        lambda comparison, device, dtype, tokens: kernel_check.problem_of(
             comparison, CPU, dtype, tokens
         ),
     )
@@ -321,7 +321,7 @@ def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_typ
     config = tiny_config(model_type, **changes)
     model = make_model(config, choose_attention(config)).train()
     model(**make_microbatch(documents(), packing=True).model_inputs(CPU))
-    heads, keys, *widths = attention_check._heads(config.get_text_config())
+    heads, keys, *widths = attention.head_sizes(config.get_text_config())
     # no configuration says these in others' words
     keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)
     assert seen == {(heads, keys, *widths)}

@@ -22,9 +22,10 @@ from finetune.config.run_config import RunConfig
 from finetune.data.encoding.templates import read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.inference.loading import Source, find_source, load_weights
+from finetune.modeling.adapter import add_adapter
 from finetune.modeling.hub import from_modelscope, recorded_model, with_model_found
 from finetune.modeling.model_config import load_model_config, weights_identity
-from finetune.modeling.pretrained import add_adapter, load_model
+from finetune.modeling.pretrained import load_model
 from finetune.planning.inputs import shape_of_base_model
 from finetune.storage.run_folder import CONFIG_NAME, write_identity
 from finetune.training.trainer import adapter_writer

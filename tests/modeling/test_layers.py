@@ -5,11 +5,11 @@ used.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,14 +18,16 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import CPU, documents, make_microbatch, make_model, tiny_config
 
 from finetune.errors import ConfigError
-from finetune.modeling import layer_check, layers
+from finetune.modeling import layers
 from finetune.modeling.attention import ISOLATED_MODEL_TYPES, choose_attention
-from finetune.modeling.layer_check import agreeing_ops, compare_layers, fuse_layers
+from finetune.modeling.kernel_check import Operation
 from finetune.modeling.layers import (
     PLAIN,
-    FusedOps,
+    agreeing_ops,
     choose_provider,
+    compare_layers,
     find_fusable,
+    fuse_layers,
     plain_rms_norm,
     plain_rotary,
     plain_swiglu,
@@ -102,18 +104,18 @@ FUSABLE = {
 OWN_ROTATION = {"glm4_moe", "gpt_neox", "deepseek_v3", "glm4_moe_lite"}
 
 
-def counted(ops: FusedOps) -> tuple[FusedOps, dict[str, int]]:
+def counted(ops: Mapping[str, Operation]) -> tuple[dict[str, Operation], dict[str, int]]:
     """The operations, and how often each was called."""
-    calls = dict.fromkeys(("rms_norm", "rotary", "swiglu"), 0)
+    calls = dict.fromkeys(ops, 0)
 
     def count(name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             calls[name] += 1
-            return getattr(ops, name)(*arguments)
+            return ops[name](*arguments)
 
         return call
 
-    return FusedOps("counted", *(count(name) for name in calls)), calls
+    return {name: count(name) for name in calls}, calls
 
 
 def backward(
@@ -227,7 +229,8 @@ def test_weights_that_are_wider_than_the_states_give_the_dtypes_of_the_model():
 def test_parts_of_a_model_on_no_device_are_told_apart():
     """Under ZeRO-3 the weights lie on other ranks when the model is looked at."""
     found = find_fusable(make_model(tiny_config("qwen3"), "eager").to("meta"))
-    assert (len(found.norms), len(found.attentions), len(found.mlps)) == FUSABLE["qwen3"]
+    counts = Counter(layer.operation for layer in found)
+    assert (counts["rms_norm"], counts["rotary"], counts["swiglu"]) == FUSABLE["qwen3"]
 
 
 # ---------------------------------------------------------------- the comparison at the start
@@ -343,7 +346,9 @@ FAULTS = {
 }
 
 
-def compare(ops: FusedOps, dtype: torch.dtype, tokens: int = 300) -> FusedOps:
+def compare(
+    ops: Mapping[str, Operation], dtype: torch.dtype, tokens: int = 300
+) -> Mapping[str, Operation]:
     model = make_model(
         tiny_config("qwen3", head_dim=16, hidden_size=64, intermediate_size=96), "eager"
     )
@@ -354,7 +359,7 @@ def compare(ops: FusedOps, dtype: torch.dtype, tokens: int = 300) -> FusedOps:
         "rotary position embedding of 4 heads of 16",
         "SwiGLU of 96",
     ]
-    return agreeing_ops(ops, comparisons, device=CPU, dtypes=[dtype], tokens=tokens)
+    return agreeing_ops("faulty", ops, comparisons, device=CPU, dtypes=[dtype], tokens=tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -376,7 +381,7 @@ def test_right_operations_pass_the_comparison(dtype, caplog):
 
     for ops in (
         PLAIN,
-        FusedOps("once", once(plain_rms_norm), once(plain_rotary), once(plain_swiglu)),
+        {name: once(operation) for name, operation in PLAIN.items()},
     ):
         for tokens in (1, 20, 300):
             assert compare(ops, dtype, tokens) == ops
@@ -387,24 +392,22 @@ def test_right_operations_pass_the_comparison(dtype, caplog):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_operation_is_refused_with_one_warning(fault, dtype, caplog):
     kind, make, told = FAULTS[fault]
-    ops = dataclasses.replace(PLAIN, name="faulty", **{kind: make()})
+    ops = {**PLAIN, kind: make()}
     with caplog.at_level(logging.WARNING, "finetune"):
         kept = compare(ops, dtype)
-    assert kept == dataclasses.replace(ops, **{kind: None}), "the others stay"
+    assert kept == {name: ops[name] for name in ops if name != kind}, "the others stay"
     (record,) = caplog.records
     text = record.getMessage()
     assert "faulty is not used" in text and told in text and "--fused-layers off" in text
 
 
 def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypatch, caplog):
-    wrong = FusedOps("wrong", wrong_eps, plain_rotary, plain_swiglu)
-    monkeypatch.setattr(layer_check, "choose_provider", lambda *_, **__: "wrong")
-    monkeypatch.setattr(layer_check, "provided_ops", lambda provider: wrong)
+    wrong = {**PLAIN, "rms_norm": wrong_eps}
+    monkeypatch.setattr(layers, "choose_provider", lambda *_, **__: "wrong")
+    monkeypatch.setattr(layers, "provided_ops", lambda provider: wrong)
     model = make_model(tiny_config("qwen3"), "eager")
     before = torch.get_rng_state()
-    said = fuse_layers(
-        model, "auto", device_type="cpu", compiles=False, dtypes=[torch.float32], tokens=64
-    )
+    said = fuse_layers(model, "auto", device_type="cpu", dtypes=[torch.float32], tokens=64)
     assert said == "wrong: 4 rotary, 4 swiglu" and len(caplog.records) == 1
     assert torch.equal(torch.get_rng_state(), before), (
         "the run's random numbers are as they would be without"
@@ -535,9 +538,8 @@ def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_no
     fused = copy.deepcopy(own)
     ops = provided_ops("liger")
     comparisons = compare_layers(ops, find_fusable(fused), config)
-    assert agreeing_ops(ops, comparisons, device=CPU, dtypes=[torch.float32], tokens=64) == ops, (
-        caplog.text
-    )
+    given = {"device": CPU, "dtypes": [torch.float32], "tokens": 64}
+    assert agreeing_ops("liger", ops, comparisons, **given) == ops, caplog.text
     use_fused_layers(fused, ops)
     (logits, gradients), (wanted, wanted_gradients) = backward(fused), backward(own)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
@@ -566,5 +568,5 @@ def test_fused_operations_agree_on_cuda(provider, dtype, caplog):
         tiny_config("qwen3", head_dim=128, hidden_size=4096, intermediate_size=12288), "eager"
     )
     comparisons = compare_layers(ops, find_fusable(model), model.config)
-    kept = agreeing_ops(ops, comparisons, device=torch.device("cuda"), dtypes=[dtype], tokens=2048)
-    assert kept == ops, caplog.text
+    given = {"device": torch.device("cuda"), "dtypes": [dtype], "tokens": 2048}
+    assert agreeing_ops(provider, ops, comparisons, **given) == ops, caplog.text

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, NanoChatConfig
 
 from finetune.errors import ConfigError
+from finetune.modeling.adapter import check_targets, linear_names
 from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
-from finetune.modeling.model_config import check_targets, linear_names
-from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, shape_of
+from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, width_and_heads
 from finetune.planning.shapes import shape_of_model
 from finetune.planning.traffic import flops_per_token, flops_utilisation, matrix_parameters
 from finetune.planning.workload import Computing, Sharding, Workload
@@ -40,9 +40,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("depth", SHAPES)
 def test_shape_by_depth(depth: int):
-    shape = shape_of(depth)
-    assert (shape.width, shape.heads, shape.head_dim) == SHAPES[depth]
-    assert shape.heads * shape.head_dim == shape.width
+    width, heads = width_and_heads(depth)
+    assert (width, heads, width // heads) == SHAPES[depth]
+    assert width % heads == 0
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -19,7 +19,7 @@ from launching import ROOT, environment
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import FinetuneError
-from finetune.modeling.pretrained import check_adapter_file
+from finetune.modeling.adapter import check_adapter_file
 
 IDS = torch.arange(7, 7 + 2 * 24).reshape(2, 24)
 

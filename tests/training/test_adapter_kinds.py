@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError, FinetuneError
+from finetune.modeling.adapter import add_adapter, check_adapter
 from finetune.modeling.loss import make_chunked_head
-from finetune.modeling.model_config import check_adapter, load_model_config
-from finetune.modeling.pretrained import add_adapter, count_parameters
+from finetune.modeling.model_config import load_model_config
+from finetune.modeling.pretrained import count_parameters
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.shapes import shape_of_model
 from finetune.planning.workload import Cluster

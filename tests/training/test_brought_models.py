@@ -29,6 +29,7 @@ from transformers import (
 from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, DataError
+from finetune.modeling.adapter import add_adapter
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
 from finetune.modeling.model_config import (
     check_adapter,
@@ -36,7 +37,6 @@ from finetune.modeling.model_config import (
     outside_text,
     weights_identity,
 )
-from finetune.modeling.pretrained import add_adapter
 from finetune.storage.run_folder import check_output_folder, write_identity
 from finetune.training.prepare import prepare_fine_tuning
 

@@ -223,7 +223,7 @@ def _untrained_adapter(settings: dict) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     from finetune.config.run_config import RunConfig
-    from finetune.modeling.pretrained import add_adapter
+    from finetune.modeling.adapter import add_adapter
 
     config = RunConfig(
         **{**settings, "data": (settings["data"],), "report_to": ("none",), "output_dir": "unused"}

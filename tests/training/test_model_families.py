@@ -17,10 +17,9 @@ from finetune.config.run_config import RunConfig
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
 from finetune.inference.static_engine import StaticEngine
+from finetune.modeling.adapter import add_adapter, passed_over
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import microbatch_losses
-from finetune.modeling.model_config import passed_over
-from finetune.modeling.pretrained import add_adapter
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -24,9 +24,10 @@ import finetune
 from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
+from finetune.modeling.adapter import add_adapter
 from finetune.modeling.lora import adapter_off, fuse_lora
 from finetune.modeling.loss import microbatch_losses
-from finetune.modeling.pretrained import add_adapter, load_model
+from finetune.modeling.pretrained import load_model
 
 STEPS = 9
 FROZEN_EVAL = ROOT / "tests" / "frozen" / "eval.txt"

@@ -22,7 +22,7 @@ from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError
 from finetune.inference.loading import Source, load_weights, trained_on
-from finetune.modeling.quantisation import NOTE_NAME
+from finetune.modeling.quantization import NOTE_NAME
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config

@@ -39,23 +39,16 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Check model, tokenizer and template, then the data."""
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
-    from finetune.modeling.model_config import (
-        check_adapter,
-        check_unquantised,
-        check_weights,
-        load_model_config,
-    )
+    from finetune.modeling.pretrained import check_model
 
-    config, trusted = with_model_found(config), config.trust_remote_code
-    model_config = load_model_config(config.model, trust_remote_code=trusted)
-    check_unquantised(model_config)
-    check_weights(config.model)
-    if config.finetuning == "lora":
-        check_adapter(model_config, config)
+    config = with_model_found(config)
+    model_config = check_model(config)
     check = Check("model", values={"model_type": model_config.model_type})
     yield check.ok("{model}: {model_type}", model=config.model)
     template = config.template
-    tokenizer = load_tokenizer(config.model, template=template, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(
+        config.model, template=template, trust_remote_code=config.trust_remote_code
+    )
     what = _("{tokens:,} tokens, template: {template}")
     shown = template or _("the tokenizer's own")
     yield Check("tokenizer").ok(what, tokens=len(tokenizer), template=shown)

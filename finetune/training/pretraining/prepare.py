@@ -137,15 +137,10 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
     """
     from finetune.data.encoding.templates import read_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.modeling.pretrained import check_model
 
     assert config.model is not None
-    model_config = models.load_model_config(
-        config.model, trust_remote_code=config.trust_remote_code
-    )
-    models.check_unquantised(model_config)
-    models.check_weights(config.model)
-    if config.finetuning == "lora":
-        models.check_adapter(model_config, config)
+    model_config = check_model(config)
     tokenizer = read_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     models.warn_of_missing_embeddings(model_config, tokenizer)
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
