@@ -29,10 +29,9 @@ from transformers import (
 from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, DataError
-from finetune.modeling.adapter import add_adapter
+from finetune.modeling.adapter import add_adapter, check_adapter
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
 from finetune.modeling.model_config import (
-    check_adapter,
     load_model_config,
     outside_text,
     weights_identity,

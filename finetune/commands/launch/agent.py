@@ -1,6 +1,6 @@
 """torch elastic's agent for one attempt on this node.
 
-Its own restarts are not used: they do not ask what the failure was.
+Its own restarts are not used: they ignore the cause of a failure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from finetune.commands.launch.rendezvous import CONNECT_SECONDS, ConnectionLost, Rendezvous
 
 POLL_SECONDS = 0.2
-# From SIGTERM to SIGKILL for workers that cannot continue; one that waits in a collective does not
-# notice the first.
+# From SIGTERM to SIGKILL for workers that cannot continue; a worker that waits in a collective does
+# not notice the first.
 CLOSE_SECONDS = 10
 
 
@@ -31,7 +31,7 @@ class Agent(LocalElasticAgent):
     Args:
         arguments: a worker's command line after the interpreter.
         on_start: called with the workers' process ids, by global rank.
-        must_end: asked several times a second; workers are ended when it returns True.
+        must_end: called several times a second; workers are ended when it returns True.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Agent(LocalElasticAgent):
         on_start: Callable[[Mapping[int, int]], None],
         must_end: Callable[[], bool],
     ) -> None:
-        # A handler of torch elastic's would end all workers without a checkpoint; ours stay.
+        # A handler of torch elastic would end all workers without a checkpoint; keep ours.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         handler = StaticTCPRendezvous(
             rendezvous.address,
@@ -69,11 +69,11 @@ class Agent(LocalElasticAgent):
         self._must_end = must_end
 
     def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes by global rank, the one that ended first at the front; negative for
-        a signal.
+        """Return the exit codes by global rank, starting with the worker that ended first; negative
+        for a signal.
 
         Raises:
-            ConnectionLost: a node was lost while ranks were given out.
+            ConnectionLost: a node was lost while ranks were assigned.
         """
         try:
             result = self.run()

@@ -2,9 +2,9 @@
 devices, and look after it.
 
 Checks first, sets what the workers' environment lacks (each variable with its reason), holds a
-port, starts torch elastic's workers, keeps a log, restarts what a restart can cure, and explains
-what failed. The same command runs on each of several nodes, with its own NODE_RANK; under srun it
-needs nothing further.
+port, starts torch elastic's workers, keeps a log, restarts if that can fix a failure, and explains
+failures. The same command runs on each of several nodes, with its own NODE_RANK; under srun nothing
+else is needed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from finetune.storage.launch_record import LaunchRecord
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch. The exit code is the run's; 2: refused; 128 + n: stopped by signal n before training
+    """Launch. Return the run's exit code; 2: refused; 128 + n: stopped by signal n before training
     began.
     """
     options, flags = read_launch_options(arguments)
     try:
         spec = make_launch_spec(options, flags)
-    # torch is being asked for the devices; from the log on, signals are handled
+    # while torch looks for devices; once there is a log, signals are handled
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if isinstance(spec, Resolved):
@@ -52,15 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         _show(spec)
         return int(ExitCode.DONE)
-    checks = quick_checks(spec)
+    from finetune.commands.doctor import command as doctor
+
+    checks = doctor.quick_checks(
+        spec.config,
+        processes=spec.processes,
+        nodes=spec.nodes.count,
+        environment=spec.environment,
+    )
     failed = [check for check in checks if check.verdict == "fail"]
     for check in failed:
         sys.stderr.write("[ERROR] " + _check_text(check).replace("\n", "\n  ") + "\n")
     if failed:
         return int(ExitCode.REFUSED)
-    return _launch(
-        spec, checks, Path(options.log_dir or os.environ.get("FINETUNE_LOG_DIR") or "logs")
-    )
+    warnings = [check for check in checks if check.verdict == "warn"]
+    log_dir = Path(options.log_dir or os.environ.get("FINETUNE_LOG_DIR") or "logs")
+    return _launch(spec, warnings, log_dir)
 
 
 def _show(spec: LaunchSpec) -> None:
@@ -81,34 +88,20 @@ def _notes(spec: LaunchSpec) -> list[str]:
     return [*spec.notes, *added]
 
 
-def quick_checks(spec: LaunchSpec) -> list[Check]:
-    """Run doctor's quick checks of this machine and run; return those that fail or warn."""
-    from finetune.commands.doctor import command as doctor
-
-    checks = doctor.quick_checks(
-        spec.config,
-        processes=spec.processes,
-        nodes=spec.nodes.count,
-        environment=spec.environment,
-    )
-    return [check for check in checks if check.verdict in ("fail", "warn")]
-
-
 def _check_text(check: Check) -> str:
     return f"{check.name}: {check.what}" + (f"\nfix:   {check.fix}" if check.fix else "")
 
 
-def _launch(spec: LaunchSpec, checks: Sequence[Check], log_dir: Path) -> int:
+def _launch(spec: LaunchSpec, warnings: Sequence[Check], log_dir: Path) -> int:
     nodes = spec.nodes
     held = _hold_port(nodes) if nodes.rank == 0 else None
-    environment = dict(spec.environment)
     os.environ.clear()
-    os.environ.update(environment)  # the workers inherit it
+    os.environ.update(spec.environment)  # the workers inherit it
     node = f"-node{nodes.rank}" if nodes.count > 1 else ""
     path = log_dir / f"{time.strftime('%Y%m%d-%H%M%S')}{node}-{os.getpid()}.log"
     with LaunchLog(path) as log:
         _introduce(log, spec, held)
-        for check in checks:
+        for check in warnings:
             log.warning(_check_text(check))
         return Supervisor(spec, held, log, LaunchRecord(path, spec.output_dir)).run()
 

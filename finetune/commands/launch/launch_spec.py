@@ -1,5 +1,5 @@
-"""What a launch starts on this node: decided from options, environment and settings, before
-anything is started.
+"""What a launch starts on this node: chosen from options, environment and settings, before anything
+starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.config.base_config import BaseConfig
 from finetune.config.files import given_values
-from finetune.config.kinds import KINDS, RunKind
+from finetune.config.kinds import KINDS
 from finetune.config.resolution import Resolved, resolve
 from finetune.errors import ConfigError
 from finetune.runtime.device import DEVICE_KINDS
@@ -32,13 +32,11 @@ from finetune.storage.checkpoint_files import newest_valid, step_of
 from finetune.storage.run_folder import STATUS_NAME
 
 SHUTDOWN_SECONDS = 600
-# What HCCL accepts, in seconds (CANN's environment variable reference); it ends a run for a value
-# outside.
+# What HCCL accepts, in seconds (CANN's environment variable reference); any other value ends a run.
 HCCL_CONNECT_SECONDS = (120, 7200)
 _ALLOCATORS = {"npu": "PYTORCH_NPU_ALLOC_CONF", "cuda": "PYTORCH_CUDA_ALLOC_CONF"}
 _INTERFACES = {"npu": "HCCL_SOCKET_IFNAME", "cuda": "NCCL_SOCKET_IFNAME"}
-# What only a launcher sets for its workers. Left by an old script, it would tell ours something
-# wrong.
+# Variables that only a launcher sets for its workers: those of an old script would mislead ours.
 STALE = (
     "RANK",
     "LOCAL_RANK",
@@ -61,7 +59,7 @@ class LaunchSpec:
     """A launch on this node."""
 
     module: str  # of a worker
-    flags: tuple[str, ...]  # the run's, as they were given
+    flags: tuple[str, ...]  # the run's, as given
     config: BaseConfig
     device_type: str
     nodes: Nodes
@@ -72,7 +70,7 @@ class LaunchSpec:
     added: Sequence[Variable] = ()
     # variables that another launcher left, which are ignored
     stale: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what else people should know
+    notes: tuple[str, ...] = ()  # other messages for people
 
     @property
     def output_dir(self) -> Path:
@@ -80,31 +78,33 @@ class LaunchSpec:
 
     @property
     def digest(self) -> str:
-        """What the nodes of one launch have in common: two launches on the same machines must not
-        be taken for one.
+        """Return what the nodes of one launch have in common, so that two launches on the same
+        machines stay separate.
         """
         common = {"module": self.module, "flags": self.flags, "nodes": self.nodes.count}
         return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
 
     def worker_arguments(self, attempt: int) -> list[str]:
-        """A worker's command line after the interpreter; another attempt resumes what the first has
-        left.
+        """Return a worker's command line after the interpreter; a later attempt resumes what the
+        earlier ones have saved.
         """
-        resumed = attempt > 1 and self.config.resume != "auto" and self._has_come_further()
-        return ["-u", "-m", self.module, *self.flags, *(["--resume", "auto"] if resumed else [])]
+        arguments = ["-u", "-m", self.module, *self.flags]
+        if attempt > 1 and self.config.resume != "auto" and self._has_newer_checkpoint():
+            arguments += ["--resume", "auto"]
+        return arguments
 
-    def _has_come_further(self) -> bool:
-        """Whether the run folder holds more than what --resume names."""
+    def _has_newer_checkpoint(self) -> bool:
+        """Return whether the run folder holds more than what --resume names."""
         if self.config.resume == "never":
             return (self.output_dir / STATUS_NAME).exists()
         newest, _ = newest_valid(self.output_dir, hashes=False)
-        return newest is not None and (step_of(newest.name) or 0) > (
-            step_of(Path(self.config.resume).name) or 0
-        )
+        if newest is None:
+            return False
+        return (step_of(newest.name) or 0) > (step_of(Path(self.config.resume).name) or 0)
 
 
 def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec | Resolved:
-    """What would be started here; for --print-config the configuration.
+    """Decide what to start here; for --print-config return the configuration.
 
     Raises:
         ConfigError: flags, variables or settings that are wrong (`Problems` for several).
@@ -131,16 +131,19 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
     if {"-h", "--help"} & set(flags):
         return resolve(flags, world_size=1, model_class=kind.config_class)
     nproc = options.nproc or os.environ.get("NPROC_PER_NODE") or "auto"
-    asked = None if nproc == "auto" else _processes(nproc)
-    device_type, visible = _devices(_wanted_device_type(flags, kind), count=asked is None)
-    processes = asked or visible
+    requested = None if nproc == "auto" else _processes(nproc)
+    # --device-type as files and flags have it: the other settings depend on the processes.
+    given = given_values(kind.parse(list(flags)), kind.config_class)
+    device_type, visible = _devices(str(given.get("device_type", "auto")), count=requested is None)
+    processes = requested or visible
     resolved = resolve(flags, world_size=processes * nodes.count, model_class=kind.config_class)
     if resolved.print_config:
         return resolved
     config = resolved.config
     environment = without_stale(os.environ)
     trackers = getattr(config, "report_to", "auto")
-    facts = LaunchFacts(
+    added = variables(
+        environment,
         device_type=device_type,
         processes=processes,
         nodes=nodes.count,
@@ -149,7 +152,6 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         report_to=() if trackers == "auto" else tuple(trackers),
         npu_variables=config.npu_variables,
     )
-    added = variables(facts, environment)
     more, notes = _compile_flags(config)
     if environment.pop(OLD_SECRET, ""):
         unused = _(
@@ -180,8 +182,8 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
 
 
 def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(flags, notes) for TORCH_COMPILE, which older scripts set, where the run has --compile and
-    leaves it open.
+    """Return (flags, notes) for TORCH_COMPILE, which older scripts set, if the run has --compile
+    and leaves it open.
     """
     value = os.environ.get("TORCH_COMPILE")
     if value not in ("0", "1") or getattr(config, "compile", True) is not None:
@@ -201,20 +203,13 @@ def _processes(text: str) -> int:
     return int(text)
 
 
-def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
-    """--device-type as files and flags have it, without the other settings, which depend on the
-    processes.
-    """
-    given = given_values(kind.parse(list(flags)), kind.config_class)
-    return str(given.get("device_type", "auto"))
-
-
 def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
-    """The device type that the run will have, and how many devices it sees here; asked in a process
-    of its own.
+    """Return the device type that the run will have, and how many devices it sees here; a separate
+    process finds out.
 
     Args:
-        count: whether the number is wanted; else 1 stands for it, and nothing is started where the
+        device_type: requested; auto for any.
+        count: whether the number is needed; if not, 1 replaces it, and nothing is started if the
             type is known.
 
     Raises:
@@ -243,17 +238,17 @@ def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
     if devices == 0:
         raise ConfigError(
             f"no {found} device is visible",
-            where=f"{DEVICE_KINDS[found].visible_variable}",
+            where=DEVICE_KINDS[found].visible_variable,
             fix="make devices visible, or add --device-type cpu",
         )
     return found, devices or 1
 
 
 # ---------------------------------------------------------------- the environment of the workers
-# Each variable that the launch sets, with the reason. The user's own always stay.
+# Each variable that the launch sets, with the reason. The user's own are always kept.
 #
-# Not set, though old scripts do: TORCHELASTIC_USE_AGENT_STORE, which torch elastic sets for each
-# worker itself, whatever the value was; NCCL_TIMEOUT, which neither torch nor NCCL reads;
+# Not set, unlike in old scripts: TORCHELASTIC_USE_AGENT_STORE, which torch elastic sets for each
+# worker itself, regardless of the value; NCCL_TIMEOUT, which neither torch nor NCCL reads;
 # WORLD_SIZE and RANK, which the workers get. USE_LIBUV=0 helps only if torch was built without
 # libuv: `rendezvous`, which has torch, sets it then.
 
@@ -266,62 +261,70 @@ class Variable(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
-class LaunchFacts:
-    """What the environment depends on."""
+def variables(
+    environment: Mapping[str, str],
+    *,
+    device_type: str,
+    processes: int,
+    nodes: int,
+    timeout_seconds: int,
+    interface: str | None,
+    report_to: Sequence[str],
+    npu_variables: Mapping[str, tuple[str, str]],
+) -> list[Variable]:
+    """Return what to set: nothing that the user has set (an empty value is the user's too).
 
-    device_type: str  # npu, cuda, mps or cpu
-    processes: int  # workers on this node
-    nodes: int
-    timeout_seconds: int
-    # Network interface that leads to the first node; None where it is not known or is this
-    # machine's own.
-    interface: str | None = None
-    report_to: tuple[str, ...] = ()  # trackers of the run
-    # What the run asks for on NPUs: name -> (value, why).
-    npu_variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    Args:
+        environment: the user's variables.
+        device_type: npu, cuda, mps or cpu.
+        processes: workers on this node.
+        interface: network interface that leads to the first node; None if it is unknown or this
+            machine's own.
+        report_to: trackers of the run.
+        npu_variables: what the run requests on NPUs: name -> (value, why).
+    """
+    added: list[Variable] = []
 
+    def add(name: str, value: str, why: str) -> None:
+        if name not in environment:
+            added.append(Variable(name, value, why))
 
-def variables(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variable]:
-    """Return what to set: nothing that the user set already (an empty value is the user's too)."""
-    cores, seconds, device = usable_cores(), facts.timeout_seconds, facts.device_type
+    cores = usable_cores()
     threads = _("{cores} cores for {processes} process(es); torch elastic would set 1")
-    found = [
-        Variable(
-            "OMP_NUM_THREADS",
-            str(max(1, cores // facts.processes)),
-            threads.format(cores=cores, processes=facts.processes),
-        ),
-        Variable(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            str(SHUTDOWN_SECONDS),
-            _("seconds to save a checkpoint after a signal"),
-        ),
-    ]
-    if device in _ALLOCATORS:
+    add(
+        "OMP_NUM_THREADS",
+        str(max(1, cores // processes)),
+        threads.format(cores=cores, processes=processes),
+    )
+    add(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        str(SHUTDOWN_SECONDS),
+        _("seconds to save a checkpoint after a signal"),
+    )
+    if device_type in _ALLOCATORS:
         why = _("less fragmentation with microbatches of many lengths")
-        found.append(Variable(_ALLOCATORS[device], "expandable_segments:True", why))
-    if device == "npu":
+        add(_ALLOCATORS[device_type], "expandable_segments:True", why)
+    if device_type == "npu":
         limit = _("--timeout-seconds, as for the process group")
         lowest, highest = HCCL_CONNECT_SECONDS
-        connect = min(max(seconds, lowest), highest)
-        found.append(Variable("HCCL_CONNECT_TIMEOUT", str(connect), limit))
-        found.append(Variable("HCCL_EXEC_TIMEOUT", str(seconds), limit))
-        found += [Variable(name, value, why) for name, (value, why) in facts.npu_variables.items()]
-    if facts.nodes > 1 and facts.interface:
-        # else gloo takes the address of the host name, often 127.0.1.1
+        add("HCCL_CONNECT_TIMEOUT", str(min(max(timeout_seconds, lowest), highest)), limit)
+        add("HCCL_EXEC_TIMEOUT", str(timeout_seconds), limit)
+        for name, (value, why) in npu_variables.items():
+            add(name, value, why)
+    if nodes > 1 and interface:
+        # otherwise gloo uses the address of the host name, often 127.0.1.1
         why = _("the interface that leads to the first node")
-        found.append(Variable("GLOO_SOCKET_IFNAME", facts.interface, why))
-        if device in _INTERFACES:
-            found.append(Variable(_INTERFACES[device], f"={facts.interface}", why))
-    if "wandb" not in facts.report_to:
-        found.append(Variable("WANDB_MODE", "disabled", _("the run does not report to wandb")))
+        add("GLOO_SOCKET_IFNAME", interface, why)
+        if device_type in _INTERFACES:
+            add(_INTERFACES[device_type], f"={interface}", why)
+    if "wandb" not in report_to:
+        add("WANDB_MODE", "disabled", _("the run does not report to wandb"))
     elif "WANDB_API_KEY" not in environment and not has_wandb_login(environment):
         why = _(
             "no wandb login here, and asking for one would stop the run; `wandb sync` uploads later"
         )
-        found.append(Variable("WANDB_MODE", "offline", why))
-    return [variable for variable in found if variable.name not in environment]
+        add("WANDB_MODE", "offline", why)
+    return added
 
 
 def has_wandb_login(environment: Mapping[str, str]) -> bool:
@@ -349,10 +352,10 @@ def interface_to(address: str) -> str | None:
         family, *_rest, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing: the system only chooses the route
-            ours = probe.getsockname()[0]
+            own = probe.getsockname()[0]
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if name != "lo" and any(known.address.partition("%")[0] == ours for known in addresses):
+        if name != "lo" and any(known.address.partition("%")[0] == own for known in addresses):
             return name
     return None

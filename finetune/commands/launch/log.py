@@ -1,7 +1,7 @@
 """The log of a launch: a file that its processes write into, and a console that follows the file.
 
-The processes write into the file themselves, so neither a killed supervisor nor a terminal that is
-stuck or gone can stop or fail them.
+The processes write into the file themselves, so neither a killed supervisor nor a stuck or closed
+terminal can stop them or make them fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INSIDE = re.compile(
     rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct"
     rb" cause)|^frame #\d+: "
 )
-# What torch elastic and C++ print of their own work: of use in the file, not on the console.
+# What torch elastic and C++ print about their own work: useful in the file, not on the console.
 _TORCH_OUTPUT = re.compile(
     rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S*"
     rb" \S+\.(?:cpp|hpp|h):\d+\]|^<omitting python frames>$"
@@ -67,11 +67,11 @@ class TracebackFold:
 class LaunchLog:
     """The log file, made new.
 
-    A context manager: while it is entered, the console shows what is written. With standard output
-    as the console, what this process and those that it starts print goes into the file.
+    A context manager: while it is entered, the console shows what is written. If the console is
+    standard output, the output of this process and of those that it starts goes into the file.
 
     Args:
-        path: the file; its folder is made if it is not there.
+        path: the file; its folder is made if it is missing.
         console: where to copy it; standard output by default.
     """
 

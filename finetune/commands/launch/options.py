@@ -1,5 +1,5 @@
-"""The command line of a launch: its own options, the kind of run, and the flags of the run as they
-are.
+"""The command line of a launch: its own options, the kind of run, and the unchanged flags of the
+run.
 """
 
 from __future__ import annotations
@@ -77,16 +77,12 @@ class LaunchOptions(Options):
     def problems(self) -> list[tuple[str, str]]:
         if self.kind in KINDS:
             return []
-        return [
-            (
-                f"{self.kind!r} is no kind of run",
-                f"write {' or '.join(KINDS)}, then its flags",
-            )
-        ]
+        return [(f"{self.kind!r} is no kind of run", f"write {' or '.join(KINDS)}, then its flags")]
 
 
 def read_launch_options(arguments: Sequence[str] | None) -> tuple[LaunchOptions, list[str]]:
-    """The options, and the flags of the run; from here on messages are in the language of `--lang`.
+    """Return the options and the flags of the run; from now on messages are in the language of
+    `--lang`.
 
     Raises:
         ConfigError: as of `read_options`.

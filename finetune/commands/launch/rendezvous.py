@@ -1,11 +1,11 @@
-"""How the nodes of a launch meet, and what they tell each other: by torch's TCPStore on node 0.
+"""How the nodes of a launch synchronize and exchange values: through torch's TCPStore on node 0.
 
-The workers use the same store, and torch elastic's static rendezvous gives out their ranks from it.
+The workers use the same store, and torch elastic's static rendezvous assigns their ranks with it.
 Elastic's dynamic rendezvous (c10d) is not used: it unpickles what it finds in the store, and orders
 nodes by host name instead of NODE_RANK (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py).
 
-The store has no secret and no encryption: whoever reaches the port can write there. Values of other
-nodes are JSON whose type is checked.
+The store has no secret and no encryption: anyone who can reach the port can write there. Values of
+other nodes are JSON whose type is checked.
 
 Keys, under `finetune/<digest of what is launched>/`: `attempt`; in each attempt `host/<node>`,
 `here/<node>`, `failed`, `ended/<node>` and `decision/<node>`.
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class RendezvousError(Exception):
-    """The nodes did not meet, after they have waited as long as they may."""
+    """The nodes could not synchronize within the allowed time."""
 
 
 class ConnectionLost(RendezvousError):
@@ -70,12 +70,12 @@ def use_libuv() -> bool:
 class Rendezvous:
     """This node's connection to the store of its launch, from the first attempt to the last.
 
-    Calls over the network run in threads with a time limit: if a cable is pulled they may never
-    return, and signals must still be handled.
+    Calls over the network run in threads with a time limit: they may never return if a cable is
+    pulled, and signals must still be handled.
 
     Args:
         held: the port on node 0, else None.
-        digest: of what is launched; nodes with another one do not meet.
+        digest: of what is launched; nodes with different digests do not synchronize.
         tell: called with messages for people.
 
     Attributes:
@@ -105,10 +105,10 @@ class Rendezvous:
         self._joined = ""  # the last attempt that this node took part in
 
     def begin_attempt(self) -> None:
-        """Meet the other nodes.
+        """Synchronize with the other nodes.
 
         Raises:
-            RendezvousError: nodes did not come in time, or two have the same rank.
+            RendezvousError: nodes did not connect in time, or two have the same rank.
         """
         others = self.nodes.count - 1
         if others:
@@ -121,7 +121,7 @@ class Rendezvous:
         host = socket.gethostname()
         key = self._key("host", self.nodes.rank)
         found = self._ask(lambda store: store.compare_set(key, "", host)).decode(errors="replace")
-        if found != host:  # on the same host it is the same node, started again by hand
+        if found != host:  # the same host is the same node, started again by hand
             same_rank = _(
                 "NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own,"
                 " from 0"
@@ -143,10 +143,10 @@ class Rendezvous:
             self.tell(joined.format(hosts=hosts, port=self.port))
 
     def exchange(self, what: str, value: _T, seconds: float) -> dict[int, _T]:
-        """Give the other nodes a value of this one in this attempt, and wait for theirs.
+        """Give the other nodes a value of this node in this attempt, and wait for theirs.
 
         Returns:
-            The values by node, this node's included, without those that did not come in time.
+            The values by node, including this node's, without those that are late.
 
         Raises:
             RendezvousError: the connection is lost.
@@ -166,9 +166,9 @@ class Rendezvous:
             now = time.monotonic()
         missing = self._missing(keys)
         answers = {}
-        nodes = [node for node in range(self.nodes.count) if node not in missing]
-        found = self._ask(lambda store: store.multi_get([keys[node] for node in nodes]))
-        for node, raw in zip(nodes, found, strict=True):
+        present = [node for node in range(self.nodes.count) if node not in missing]
+        found = self._ask(lambda store: store.multi_get([keys[node] for node in present]))
+        for node, raw in zip(present, found, strict=True):
             with contextlib.suppress(ValueError, RecursionError):  # not written by a launch
                 answer = json.loads(raw)
                 if type(answer) is type(value):
@@ -176,7 +176,7 @@ class Rendezvous:
         return answers
 
     def _missing(self, keys: list[str]) -> list[int]:
-        """Return the nodes whose keys are not there; one request if all are."""
+        """Return the nodes whose keys are missing; one request if none is."""
 
         def find(store: TCPStore) -> list[int]:
             if store.check(keys):
@@ -186,7 +186,7 @@ class Rendezvous:
         return self._ask(find)
 
     def report_failure(self) -> None:
-        """Let the other nodes know that workers of this one failed."""
+        """Report to the other nodes that workers of this node failed."""
         self._ask(lambda store: store.set(self._key("failed"), ""))
 
     def has_failure(self) -> bool:
@@ -198,9 +198,9 @@ class Rendezvous:
 
     def _open_attempt(self, held: HeldPort) -> None:
         if self.store is None:
-            listener = os.dup(held.listener.fileno())  # the store closes it in the end
+            listener = os.dup(held.listener.fileno())  # the store will close it
             self._connect(OPEN_SECONDS, is_master=True, master_listen_fd=listener)
-        # Workers of this attempt would dial the addresses that those before them left there.
+        # Workers of this attempt would connect to the addresses that earlier ones have left there.
         for key in self._ask(lambda store: store.list_keys()):
             if not key.startswith(KEYS):
                 self.store.delete_key(key)

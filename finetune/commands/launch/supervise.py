@@ -1,8 +1,8 @@
 """The supervisor of a launch: a loop of attempts around torch elastic's agent, which passes signals
 on and decides on restarts.
 
-What the processes print goes into the log without it; while a run works it only waits, so that
-nothing it does can disturb the run.
+The processes print into the log themselves. While a run works the supervisor only waits, so that it
+cannot disturb the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import NamedTuple
 
 from finetune.commands.launch.launch_spec import LaunchSpec
 from finetune.commands.launch.log import FOLLOW_SECONDS, LaunchLog
@@ -28,19 +27,19 @@ from finetune.runtime.nodes import Nodes
 from finetune.runtime.ports import HeldPort
 from finetune.storage.launch_record import LaunchRecord
 
-# A batch system signals every process of a job, and a shell passes its own on: signals this close
-# are one request.
+# A batch system signals every process of a job, and a shell passes its signal on: signals this
+# close together are one request.
 SAME_REQUEST_SECONDS = 3.0
-# After another node's workers failed: time for ours to end by themselves, with their own exit code
+# After another node's workers failed: time for ours to end on their own, with their own exit code
 # and message.
 PEER_GRACE_SECONDS = 15.0
 # How long a node waits for what the others report, once its own workers have ended: torch elastic
 # gives a node's other workers 30 s after one has failed.
 REPORT_SECONDS = 60.0
-# For the others to read from node 0's store, before node 0 ends.
+# For the other nodes to read from node 0's store, before node 0 ends.
 READ_SECONDS = 2.5
-LOOK_SECONDS = 1.0  # between two looks at whether another node's workers failed
-ENDS = (ExitCode.DONE, ExitCode.STOPPED)  # that are no failures
+CHECK_SECONDS = 1.0  # between two checks whether another node's workers failed
+ENDS = (ExitCode.DONE, ExitCode.STOPPED)  # not failures
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,21 +50,25 @@ class AttemptResult:
     # By global rank, the worker that ended first at the front; negative for a signal.
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     problem: str = ""  # why there were no workers, for people; else empty
-    can_pass: bool = False  # whether the problem can
-    stop_signal: int = 0  # by which the user stopped the run, 0 for none
-    lost_nodes: Sequence[int] = ()  # those that did not report how they ended
-    # By other node, the exit code of its workers, as far as it could tell.
+    can_pass: bool = False  # whether the problem may disappear
+    stop_signal: int = 0  # with which the user stopped the run, 0 for none
+    lost_nodes: Sequence[int] = ()  # nodes that did not report how they ended
+    # By other node, the exit code of its workers, if it reported one.
     others: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
-        """What the launch ends with: the run's own code, 128 + the signal's number for a run that
-        had not begun.
+        """Return the launch's exit code: the run's, or 128 + the signal's number for a run that had
+        not begun.
         """
         codes = [*self.exit_codes.values(), *self.others.values()]
-        # A worker that is told to end because another failed may report that it was stopped.
-        told = any(code not in ENDS for code in self.others.values())
-        if ExitCode.STOPPED in (codes if self.stop_signal else [] if told else codes[:1]):
+        # A worker that has to end because another failed may report that it was stopped.
+        others_failed = any(code not in ENDS for code in self.others.values())
+        if self.stop_signal:
+            was_stopped = ExitCode.STOPPED in codes
+        else:
+            was_stopped = not others_failed and ExitCode.STOPPED in codes[:1]
+        if was_stopped:
             return int(ExitCode.STOPPED)
         for code in (ExitCode.REFUSED, ExitCode.OUT_OF_MEMORY):
             if code in codes:
@@ -76,9 +79,7 @@ class AttemptResult:
         return int(ExitCode.FAILED if failed else ExitCode.DONE)
 
     def lines(self, nodes: Nodes) -> list[str]:
-        """Describe what happened on this node and, as far as is known, on the others: a line
-        each.
-        """
+        """Describe in lines what happened on this node and, as far as known, on the others."""
         if self.problem:
             return [self.problem]
         lines = []
@@ -110,13 +111,6 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if known else str(number)
 
 
-class RestartDecision(NamedTuple):
-    """Whether to try again, and why (not)."""
-
-    restart: bool
-    why: str
-
-
 def decide_restart(
     result: AttemptResult,
     causes: Sequence[str],
@@ -124,18 +118,22 @@ def decide_restart(
     *,
     progressed: bool,
     attempts_left: int,
-) -> RestartDecision:
-    """Decide for this node; a launch of several nodes tries again if all of them want to.
+) -> tuple[bool, str]:
+    """Decide for this node whether to try again; a launch of several nodes does if all want to.
 
     Args:
         causes: what the diagnosis found in the log of this attempt, most likely first.
-        curable: causes that starting again can cure.
+        curable: causes that a restart can fix.
         progressed: whether the run took steps in this attempt.
+        attempts_left: how many restarts are allowed.
+
+    Returns:
+        The decision, and the reason.
     """
     restart, why = _decide(result, causes, curable, progressed)
     if restart and attempts_left <= 0:
-        return RestartDecision(False, _("no restarts are left (--max-restarts)"))
-    return RestartDecision(restart, why)
+        return False, _("no restarts are left (--max-restarts)")
+    return restart, why
 
 
 def _decide(
@@ -154,17 +152,16 @@ def _decide(
         return result.can_pass, _("the rendezvous of the nodes failed")
     if result.lost_nodes:  # they may come back
         return True, _("another node failed")
-    # A run that reports itself that memory does not suffice (exit code 1) has no smaller
-    # microbatches left.
+    # A run that itself reports too little memory (exit code 1) has no smaller microbatches left.
     known = next((cause for cause in causes if cause != "unknown"), None)
     if known is not None:
         if known in curable and known != "device_oom":
             return True, _("{cause} can pass").format(cause=known)
         return False, _("starting again does not cure {cause}").format(cause=known)
-    if result.others:  # the node where it began knows more, and is asked as well
+    if result.others:  # the node where the failure began knows more, and decides too
         return True, _("another node failed")
     for rank, ended in result.exit_codes.items():
-        if ended < 0 and -ended != signal.SIGTERM:  # by which the rest is told to end
+        if ended < 0 and -ended != signal.SIGTERM:  # SIGTERM ends the others after a failure
             killed = _("rank {rank} was ended by signal {number}")
             return True, killed.format(rank=rank, number=-ended)
     if progressed:
@@ -196,20 +193,22 @@ class Supervisor:
         self._may_leave = False  # by an exception: no worker would be left behind
         self._stop_signal = 0
         self._stop_at = math.inf
-        self._end_at = math.inf  # when workers that have not ended by themselves are ended
-        self._look_at = 0.0
+        self._end_at = math.inf  # when workers that still run are ended
+        self._check_at = 0.0
 
     def run(self) -> int:
-        """Make attempts until the run is done, stopped, or beyond what another attempt cures.
+        """Make attempts until the run is done, stopped, or cannot be fixed by another attempt.
 
         Returns:
             The exit code.
         """
         # every worker of every node is connected to the store, which node 0 holds
         allow_open_files()
-        # those that are not ignored already: nohup has a run outlive its terminal
-        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._on_signal) for number in heard}
+        previous = {}
+        for number in _SIGNALS:
+            # not those that are ignored already: with nohup a run outlives its terminal
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, self._on_signal)
         try:
             return self._attempts()
         finally:
@@ -222,37 +221,38 @@ class Supervisor:
 
         used, allowed = 0, self.spec.max_restarts
         while True:
-            begin_bytes, steps = self.log.size_bytes, self._logged_bytes()
+            begin_bytes = self.log.size_bytes
+            step_bytes = self._logged_bytes()
             result = self._attempt()
             causes = self._explain(result, begin_bytes)
-            decision = decide_restart(
+            restart, why = decide_restart(
                 result,
                 causes,
                 RESTART_CURES,
-                progressed=self._logged_bytes() != steps,
+                progressed=self._logged_bytes() != step_bytes,
                 attempts_left=allowed - used,
             )
             code = result.exit_code
-            if not self._agree(result, decision.restart and not self._stop_signal):
+            if not self._agree(result, restart and not self._stop_signal):
                 if code not in ENDS:
                     failed = _(
                         "the run failed (exit code {code}) and is not started again: {why}. All"
                         " output is in {log}"
                     )
-                    self.log.error(failed.format(code=code, why=decision.why, log=self.log.path))
+                    self.log.error(failed.format(code=code, why=why, log=self.log.path))
                 return code
             used += 1
             again = _("restart {number} of {allowed}: {why}")
-            self.log.warning(again.format(number=used, allowed=allowed, why=decision.why))
+            self.log.warning(again.format(number=used, allowed=allowed, why=why))
 
     # ------------------------------------------------------------ one attempt
 
     def _attempt(self) -> AttemptResult:
-        """Meet the other nodes, start this node's workers and wait until they have ended."""
+        """Synchronize with the other nodes, start this node's workers and wait until they end."""
         from finetune.commands.launch.agent import Agent
 
         self._end_at = math.inf
-        self._look_at = 0.0 if self.spec.nodes.count > 1 else math.inf
+        self._check_at = 0.0 if self.spec.nodes.count > 1 else math.inf
         self._may_leave = True
         try:
             if self._stop_signal:
@@ -270,9 +270,10 @@ class Supervisor:
             problem = _("stopped before there were workers")
             return AttemptResult(problem=problem, stop_signal=self._stop_signal)
         except RendezvousError as error:
-            can_pass = isinstance(error, ConnectionLost)
             return AttemptResult(
-                problem=str(error), can_pass=can_pass, stop_signal=self._stop_signal
+                problem=str(error),
+                can_pass=isinstance(error, ConnectionLost),
+                stop_signal=self._stop_signal,
             )
         finally:
             self._may_leave = False
@@ -284,29 +285,29 @@ class Supervisor:
         started = [(pid, rank) for rank, pid in pids.items()]
         self.record.add_all(started, "worker", self.rendezvous.number)
         if self._stop_signal:
-            self._tell_workers()
+            self._signal_workers()
 
     def _must_end_workers(self) -> bool:
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
+        if now >= self._check_at:
+            self._check_at = now + CHECK_SECONDS
             try:
                 failed = self.rendezvous.has_failure()
                 grace = PEER_GRACE_SECONDS
-            # Node 0's launch is gone, or the network is. Its workers may be saving, and ours with
-            # them. Collectives end a worker at --timeout-seconds, with a message; those of some
-            # libraries never do.
+            # Node 0's launch is gone, or the network is down. Its workers may be saving, together
+            # with ours. Collectives end a worker at --timeout-seconds, with a message; those of
+            # some libraries never do.
             except RendezvousError:
                 failed = True
                 grace = self.spec.config.timeout_seconds + PEER_GRACE_SECONDS
             if failed:
-                self._look_at = math.inf
+                self._check_at = math.inf
                 self._end_at = now + grace
         return now > min(self._end_at, self._stop_at + self.spec.shutdown_seconds)
 
     def _report(self, exit_codes: Mapping[int, int]) -> AttemptResult:
-        """Tell the other nodes how this node's workers ended; after a failure, learn how theirs
-        did.
+        """Report to the other nodes how this node's workers ended; after a failure, wait for their
+        reports.
         """
         nodes = self.spec.nodes
         result = AttemptResult(exit_codes, stop_signal=self._stop_signal)
@@ -323,13 +324,11 @@ class Supervisor:
         return replace(result, others=ended, lost_nodes=lost if failed else ())
 
     def _agree(self, result: AttemptResult, restart: bool) -> bool:
-        """Let the other nodes know this node's decision, and learn theirs: all must want another
-        attempt.
-        """
-        if result.problem:  # there is nobody to ask
+        """Exchange decisions with the other nodes: all must want another attempt."""
+        if result.problem:  # the nodes are not connected
             return restart
         is_first = self.spec.nodes.rank == 0
-        # node 0 holds the store, so it stays until the others have ended
+        # node 0 holds the store, so it waits until the others have ended
         seconds = REPORT_SECONDS if restart or is_first else 0.0
         try:
             decisions = self.rendezvous.exchange("decision", restart, seconds)
@@ -376,7 +375,7 @@ class Supervisor:
         if findings:
             heading = _("diagnosis, the most likely cause first:")
             self.log.error(heading + "\n" + render_findings(findings))
-        # Nobody knows whether starting again cures what only the place of an exception tells.
+        # If only the location of an exception is known, a restart may or may not help.
         return [
             "unknown" if isinstance(finding, FindingByPlace) else finding.cause
             for finding in findings
@@ -401,7 +400,7 @@ class Supervisor:
             self.log.warning(stopping.format(signal=signal.Signals(number).name))
             if self._may_leave:
                 raise Stopped
-            self._tell_workers()
+            self._signal_workers()
         elif time.monotonic() - self._stop_at >= SAME_REQUEST_SECONDS:
             self.log.warning(_("a second signal: leaving at once"))
             self.record.kill()
@@ -409,9 +408,9 @@ class Supervisor:
             time.sleep(2 * FOLLOW_SECONDS)  # for the console
             os._exit(128 + number)
 
-    def _tell_workers(self) -> None:
+    def _signal_workers(self) -> None:
         """Pass the signal to the workers alone: their loaders' processes, in the same group, would
-        end and take the save with them.
+        end and make the save fail.
         """
         number = signal.SIGINT if self._stop_signal == signal.SIGINT else signal.SIGTERM
         for pid in self._workers:

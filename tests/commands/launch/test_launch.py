@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,6 @@ from launching import ROOT, run_cli
 from finetune.commands.launch import launch_spec
 from finetune.commands.launch.command import _hold_port
 from finetune.commands.launch.launch_spec import (
-    LaunchFacts,
     LaunchSpec,
     has_wandb_login,
     interface_to,
@@ -238,15 +238,29 @@ def test_node_lists_as_slurm_writes_them(parts):
 
 # ---------------------------------------------------------------- environment
 
-NPUS = LaunchFacts(
-    "npu", processes=4, nodes=2, timeout_seconds=1800, interface="eth1", report_to=("wandb",)
-)
+Facts = dict[str, Any]
 
 
-def values(facts: LaunchFacts, environment: dict[str, str] | None = None) -> dict[str, str]:
+def facts_of(
+    device_type: str, processes: int, nodes: int, timeout_seconds: int, **more: Any
+) -> Facts:
+    """The arguments of `variables`."""
+    given = {
+        "device_type": device_type,
+        "processes": processes,
+        "nodes": nodes,
+        "timeout_seconds": timeout_seconds,
+    }
+    return {"interface": None, "report_to": (), "npu_variables": {}} | given | more
+
+
+NPUS = facts_of("npu", 4, 2, 1800, interface="eth1", report_to=("wandb",))
+
+
+def values(facts: Facts, environment: dict[str, str] | None = None) -> dict[str, str]:
     return {
         name: value
-        for name, value, _ in variables(facts, {"HOME": "/nowhere", **(environment or {})})
+        for name, value, _ in variables({"HOME": "/nowhere", **(environment or {})}, **facts)
     }
 
 
@@ -267,15 +281,15 @@ def test_what_is_set_for_npus_on_several_nodes():
 def test_tuning_of_npus_is_set_for_npus_alone():
     asked = npu_variables(("core-binding", "task-queue"), 512)
     added = {"CPU_AFFINITY_CONF": "2", "TASK_QUEUE_ENABLE": "2", "HCCL_BUFFSIZE": "512"}
-    assert values(replace(NPUS, npu_variables=asked)).items() >= added.items()
-    assert not added.keys() & values(LaunchFacts("cuda", 2, 1, 60, npu_variables=asked)).keys()
+    assert values(NPUS | {"npu_variables": asked}).items() >= added.items()
+    assert not added.keys() & values(facts_of("cuda", 2, 1, 60, npu_variables=asked)).keys()
     assert "TASK_QUEUE_ENABLE" not in values(
-        replace(NPUS, npu_variables=asked), {"TASK_QUEUE_ENABLE": "0"}
+        NPUS | {"npu_variables": asked}, {"TASK_QUEUE_ENABLE": "0"}
     )
 
 
 def test_what_is_set_elsewhere():
-    cuda = values(LaunchFacts("cuda", 2, 1, 60))
+    cuda = values(facts_of("cuda", 2, 1, 60))
     assert set(cuda) == {
         "OMP_NUM_THREADS",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
@@ -283,9 +297,9 @@ def test_what_is_set_elsewhere():
         "WANDB_MODE",
     }
     assert cuda["WANDB_MODE"] == "disabled"
-    assert values(LaunchFacts("cuda", 2, 2, 60, interface="ib0"))["NCCL_SOCKET_IFNAME"] == "=ib0"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in values(LaunchFacts("cpu", 2, 1, 60))
-    short = values(LaunchFacts("npu", 2, 1, 20))
+    assert values(facts_of("cuda", 2, 2, 60, interface="ib0"))["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in values(facts_of("cpu", 2, 1, 60))
+    short = values(facts_of("npu", 2, 1, 20))
     assert (short["HCCL_CONNECT_TIMEOUT"], short["HCCL_EXEC_TIMEOUT"]) == (
         "120",
         "20",
@@ -297,8 +311,8 @@ def test_the_users_own_always_stay_and_every_variable_has_its_reason():
         for own in ("something", ""):
             assert name not in values(NPUS, {name: own})
     with speaking("zh"):
-        translated = {variable.name: variable.why for variable in variables(NPUS, {})}
-    for variable in variables(NPUS, {}):
+        translated = {variable.name: variable.why for variable in variables({}, **NPUS)}
+    for variable in variables({}, **NPUS):
         assert (
             variable.why and translated[variable.name] and variable.why != translated[variable.name]
         )
@@ -557,15 +571,12 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
 )
 def test_the_policy(result: AttemptResult, causes: list[str], progressed: bool, restart: bool):
     for left in (1, 0):
-        decision = decide_restart(
-            result, causes, CURABLE, progressed=progressed, attempts_left=left
-        )
-        assert decision.restart == (restart and left > 0)
+        given = {"progressed": progressed, "attempts_left": left}
+        decided, why = decide_restart(result, causes, CURABLE, **given)
+        assert decided == (restart and left > 0)
         with speaking("zh"):
-            translated = decide_restart(
-                result, causes, CURABLE, progressed=progressed, attempts_left=left
-            ).why
-        assert decision.why and translated and decision.why != translated
+            _, translated = decide_restart(result, causes, CURABLE, **given)
+        assert why and translated and why != translated
 
 
 @pytest.mark.parametrize(
