@@ -1,1 +1,3 @@
-"""What a process asks of its machine: devices, memory, nodes, ports, terminal. Nothing of a run."""
+"""The machine as a process sees it: devices, memory, nodes, ports, terminal. Nothing about a
+run.
+"""

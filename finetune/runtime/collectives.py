@@ -1,17 +1,16 @@
-"""Plain values between ranks, as JSON: torch's own collectives for objects unpickle, and so run,
+"""JSON-serializable values between ranks. torch's own collectives for objects unpickle, and so run,
 what a peer sends.
 
-How many messages one after another a collective of gloo takes among N ranks (gloo's allreduce.cc,
-allgather.cc, broadcast.cc): an all-reduce 2 (N - 1) and an all-gather N - 1, as both are rings, a
-broadcast log2 N. At 1,024 ranks a ring takes longer than what a few bytes are worth, so these go up
-and down a tree.
+Number of consecutive messages of a gloo collective among N ranks (gloo's allreduce.cc,
+allgather.cc, broadcast.cc): 2 (N - 1) for an all-reduce and N - 1 for an all-gather, because both
+are rings; log2 N for a broadcast. At 1,024 ranks a ring is too slow for a few bytes, so
+`largest_of_all` uses a tree in both directions.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# What ranks tell each other is names and counts; a length beyond this is not a rank's of ours.
+# Ranks exchange names and counts: a longer message is not from a rank of this run.
 LIMIT_BYTES = 1 << 28
 
 
 def plain(item: object) -> Any:
-    """A value as it arrives: floats bit for bit (NaN and infinities too), tuples as lists, keys as
-    texts.
+    """Return a value as it arrives: floats bit for bit (NaN and infinities too), tuples as lists,
+    keys as strings.
 
     Raises:
-        TypeError: it holds something that JSON has not.
+        TypeError: it holds something that JSON does not have.
     """
     return json.loads(json.dumps(item))
 
@@ -41,10 +40,11 @@ def all_gather_plain(
     group: ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Any]:
-    """Every rank's plain value, by rank, on every rank, as `plain` makes it. Every rank must call.
+    """Return every rank's value, by rank, as `plain` returns it. Collective: every rank must call
+    it.
 
     Args:
-        device: where the group's backend takes its tensors from.
+        device: of the tensors for the group's backend.
 
     Raises:
         FinetuneError: a rank sent something else.
@@ -52,22 +52,20 @@ def all_gather_plain(
     import torch
     import torch.distributed as dist
 
-    mine = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _rank in range(world_size)]
-    dist.all_gather(lengths, torch.tensor([len(mine)], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([len(sent)], device=device), group=group)
     sizes = [_checked(rank, int(length)) for rank, length in enumerate(lengths)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: len(mine)] = mine
+    padded[: len(sent)] = sent
     parts = [torch.empty_like(padded) for _rank in range(world_size)]
     dist.all_gather(parts, padded, group=group)
-    return [
-        _read(rank, part[:size]) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))
-    ]
+    return [_read(rank, part[: sizes[rank]]) for rank, part in enumerate(parts)]
 
 
 def broadcast_plain(item: object, *, group: ProcessGroup | None = None) -> Any:
-    """Rank 0's plain value on every rank, as `plain` makes it; that of the others is not looked at.
-    Every rank must call, with a group whose tensors are on the CPU.
+    """Return rank 0's value, as `plain` returns it; the values of other ranks are ignored.
+    Collective: every rank must call it, with a group whose tensors are on the CPU.
 
     Raises:
         FinetuneError: rank 0 sent something else.
@@ -85,36 +83,38 @@ def broadcast_plain(item: object, *, group: ProcessGroup | None = None) -> Any:
 
 
 def largest_of_all(values: Sequence[int], *, group: ProcessGroup | None = None) -> list[int]:
-    """The largest of all ranks' values, place by place, on every rank. Every rank must call, with
-    as many integers of 64 bits and a group of all ranks whose tensors are on the CPU.
+    """Return the element-wise maximum of all ranks' values. Collective: every rank must call it,
+    with equally many 64-bit integers and a group of all ranks whose tensors are on the CPU.
 
-    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast
-    comes down again, so that both use the same connections.
+    Takes 2 log2 N consecutive messages: up to rank 0 in the binomial tree that gloo's broadcast
+    uses downwards, so that both use the same connections.
     """
     import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    mine = torch.tensor(values, dtype=torch.int64)
-    # its parent has all its bits but the highest, a child one more that is higher
+    largest = torch.tensor(values, dtype=torch.int64)
+    # a rank's parent has all its bits except the highest, a child one more that is higher
     level = rank.bit_length()
     for bit in reversed(range(level, (size - 1).bit_length())):
         if rank + (1 << bit) < size:
-            other = mine.clone()
+            other = largest.clone()
             dist.recv(other, rank + (1 << bit), group=group)
-            mine = torch.maximum(mine, other)
+            largest = torch.maximum(largest, other)
     if rank:
-        dist.send(mine, rank - (1 << (level - 1)), group=group)
-    dist.broadcast(mine, 0, group=group)
-    return [int(value) for value in mine]
+        dist.send(largest, rank - (1 << (level - 1)), group=group)
+    dist.broadcast(largest, 0, group=group)
+    return [int(value) for value in largest]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`8-15, 77, 900` for ranks (or nodes) in rising order."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])
-    ]
+    """Return `8-15, 77, 900` for ranks (or nodes) in rising order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 

@@ -1,8 +1,8 @@
-"""The device table, and what a device can do: the only file that says torch.cuda, torch.npu or
+"""The device table and devices' capabilities: the only file that names torch.cuda, torch.npu or
 torch.mps.
 
-NPU comes before CUDA because `torch_npu`'s transfer module makes CUDA look present (accelerate has
-the same order). torch is imported inside the functions: the table is read without it.
+NPU comes before CUDA because `torch_npu`'s transfer module makes CUDA look available (accelerate
+has the same order). torch is imported inside the functions: the table can be read without it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class DeviceKind:
     """One entry of the device table."""
 
     backend: str  # the process group's
-    visible_variable: str  # environment variable that selects devices; empty where there is none
-    fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
-    # whether copies from page-locked host memory, and only those, run beside the computation
+    visible_variable: str  # environment variable that selects devices; empty if there is none
+    fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is correct here
+    # whether copies from page-locked host memory, and only those, overlap with computation
     pinned_copies: bool
-    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all
-    # imports, 20 to 120 more in training: benchmarks/plan_memory.py), else assumed: a context of
-    # driver and libraries of 1 GiB.
+    # What a process holds in addition to a model, for the plan. Measured on a CPU (455 MiB after
+    # all imports, 20 to 120 more in training: benchmarks/plan_memory.py), otherwise assumed: a
+    # context of driver and libraries of 1 GiB.
     host_bytes: int
     context_bytes: int  # of the device
 
@@ -56,10 +56,9 @@ DEVICE_KINDS = {
     "cpu": DeviceKind("gloo", "", True, False, host_bytes=550 * MIB, context_bytes=0),
 }
 
-LEAST_LOCKED_BYTES = 1 << 30  # what a process must be allowed to page-lock before offload is pinned
+LEAST_LOCKED_BYTES = 1 << 30  # a process must be allowed to page-lock this for pinned offload
 
-# Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError
-# everywhere.
+# Messages of out-of-memory errors that are not torch.OutOfMemoryError on every device.
 OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "NPU out of memory",
@@ -69,7 +68,7 @@ OUT_OF_MEMORY_TEXTS = (
 
 
 def available_device_types() -> list[str]:
-    """Device types that work here, best first."""
+    """Return the device types that work here, best first."""
     import torch
 
     candidates = ["cuda"]
@@ -84,7 +83,9 @@ def available_device_types() -> list[str]:
 
 
 def choose_device_type(requested: str) -> str:
-    """The device type of this run. Raises ConfigError where the requested type is not available."""
+    """Return the device type of this run. Raises ConfigError if the requested one is
+    unavailable.
+    """
     available = available_device_types()
     chosen = available[0] if requested == "auto" else requested
     if chosen not in available:
@@ -97,23 +98,24 @@ def choose_device_type(requested: str) -> str:
                 " needs"
             ),
         )
-    # DeepSpeed detects on its own (an importable torch_npu is enough for it); tell it.
+    # DeepSpeed detects the device on its own, and an importable torch_npu is enough for it.
     os.environ["DS_ACCELERATOR"] = chosen
     return chosen
 
 
 def can_pin(device_type: str, limit: int | None = None) -> bool:
-    """Whether copies between host and device profit from page-locked memory, and this process may
-    lock enough.
+    """Return whether copies between host and device profit from page-locked memory, and this
+    process may lock enough.
 
     Args:
         limit: of locked memory, bytes; None reads this process's, and -1 means no limit.
     """
     import resource
 
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES
-    return device_type in ("npu", "cuda") and enough
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    is_enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES
+    return device_type in ("npu", "cuda") and is_enough
 
 
 def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
@@ -121,11 +123,9 @@ def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
     count = device_count(device_type)
     if count is not None and world.local_world_size > count:
         variable = DEVICE_KINDS[device_type].visible_variable
-        shown = (
-            f"{variable}={os.environ[variable]}"
-            if variable in os.environ
-            else f"{variable} is not set"
-        )
+        shown = f"{variable} is not set"
+        if variable in os.environ:
+            shown = f"{variable}={os.environ[variable]}"
         raise ConfigError(
             f"{world.local_world_size} processes were started here, on {count} {device_type}"
             " device(s)",
@@ -138,7 +138,7 @@ def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
 
 
 def device_count(device_type: str) -> int | None:
-    """How many devices this process can see; None where processes may share (CPU)."""
+    """Return how many devices this process can use; None if processes can share one (CPU)."""
     import torch
 
     if device_type in ("npu", "cuda"):
@@ -148,21 +148,19 @@ def device_count(device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device of this process can do; the one table that is asked instead of device
-    types.
-    """
+    """What this process's device can do. Other code checks these fields instead of device types."""
 
     name: str
-    bfloat16: bool  # arithmetic in hardware (on a CPU: supported, though it pays only compiled)
-    fp8: bool = False  # matrix products of float8 numbers
+    bfloat16: bool  # arithmetic in hardware (on a CPU: supported, but only faster when compiled)
+    fp8: bool = False  # matrix products of float8 values
     flash: bool = False  # fused attention without a matrix of scores
-    hopper: bool = False  # what FlashAttention 3's kernels are written for
-    compile: bool = False  # whether torch.compile pays without being asked for
+    hopper: bool = False  # the architecture of FlashAttention 3's kernels
+    compile: bool = False  # whether torch.compile pays by default
     peak_flops: float | None = None  # dense 16-bit matrix operations per second; None if unknown
 
 
 def capabilities(device_type: str) -> Capabilities:
-    """What this process's device can do."""
+    """Return what this process's device can do."""
     import torch
 
     if device_type == "cuda":
@@ -173,13 +171,13 @@ def capabilities(device_type: str) -> Capabilities:
             fp8=generation >= (8, 9),  # Ada and Hopper on
             flash=generation >= (8, 0),
             hopper=generation == (9, 0),
-            compile=generation >= (7, 0),  # Triton's least
+            compile=generation >= (7, 0),  # Triton's minimum
             peak_flops=peak_flops(name),
         )
     if device_type == "npu":
         npu = getattr(torch, device_type)
         name = str(getattr(npu, "get_device_name", lambda: "npu")())
-        # Dynamo has backends there, but they are young: compile only if asked by name.
+        # Dynamo has backends there, but they are young: compile only on request.
         return Capabilities(name, npu.is_bf16_supported(), flash=True, peak_flops=peak_flops(name))
     return Capabilities(device_type, device_type == "cpu")
 
@@ -210,18 +208,18 @@ PEAK_FLOPS = (
 
 
 def peak_flops(name: str) -> float | None:
-    """Peak of a device by its name; None for one that is not in the table."""
+    """Return the peak of a device by its name; None if it is not in the table."""
     padded = f" {name} ".replace("-", " ").lower()
     return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in padded), None)
 
 
 def choose_backend(requested: str, device_type: str) -> str:
-    """The process group's backend. Raises ConfigError for one that does not work with this
+    """Return the process group's backend. Raises ConfigError if it does not work with this
     device.
     """
     own = DEVICE_KINDS[device_type].backend
     chosen = own if requested == "auto" else requested
-    # gloo moves CUDA tensors through the host: slow, but it works where NCCL does not. accelerate
+    # gloo moves CUDA tensors through the host: slow, but it works if NCCL does not. accelerate
     # forces hccl on NPU.
     usable = [own, "gloo"] if device_type == "cuda" else [own]
     if chosen not in usable:
@@ -234,13 +232,12 @@ def choose_backend(requested: str, device_type: str) -> str:
 
 
 def choose_dtype(requested: str, device_type: str) -> str:
-    """The compute dtype: bfloat16 where the device has it in hardware, float32 elsewhere, unless
-    asked.
+    """Return the compute dtype. auto: bfloat16 if the device has it in hardware, else float32.
 
-    On a CPU bfloat16 pays only when compiled, so `auto` means float32 there.
+    On a CPU bfloat16 is only faster when compiled, so `auto` means float32 there.
 
     Raises:
-        ConfigError: bfloat16 or float16 asked for where the device does not have it.
+        ConfigError: the device does not have the requested dtype.
     """
     has_bfloat16 = capabilities(device_type).bfloat16
     if requested == "auto":
@@ -261,7 +258,9 @@ def choose_dtype(requested: str, device_type: str) -> str:
 
 
 def free_memory_bytes(device_type: str, index: int) -> int | None:
-    """Memory of a device that no process holds; None where the device does not say."""
+    """Return the memory of a device that no process holds; None if the device does not report
+    it.
+    """
     import torch
 
     if device_type in ("cuda", "npu"):
@@ -270,8 +269,8 @@ def free_memory_bytes(device_type: str, index: int) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Highest memory allocated on the device so far; on a CPU the process's own high-water mark;
-    None if unknown.
+    """Return the peak memory allocated on the device so far; on a CPU the process's own peak; None
+    if unknown.
     """
     import torch
 
@@ -283,17 +282,17 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def host_buffer(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Float32 host memory for copies of a device's tensors: pinned for CUDA, whose copies then need
-    not be waited for one by one.
+    """Return float32 host memory for copies of a device's tensors: pinned for CUDA, so that the
+    host need not wait for each copy.
     """
     import torch
 
-    # torch rounds pinned memory up to powers of two, and keeps what is freed for later buffers.
+    # torch rounds pinned memory up to powers of two, and keeps freed memory for later buffers.
     return torch.empty(tuple(shape), dtype=torch.float32, pin_memory=device.type == "cuda")
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait for the copies into pinned memory that this thread has asked for."""
+    """Wait for this thread's copies into pinned memory."""
     import torch
 
     if device.type == "cuda":
@@ -301,7 +300,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached device memory back, so that a smaller attempt can use it."""
+    """Free cached device memory, so that a smaller attempt can use it."""
     import torch
 
     if device.type in ("cuda", "npu", "mps"):
@@ -309,11 +308,11 @@ def empty_cache(device: torch.device) -> None:
 
 
 def read_later(number: torch.Tensor) -> Callable[[], float]:
-    """A number that the device will have computed, for a host that goes on meanwhile.
+    """Return a function that reads a number which the device still computes, so that the host can
+    continue meanwhile.
 
     Args:
-        number: of one element; what is given to the device after this call does not delay the
-            answer.
+        number: has one element; work queued on the device after this call does not delay reading.
     """
     import torch
 
@@ -334,7 +333,7 @@ def read_later(number: torch.Tensor) -> Callable[[], float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that a device (or the host allocator) ran out of memory."""
+    """Return whether an exception means that a device (or the host allocator) is out of memory."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -345,7 +344,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def use_fast_matmul(device_type: str) -> None:
-    """TF32 for float32 matrix products where there are tensor cores; nothing elsewhere."""
+    """Use TF32 for float32 matrix products on CUDA devices, which have tensor cores for it."""
     import torch
 
     if device_type == "cuda":

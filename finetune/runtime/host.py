@@ -1,6 +1,4 @@
-"""What this machine has and uses: processor and memory, as far as the container lets it (cgroup v2
-and v1).
-"""
+"""CPU and memory of this machine, within the limits of the container (cgroup v2 and v1)."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import psutil
 
 MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
-# Far beyond what a process here needs, and little for a program that closes all that could be open.
-MOST_OPEN_FILES = 1 << 16
-# cgroup v1 says "no limit" with a number near 2^63.
+# Far more than a process here needs, and few enough for a program that closes all possible files.
+MAX_OPEN_FILES = 1 << 16
+# cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
 
 
@@ -27,34 +25,34 @@ _UNLIMITED_BYTES = 1 << 60
 class HostUse:
     """A machine, or the part of it that this container may use."""
 
-    # of the cores' time since the last look, 0 to 1; None at the first look
+    # of the cores' time since the last measurement, 0 to 1; None at the first one
     cpu_share: float | None
-    cores: float  # that may be used, a fraction where a quota says so
-    memory_used_bytes: int  # not counting what the kernel can drop at once
+    cores: float  # that may be used; a quota can make it a fraction
+    memory_used_bytes: int  # without what the kernel can drop immediately
     memory_total_bytes: int
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, quotas aside."""
+    """Return the number of cores that this process may use, quotas aside."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def allow_open_files() -> None:
-    """Let this process, and what it starts from now on, have as many files and connections open as
-    it may ask for.
+    """Raise the limit of open files and connections, for this process and those that it starts, as
+    far as allowed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class HostMeter:
-    """Looks at this machine; `look` compares with the time before.
+    """Measures this machine; CPU use is that since the last `look`.
 
     Args:
-        cgroup: where cgroups are mounted.
-        membership: the file that says in which cgroup this process is.
+        cgroup: mount point of cgroups.
+        membership: the file with this process's cgroups.
     """
 
     def __init__(
@@ -65,8 +63,9 @@ class HostMeter:
 
     def look(self) -> HostUse:
         cores = float(usable_cores())
-        busy = psutil.cpu_percent() / 100
-        first, self._first = self._first, False
+        cpu_share = psutil.cpu_percent() / 100
+        is_first = self._first
+        self._first = False
         memory = psutil.virtual_memory()
         used, total = memory.total - memory.available, memory.total
         for folder in self._folders:
@@ -75,11 +74,11 @@ class HostMeter:
             limit, inside = _memory(folder)
             if limit is not None and limit < total:
                 used, total = inside, limit
-        return HostUse(None if first else busy, cores, used, total)
+        return HostUse(None if is_first else cpu_share, cores, used, total)
 
 
 def _own_folders(cgroup: Path, membership: Path) -> list[Path]:
-    """The folders of this process's cgroups and of those around them: each may have a limit."""
+    """Return the folders of this process's cgroups and of their parents: each may have a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -87,12 +86,9 @@ def _own_folders(cgroup: Path, membership: Path) -> list[Path]:
     folders: dict[Path, None] = {}
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        tops = (
-            [cgroup / name for name in (controllers, *controllers.split(","))]
-            if controllers
-            else [cgroup]
-        )
-        for top in tops:
+        names = [controllers, *controllers.split(",")] if controllers else [""]
+        for name in names:
+            top = cgroup / name
             inner = top / path.lstrip("/")
             for folder in (inner, *inner.parents):
                 if folder.is_relative_to(top) and folder.is_dir():
@@ -101,7 +97,7 @@ def _own_folders(cgroup: Path, membership: Path) -> list[Path]:
 
 
 def _number(path: Path, word: int = 0) -> int | None:
-    """A number in a file of the kernel; None where there is none or it says "max" or "no limit"."""
+    """Return a number from a file of the kernel; None if it is missing, "max" or "no limit"."""
     try:
         value = int(path.read_text().split()[word])
     except (OSError, ValueError, IndexError):
@@ -117,8 +113,8 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory(folder: Path) -> tuple[int | None, int]:
-    """(limit, used) in bytes; limit None for none. Cached file pages that are not in use do not
-    count as used.
+    """Return (limit, used) in bytes; limit None for none. Unused cached file pages do not count as
+    used.
     """
     for limit_name, used_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -139,26 +135,27 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def peak_host_bytes() -> int:
-    """High-water mark of this process's resident memory."""
+    """Return the peak of this process's resident memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Parameters of glibc's mallopt (malloc.h): how many blocks may be mappings of their own; how much
-# free memory at the end of the heap goes back to the system.
+# Parameters of glibc's mallopt (malloc.h): how many blocks may be separate mappings; how much free
+# memory at the end of the heap is returned to the system.
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory(device_type: str) -> None:
-    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches
+    """On a CPU: let the C library keep freed memory for the next step. For runs whose microbatches
     have one shape.
 
-    glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of
-    the next ones at its first touch: a tenth of a step's time. What is kept is used again as it is
-    where all steps ask for the same. Fine-tuning does without: its packed sequences of many lengths
-    tear what is kept into pieces. Measured (LoRA on 4 layers of 384, packed rows of 100 to 2,700
-    tokens; processor time and peak): vocabulary 16k 19.9 s and 1.14 GiB, kept 18.6 s and 1.22; 64k
-    46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Nothing on other devices and C libraries.
+    glibc returns blocks of 32 MiB and more (logits) to the system immediately, and the system
+    clears each page of the next block at its first use: a tenth of a step's time. If all steps have
+    the same sizes, kept memory is reused. Fine-tuning does not use this: its packed sequences of
+    many lengths fragment kept memory. Measured (LoRA on 4 layers of hidden size 384, packed rows of
+    100 to 2,700 tokens; CPU time and peak): vocabulary 16k 19.9 s and 1.14 GiB, kept 18.6 s and
+    1.22; 64k 46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Does nothing on other devices and C
+    libraries.
     """
     if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)

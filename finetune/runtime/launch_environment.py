@@ -1,7 +1,7 @@
-"""Who this process is by its launcher, and the environment that it needs, set before torch is
-imported; imports that need care.
+"""This process's ranks from its launcher, the environment set before torch is imported, and imports
+that need care.
 
-An installed but unloadable torch_npu makes `import torch` itself die, so it is probed in a
+An installed but unloadable torch_npu makes `import torch` itself crash, so it is tried in a
 subprocess first.
 """
 
@@ -25,13 +25,13 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """Who this process is, as its launcher said (environment), before any process group exists."""
+    """This process's ranks from the launcher's variables, before any process group exists."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    launched: bool  # a launcher started us; False for plain `python -m`
+    launched: bool  # by a launcher; False for plain `python -m`
 
     @property
     def is_main(self) -> bool:
@@ -39,7 +39,7 @@ class LaunchWorld:
 
 
 def launch_world() -> LaunchWorld:
-    """Who this process is. A WORLD_SIZE without RANK (an old script's) is ignored, with a
+    """Return this process's ranks. A WORLD_SIZE without RANK (an old script's) is ignored, with a
     warning.
     """
     environment = os.environ
@@ -53,19 +53,18 @@ def launch_world() -> LaunchWorld:
             )
         return LaunchWorld(0, 0, 1, 1, launched=False)
     world_size = int(environment.get("WORLD_SIZE", "1"))
-    local_rank = int(environment.get("LOCAL_RANK", "0"))
     return LaunchWorld(
-        int(environment["RANK"]),
-        local_rank,
-        world_size,
-        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
-        True,
+        rank=int(environment["RANK"]),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        launched=True,
     )
 
 
 def probe_torch_npu() -> None:
-    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would die
-    of it.
+    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would
+    crash.
     """
     if importlib.util.find_spec("torch_npu") is None:
         return
@@ -97,16 +96,16 @@ def prepare_environment(
     timeout_seconds: int,
     npu_variables: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[str]:
-    """Set what the user did not, before torch is imported. Returns a line per variable: what was
-    set and why.
+    """Set variables that the user did not, before torch is imported. Return a line for each: what
+    was set and why.
 
     A variable that the user set is never changed, with three exceptions that would silently train
     something else: ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are
-    taken out, because our own configuration decides them (with ACCELERATE_USE_CPU=true, accelerate
-    drops a DeepSpeed plugin without a word).
+    removed, because our own configuration decides them (with ACCELERATE_USE_CPU=true, accelerate
+    silently drops a DeepSpeed plugin).
 
     Raises:
-        ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
+        ConfigError: the launcher requests DeepSpeed but the configuration has no DeepSpeed keys.
     """
     added: list[str] = []
     fragmentation = "less fragmentation with microbatches of many lengths"
@@ -136,15 +135,14 @@ def prepare_environment(
             "cores per process",
         )
     if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        # torch's default folder is one for all environments, and each builds anew what another has
-        # built.
+        # All environments share torch's default folder, and each rebuilds what another has built.
         default(
             "TORCH_EXTENSIONS_DIR",
             os.path.join(sys.prefix, "torch_extensions"),
             "built once per environment",
         )
     if use_deepspeed and not world.launched:
-        # Without these DeepSpeed looks for mpi4py and dies.
+        # Without these DeepSpeed looks for mpi4py and crashes.
         default("RANK", "0", "DeepSpeed needs a rank in a run of one process")
         default("LOCAL_RANK", "0", "DeepSpeed needs a local rank")
         default("WORLD_SIZE", "1", "one process")
@@ -167,8 +165,8 @@ def import_bitsandbytes() -> None:
 
     Call it before peft is imported, which imports bitsandbytes too.
 
-    On some CPUs bitsandbytes asks the package `kernels` to download a kernel for inference, and
-    warns without it (0.50.2, backends/cpu/ops.py). Training computes quantized layers otherwise
+    On some CPUs bitsandbytes lets the package `kernels` download a kernel for inference, and warns
+    without it (0.50.2, backends/cpu/ops.py). Training computes quantized layers differently
     (modeling/quantization.py).
     """
     if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
@@ -186,9 +184,9 @@ def import_bitsandbytes() -> None:
 
 # ---------------------------------------------------------------- tuning of NPUs
 
-# What CANN and torch_npu offer for speed by environment variables. All of it is off unless asked
-# for: no training figure that supports it was seen, and none was measured here. The descriptions
-# are from the Ascend Extension for PyTorch's and HCCL's references of environment variables.
+# Environment variables of CANN and torch_npu for speed. All are off unless requested: no published
+# training figure supports them, and none was measured here. The descriptions are from the Ascend
+# Extension for PyTorch's and HCCL's references of environment variables.
 # name -> (variable, value, what it does)
 TUNINGS = {
     "core-binding": (

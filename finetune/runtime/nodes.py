@@ -1,5 +1,5 @@
-"""Which node of how many this is, and where the first one is: from flags, NODE_RANK and its like,
-or Slurm.
+"""This node's rank, the number of nodes and the first node's address: from flags, variables such as
+NODE_RANK, or Slurm.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def nodes_here(
     address: str | None = None,
     port: int | None = None,
 ) -> Nodes:
-    """What flags say, else NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else the Slurm step,
-    else one node.
+    """Read the nodes from the flags, else NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else the
+    Slurm step, else one node.
 
     Raises:
-        ConfigError: a number is none, or something that several nodes need is not known (`Problems`
-            for several).
+        ConfigError: a number is invalid, or something that several nodes need is unknown
+            (`Problems` for several).
     """
     slurm = _slurm(environment)
     count = number_of("NNODES", count, environment, slurm.get("count")) or 1
@@ -81,7 +81,7 @@ def nodes_here(
 def number_of(
     name: str, flag: int | None, environment: Mapping[str, str], otherwise: _Default
 ) -> int | _Default:
-    """A number of the launch: the flag, else the variable of that name, else the default."""
+    """Return a number of the launch: the flag, else the variable of that name, else the default."""
     if flag is not None:
         return flag
     text = environment.get(name, "")
@@ -95,7 +95,7 @@ def number_of(
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The nodes of an srun step, whose tasks are one per node; nothing outside a step."""
+    """Return the nodes of an srun step, which has one task per node; nothing outside a step."""
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_NODEID" not in environment:
         return {}
     if environment.get("SLURM_LOCALID", "0") != "0":
@@ -110,8 +110,8 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """The host names of a Slurm node list: by scontrol where it is there, else by reading the
-    list.
+    """Return the host names of a Slurm node list: from scontrol if it is installed, else by parsing
+    the list.
     """
     if shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", nodelist]
@@ -124,15 +124,15 @@ def slurm_hosts(nodelist: str) -> list[str]:
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """`n[01-03,7]-ib,gpu5` -> n01-ib, n02-ib, n03-ib, n7-ib, gpu5.
+    """Expand `n[01-03,7]-ib,gpu5` to n01-ib, n02-ib, n03-ib, n7-ib, gpu5.
 
     Raises:
         ConfigError: the list is not in that form.
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", nodelist):
-        pieces = re.split(r"\[([^\]]+)\]", part)  # texts and ranges in turn
-        choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        pieces = re.split(r"\[([^\]]+)\]", part)  # text and ranges alternate
+        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
         made = ["".join(words) for words in itertools.product(*choices)]
         if not part or any("[" in host or "]" in host for host in made):
             raise ConfigError(
@@ -145,7 +145,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """`01-03,7` -> 01, 02, 03, 7: as many digits as the first number of a range has."""
+    """Expand `01-03,7` to 01, 02, 03, 7: with as many digits as the first number of a range."""
     numbers: list[str] = []
     for span in ranges.split(","):
         first, dash, last = span.partition("-")

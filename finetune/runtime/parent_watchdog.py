@@ -1,8 +1,8 @@
-"""Nothing waits for ever: workers never outlive their launcher, and calls that hang are given up.
+"""Nothing waits forever: workers never outlive their launcher, and calls that hang are abandoned.
 
-torch elastic starts workers in sessions of their own, so they would train on after their launcher
-is killed. They receive a signal to stop, finish their step, save and end, however long that takes.
-A worker that makes no progress any more (its peers are gone, and it waits in a collective for them)
+torch elastic starts workers in separate sessions, so they would continue after their launcher is
+killed. They receive a signal to stop, finish their step, save and end, without a time limit. A
+worker that makes no progress any more (its peers are gone, and it waits for them in a collective)
 is killed.
 """
 
@@ -25,18 +25,18 @@ from finetune.runtime.launch_environment import LaunchWorld
 _T = TypeVar("_T")
 
 PARENT_CHECK_SECONDS = 2.0
-# Without a sign of progress, at least. A hung process holds its devices for so long.
+# Minimum time without progress before a kill. A hung process holds its devices for this long.
 PARENT_GRACE_SECONDS = 60.0
-# Times the longest of the last steps: the next may well be a little longer.
+# Multiple of the longest recent step: the next step may be longer.
 STEPS_OF_PATIENCE = 3
 RECENT_STEPS = 20
-# Read and written between two looks: a save or its verification is at work. What waits in a
-# collective moves nothing, and its libraries' own threads little.
+# Bytes read and written between two checks that show a save or its verification at work. A process
+# that waits in a collective moves none, and threads of its libraries few.
 MOVED_BYTES = 1 << 20
 
 
 class Progress:
-    """When this process last got on with its work, and how long it may take until it does again."""
+    """When this process last made progress, and how long the next progress may take."""
 
     def __init__(self) -> None:
         self._at = self._step_at = self._moved_at = time.monotonic()
@@ -44,20 +44,20 @@ class Progress:
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def mark(self) -> None:
-        """Something was done."""
+        """Note progress."""
         self._at = time.monotonic()
 
     def mark_moved(self) -> None:
-        """Bytes of a file were read or written, by any thread."""
+        """Note that any thread has read or written bytes of a file."""
         self._at = self._moved_at = time.monotonic()
 
     def seconds_unmoved(self, since: float) -> float:
-        """For how long no bytes were, counted from a moment of `time.monotonic` on."""
+        """Return for how long no bytes were moved, counted from a time of `time.monotonic`."""
         return time.monotonic() - max(since, self._moved_at)
 
     def begin_step(self, limit_seconds: float) -> None:
-        """A step begins. The first, which may compile, may take as long as its collectives would
-        wait.
+        """Note the start of a step. The first step, which may compile, may take as long as its
+        collectives would wait.
         """
         self.mark()
         self._step_at = self._at
@@ -71,15 +71,15 @@ class Progress:
         self._patience_seconds = self._steps()
 
     def begin_save(self, limit_seconds: float) -> None:
-        """A save begins: a rank waits for others that write, as long as its collectives would,
-        which then end it.
+        """Note the start of a save: a rank waits for others that write, as long as its collectives
+        would, which then end it.
         """
         self.mark()
         self._patience_seconds = limit_seconds + PARENT_GRACE_SECONDS
 
     def is_overdue(self, since: float) -> bool:
-        """Whether nothing was done for longer than may be, counted from a moment of
-        `time.monotonic` on.
+        """Return whether there was no progress for too long, counted from a time of
+        `time.monotonic`.
         """
         return time.monotonic() - max(since, self._at) > self._patience_seconds
 
@@ -91,27 +91,27 @@ progress = Progress()  # of this process
 
 
 def die_with_launcher(world: LaunchWorld) -> None:
-    """Make a worker stop when its launcher is gone. Called first thing; before training, the stop
-    is an end.
+    """Make a worker stop when its launcher is gone. Call it first; before training, the worker just
+    ends.
 
-    On Linux the kernel sends SIGTERM at the parent's death, elsewhere a thread that looks. A worker
-    that then makes no progress for longer than `progress` allows, and moves no bytes, is ended by
-    SIGKILL.
+    On Linux the kernel sends SIGTERM at the parent's death, on other systems a thread that polls.
+    A worker that then makes no progress for longer than `progress` allows, and moves no bytes, is
+    ended by SIGKILL.
     """
     if not world.launched:
         return
     parent = os.getppid()
-    told_by_kernel = sys.platform == "linux"
-    if told_by_kernel:
+    signaled_by_kernel = sys.platform == "linux"
+    if signaled_by_kernel:
         PR_SET_PDEATHSIG = 1
-        told_by_kernel = (
+        signaled_by_kernel = (
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
         )
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_CHECK_SECONDS)
-        if not told_by_kernel:  # a second SIGTERM, later than the first, would leave without saving
+        if not signaled_by_kernel:  # a second, later SIGTERM would end it without saving
             os.kill(os.getpid(), signal.SIGTERM)
         stop = Stop()
         while not stop.is_stuck():
@@ -122,7 +122,7 @@ def die_with_launcher(world: LaunchWorld) -> None:
 
 
 class Stop:
-    """From when this process should stop, until it has."""
+    """The time from a request to stop until the process has stopped."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -137,8 +137,8 @@ class Stop:
 
 
 def _moved_bytes() -> int:
-    """What this process has read and written by system calls, in all; 0 where the system does not
-    say.
+    """Return how many bytes this process has read and written by system calls; 0 if the system does
+    not report it.
     """
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
@@ -151,7 +151,7 @@ def _moved_bytes() -> int:
 
 
 def in_thread(call: Callable[[], _T], name: str | None = None) -> Future[_T]:
-    """Begin a call in a daemon thread, which does not keep the process from ending.
+    """Start a call in a daemon thread, which does not keep the process from ending.
 
     Returns:
         The future with its result or error.

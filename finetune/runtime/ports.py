@@ -1,8 +1,7 @@
 """The port of a launch's rendezvous: bound and held until the process that uses it has it.
 
-Asking whether a port is free and binding it later leaves a gap in which another run takes it. Here
-the listening socket itself is handed over, and the launch keeps its own hold on it from the first
-attempt to the last.
+If a port is checked first and bound later, another run can take it in between. Here the listening
+socket itself is handed over, and the launch keeps holding it from the first attempt to the last.
 """
 
 from __future__ import annotations
@@ -18,26 +17,25 @@ from finetune.errors import StateError
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 TRIES = 10
-# Connections that wait while node 0 loads torch: the other nodes knock meanwhile, and Python's own
-# 128 would be full with 64 of them. The system takes less where net.core.somaxconn says so.
+# Connections that wait while node 0 loads torch: the other nodes connect meanwhile, and 64 of them
+# would fill Python's default of 128. net.core.somaxconn limits this further.
 BACKLOG = 4096
-# What binding says where a port cannot be had but the next one may: taken, or below 1024 and not
-# for this user.
+# Errors of binding after which the next port may work: taken, or below 1024 and not for this user.
 _NOT_THIS_ONE = (errno.EADDRINUSE, errno.EACCES)
 
 
 @dataclass
 class HeldPort:
-    """A listening socket that nobody accepts from yet: what connects waits in its queue."""
+    """A listening socket from which no process accepts yet: connections wait in its queue."""
 
     listener: socket.socket
     number: int
-    taken: tuple[int, ...] = ()  # the ports before it that could not be had
-    address: str = ""  # of this machine, at which alone it answers; empty for all
+    taken: tuple[int, ...] = ()  # earlier candidates that could not be bound
+    address: str = ""  # the only address of this machine at which it answers; empty for all
 
     @property
     def reached_at(self) -> str:
-        """An address at which this machine itself reaches it."""
+        """Return an address at which this machine itself reaches it."""
         return self.address or LOOPBACK
 
     def close(self) -> None:
@@ -45,16 +43,12 @@ class HeldPort:
 
 
 def candidates(first: int) -> tuple[int, ...]:
-    """The ports that are tried, in order: on every node the same, so that all find the one that was
-    free.
-    """
+    """Return the ports to try, in order."""
     return tuple(range(first, min(first + TRIES, 1 << 16)))
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses that a host name or address stands for here, as far as they are this
-    machine's.
-    """
+    """Return the addresses of a host name or address that are this machine's."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -76,27 +70,25 @@ def _binds(family: int, target: tuple[Any, ...]) -> bool:
 
 
 def listening_address(host: str) -> str:
-    """Where to listen so that nodes which know this machine as `host` reach it; empty for all
-    addresses.
+    """Return the address to listen at so that nodes which know this machine as `host` reach it;
+    empty for all addresses.
 
-    All where the name does not say which one they will come to: it is not this machine's own
-    (another route leads here), stands for several, or is a name that means the loopback here, as
-    many systems have it for their own name.
+    All if the name does not identify one: it is not this machine's own (another route leads here),
+    has several addresses, or is a name for the loopback here, as many systems resolve their own
+    name.
     """
     own = own_addresses(host)
     if len(own) != 1:
         return ""
-    literal = own[0] == host
-    return (
-        own[0] if literal or not ipaddress.ip_address(own[0].partition("%")[0]).is_loopback else ""
-    )
+    is_loopback = ipaddress.ip_address(own[0].partition("%")[0]).is_loopback
+    return "" if is_loopback and own[0] != host else own[0]
 
 
 def hold_port(first: int | None, *, address: str) -> HeldPort:
     """Bind the first free port of `candidates(first)` and listen on it.
 
     Args:
-        first: the wanted port; None for any that is free.
+        first: the requested port; None for any that is free.
         address: of this machine; empty for all.
 
     Raises:
@@ -135,17 +127,17 @@ def _listen(port: int, address: str) -> socket.socket:
         except OSError as error:
             if error.errno in _NOT_THIS_ONE:
                 raise
-    return socket.create_server(("", port), backlog=BACKLOG)  # the system has IPv6 switched off
+    return socket.create_server(("", port), backlog=BACKLOG)  # IPv6 is switched off
 
 
 def free_port() -> int:
-    """A TCP port that is free now on the loopback interface."""
+    """Return a TCP port that is free now on the loopback interface."""
     with socket.create_server((LOOPBACK, 0)) as probe:
         return probe.getsockname()[1]
 
 
 def listens(host: str, port: int, timeout_seconds: float) -> bool:
-    """Whether something accepts connections there."""
+    """Return whether something accepts connections there."""
     try:
         socket.create_connection((host, port), timeout_seconds).close()
     except OSError:

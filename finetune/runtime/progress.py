@@ -1,4 +1,4 @@
-"""The progress line: a live bar on a terminal, elsewhere a line now and then."""
+"""The progress line: a live bar on a terminal, else a log line from time to time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProgressLine:
     Args:
         total_steps: steps of the whole run.
         done_steps: steps that a resumed run starts from.
-        every_seconds: shortest time between two lines where there is no terminal.
+        every_seconds: minimum time between two lines without a terminal.
         counted: what a step is called.
     """
 

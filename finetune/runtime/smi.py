@@ -3,9 +3,9 @@
 Drivers answer even where torch cannot be imported, and they know which processes hold memory.
 
 The table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P) has two lines for a
-chip. The second line ends with the memory that a program gets: HBM where there is a column for it,
-else DDR. Cards with two chips count programs' devices by chip ("Phy-ID"). A container may see only
-some of them and counts those from 0, so a device's index is its place in the list.
+chip. The second line ends with the memory that a program gets: HBM if it has a column, else DDR.
+On cards with two chips, programs count devices by chip ("Phy-ID"). A container may see only some
+chips and counts those from 0, so a device's index is its position in the list.
 """
 
 from __future__ import annotations
@@ -118,21 +118,18 @@ def visible(devices: Sequence[SmiDevice], variable: str | None) -> list[SmiDevic
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
-_FIRST = re.compile(r"(\d+)\s+(\S.*)")  # "0     910B3", "2     Ascend910"
+_FIRST = re.compile(r"(\d+)\s+((?!Name)\S.*)")  # "0     910B3", "2     Ascend910"; no heading
 # What npu-smi prints instead of a table, in lower case.
 _FAILURES = ("dcmi", "drvmnggetconsoleloglevel", "failed", "error", "permission")
 
 
 @dataclass
 class _Chip:
+    """A chip of the table. Its label and the list of processes are not in `device` yet."""
+
     npu: int
-    name: str
-    health: str
-    temperature: float | None
-    chip: int = 0
-    utilization: float | None = None
-    used_bytes: int | None = None
-    total_bytes: int | None = None
+    chip: int
+    device: SmiDevice
     processes: list[SmiProcess] = field(default_factory=list)
 
 
@@ -161,7 +158,7 @@ def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
 def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
     """Make a report from what `npu-smi info` printed to stdout and stderr."""
     chips: list[_Chip] = []
-    pending: _Chip | None = None
+    first_line: list[str] = []  # cells of a chip's first line
     has_process_table = False
     for line in text.splitlines():
         cells = _cells(line)
@@ -169,24 +166,30 @@ def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
             continue
         if "Process id" in line:
             has_process_table = True
-            continue
-        if has_process_table:
+        elif has_process_table:
             _add_process(cells, chips)
-            continue
-        if len(cells) == 4:  # on 950, and with a Phy-ID: a cell more
-            cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
-        if pending is not None and len(cells) >= 3:
-            _add_second_line(pending, cells)
-            chips.append(pending)
-            pending = None
         else:
-            pending = _first_line(cells)
+            if len(cells) == 4:  # on 950, and with a Phy-ID: one more cell
+                cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
+            if first_line and len(cells) >= 3:
+                chips.append(_chip(first_line, cells))
+                first_line = []
+            else:
+                first_line = cells if len(cells) == 3 and _FIRST.fullmatch(cells[0]) else []
+    devices = []
+    for index, chip in enumerate(chips):
+        label = f"NPU {chip.npu}"
+        if [other.npu for other in chips].count(chip.npu) > 1:
+            label += f" chip {chip.chip}"
+        processes = tuple(chip.processes) if has_process_table else None
+        devices.append(replace(chip.device, index=index, label=label, processes=processes))
     version = _VERSION.search(text)
-    devices = tuple(
-        _npu_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips)
+    return SmiReport(
+        "npu",
+        version[2] if version else "",
+        devices=tuple(devices),
+        problem="" if devices else _no_npus(text, errors, exit_code),
     )
-    problem = "" if devices else _no_npus(text, errors, exit_code)
-    return SmiReport("npu", version[2] if version else "", devices=devices, problem=problem)
 
 
 def _cells(line: str) -> list[str]:
@@ -197,35 +200,38 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")]
 
 
-def _first_line(cells: Sequence[str]) -> _Chip | None:
-    """Read `| 0     910B3 | OK | 93.6  40  0 / 0 |`, or on 950 `| 0 | Ascend950 | OK | ... |`; None
-    for a heading.
-    """
-    found = _FIRST.fullmatch(cells[0]) if len(cells) == 3 else None
-    if found is None or found[2].startswith("Name"):
-        return None
-    _power, temperature, *_rest = [*cells[2].split(), "-", "-"]
-    return _Chip(int(found[1]), found[2].strip(), cells[1], _number(temperature))
+def _chip(first_line: Sequence[str], second_line: Sequence[str]) -> _Chip:
+    """Read the cells of a chip's two lines: NPU (on 950 alone) and name, health, power, temperature
+    and huge pages; then chip (and Phy-ID), bus, use and memory.
 
-
-def _add_second_line(chip: _Chip, cells: Sequence[str]) -> None:
-    """Read `| 0     4 | 0000:C1:00.0 | 12   0 / 0   3161 / 65536 |`: chip (and Phy-ID), bus, use,
-    memory.
+        | 0     910B3  | OK           | 93.6  40  0 / 0          |
+        | 0     4      | 0000:C1:00.0 | 12   0 / 0  3161 / 65536 |
     """
-    ids = re.findall(r"\d+", cells[0])
-    chip.chip = int(ids[0]) if ids else 0
-    chip.utilization = _number(cells[-1])
-    pairs = _PAIR.findall(cells[-1])
+    npu, name = _FIRST.fullmatch(first_line[0]).groups()  # type: ignore[union-attr]  # matched before
+    _power, temperature, *_rest = [*first_line[2].split(), "-", "-"]
+    ids = re.findall(r"\d+", second_line[0])
+    used_bytes = total_bytes = None
+    pairs = _PAIR.findall(second_line[-1])
     if pairs and int(pairs[-1][1]) > 0:
-        chip.used_bytes, chip.total_bytes = (int(value) * MIB for value in pairs[-1])
+        used_bytes, total_bytes = (int(value) * MIB for value in pairs[-1])
+    device = SmiDevice(
+        index=0,
+        name=name.strip(),
+        label="",
+        health=first_line[1],
+        total_bytes=total_bytes,
+        used_bytes=used_bytes,
+        utilization_percent=_number(second_line[-1]),
+        temperature_celsius=_number(temperature),
+    )
+    return _Chip(int(npu), int(ids[0]) if ids else 0, device)
 
 
 def _add_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
     """Read `| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container.
 
-    Other lines have no process.
-    On 950 the first cell is the NPU alone. In a container the tool may give the host's process id
-    in the second column.
+    Other lines have no process. On 950 the first cell is the NPU alone. In a container the tool may
+    show the host's process id in the second column.
     """
     if len(cells) < 4 or not cells[1].isdigit():
         return
@@ -243,25 +249,8 @@ def _add_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
             return
 
 
-def _npu_device(
-    index: int, chip: _Chip, chips: Sequence[_Chip], has_process_table: bool
-) -> SmiDevice:
-    several = [other.npu for other in chips].count(chip.npu) > 1
-    return SmiDevice(
-        index=index,
-        name=chip.name,
-        label=f"NPU {chip.npu} chip {chip.chip}" if several else f"NPU {chip.npu}",
-        health=chip.health,
-        total_bytes=chip.total_bytes,
-        used_bytes=chip.used_bytes,
-        utilization_percent=chip.utilization,
-        temperature_celsius=chip.temperature,
-        processes=tuple(chip.processes) if has_process_table else None,
-    )
-
-
 def _no_npus(text: str, errors: str, exit_code: int) -> str:
-    """Return why there is no device, in the tool's own words."""
+    """Return why there is no device, in the tool's words."""
     lines = [line.strip() for line in f"{text}\n{errors}".splitlines() if line.strip()]
     for word in _FAILURES:
         for line in lines:
@@ -282,7 +271,7 @@ def _number(cell: str) -> float | None:
 
 
 def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
-    """Ask the NVIDIA driver; None if it is not installed. A call on a lost device may never
+    """Query the NVIDIA driver; None if it is not installed. A call on a lost device may never
     return.
     """
     if pynvml is None:
@@ -319,7 +308,7 @@ def _read_gpus() -> SmiReport | None:
 
 
 def _reason(error: pynvml.NVMLError) -> str:
-    problems = {  # if the library's own words do not tell the user what to do
+    problems = {  # if the library's message does not help the user
         pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
         pynvml.NVML_ERROR_NO_PERMISSION: "no permission to ask the NVIDIA driver",
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
@@ -329,15 +318,15 @@ def _reason(error: pynvml.NVMLError) -> str:
     return f"NVML: {problems.get(error.value, error)}"
 
 
-def _query_or_none(question: Callable[..., _T], *arguments: Any) -> _T | None:
-    """Return the answer; None if the device or driver does not support the question, or the user
-    may not ask it.
+def _query_or_none(query: Callable[..., _T], *arguments: Any) -> _T | None:
+    """Return the result of a query; None if the device or driver does not support it, or the user
+    is not allowed to use it.
 
     Raises:
-        NVMLError: the device is lost; nothing else that it answers is worth having.
+        NVMLError: the device is lost; its other results are useless.
     """
     try:
-        return question(*arguments)
+        return query(*arguments)
     except pynvml.NVMLLibraryMismatchError:  # a driver from before this function
         return None
     except pynvml.NVMLError as error:
@@ -380,11 +369,14 @@ def _gpu_device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
     use = _query_or_none(pynvml.nvmlDeviceGetUtilizationRates, handle)
     uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     errors = _query_or_none(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected)
+    health = ""
+    if errors is not None:
+        health = f"ECC errors: {errors}" if errors else "OK"
     return SmiDevice(
         index=index,
         name=name,
         label=label,
-        health="" if errors is None else f"ECC errors: {errors}" if errors else "OK",
+        health=health,
         total_bytes=None if memory is None else memory.total,
         used_bytes=None if memory is None else memory.used,
         utilization_percent=None if use is None else float(use.gpu),

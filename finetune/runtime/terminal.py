@@ -1,9 +1,8 @@
-"""What commands write to a terminal holds only what they mean: names of files and words of logs
-come from others.
+"""Output of commands to a terminal, without escape sequences from file names and logs.
 
-A file's name may hold an escape sequence as well as a log may. So it is not left to each text: the
-streams of a command take out what a terminal would obey, and `console` does where colours and bars
-are drawn.
+The name of a file can contain an escape sequence, and so can a log. Single messages do not have to
+handle that: the streams of a command remove what a terminal would interpret, and `console` does for
+colors and bars.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from finetune.plain_text import plain_lines
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What a line may break behind: a word, or a command in backticks, with its spaces; a Chinese
+# A line may break after these: a word, or a command in backticks, with its spaces; a Chinese
 # character.
 _PIECE = re.compile(r"(?:`[^`]*`|[^\s\u2e80-\uffef])+\s*|[\u2e80-\uffef]\s*|\s+")
 _NOT_FIRST = "，。、；：？！）」』】》"
 
 
 class PlainStream(io.TextIOWrapper):
-    """A stream over another one's bytes; `unfiltered` is the other one."""
+    """A stream over the bytes of another stream, `unfiltered`."""
 
     def __init__(self, unfiltered: TextIO) -> None:
         super().__init__(
@@ -48,9 +47,7 @@ class PlainStream(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def plain_streams() -> Iterator[None]:
-    """Filter what is written to stdout and stderr where they are terminals; a file gets everything
-    as it is.
-    """
+    """Filter stdout and stderr if they are terminals; a file gets everything unchanged."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
         if (
@@ -65,16 +62,15 @@ def plain_streams() -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, PlainStream) and stream.unfiltered in before:
                 stream.flush()
-                stream.detach()  # else it would close the other one's bytes when it goes
+                # otherwise it would close the other stream's bytes when it is freed
+                stream.detach()
         sys.stdout, sys.stderr = before
 
 
 @contextlib.contextmanager
 def libraries_to_stderr() -> Iterator[None]:
-    """What is written to stdout meanwhile, from C too, goes to stderr: stdout is for the command's
-    own answer.
-    """
-    # The gloo of torch 2.10 says there which ranks have met, and NCCL what NCCL_DEBUG asks for.
+    """Send stdout, from C too, to stderr within a block: stdout is for the command's own result."""
+    # torch 2.10's gloo prints there which ranks are connected, and NCCL what NCCL_DEBUG requests.
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -82,32 +78,30 @@ def libraries_to_stderr() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        ctypes.CDLL(None).fflush(None)  # what C has written into its buffer only
+        ctypes.CDLL(None).fflush(None)  # what is only in C's buffer
         os.dup2(own, 1)
         os.close(own)
 
 
 def console(*, stderr: bool = False, **settings: Any) -> Console:
-    """rich's console, with its own escape sequences and nobody else's."""
+    """Return rich's console, with its own escape sequences and no others."""
     from rich.console import Console
     from rich.segment import Segment
 
     class PlainConsole(Console):
         def render(self, renderable: Any, options: Any = None) -> Any:
             for segment in super().render(renderable, options):
-                yield (
-                    segment
-                    if segment.control
-                    else Segment(plain_lines(segment.text), segment.style)
-                )
+                if not segment.control:
+                    segment = Segment(plain_lines(segment.text), segment.style)
+                yield segment
 
     stream = sys.stderr if stderr else sys.stdout
     return PlainConsole(file=getattr(stream, "unfiltered", stream), **settings)
 
 
 def write_filled(text: str) -> None:
-    """Write lines to stdout; where it is a terminal, long ones break between words and go on
-    indented.
+    """Write lines to stdout; if it is a terminal, break long lines between words and indent the
+    rest.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -116,8 +110,8 @@ def write_filled(text: str) -> None:
 
 
 def filled(line: str, columns: int) -> list[str]:
-    """A line in rows of at most so many columns, longer words excepted; later rows are indented by
-    4 more.
+    """Break a line into rows of at most `columns`, except for longer words; later rows are indented
+    by 4 more.
     """
     from rich.cells import cell_len
 

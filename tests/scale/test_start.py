@@ -156,7 +156,7 @@ def test_hundreds_of_nodes_may_knock_before_node_0_listens():
 
 def test_a_process_may_ask_for_more_open_files():
     code = (
-        "import resource; from finetune.runtime.host import allow_open_files, MOST_OPEN_FILES as"
+        "import resource; from finetune.runtime.host import allow_open_files, MAX_OPEN_FILES as"
         " most\nlimit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (256,"
         " resource.getrlimit(limit)[1]))\nallow_open_files();"
         " print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most)"
