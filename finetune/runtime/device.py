@@ -103,17 +103,13 @@ def choose_device_type(requested: str) -> str:
     return chosen
 
 
-def can_pin(device_type: str, limit: int | None = None) -> bool:
+def can_pin(device_type: str) -> bool:
     """Return whether copies between host and device profit from page-locked memory, and this
     process may lock enough.
-
-    Args:
-        limit: of locked memory, bytes; None reads this process's, and -1 means no limit.
     """
     import resource
 
-    if limit is None:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES
     return device_type in ("npu", "cuda") and is_enough
 

@@ -12,6 +12,8 @@ from finetune.runtime.terminal import console as terminal_console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+EVERY_SECONDS = 10.0  # minimum time between two lines without a terminal
+
 logger = logging.getLogger("finetune")
 
 
@@ -21,7 +23,6 @@ class ProgressLine:
     Args:
         total_steps: steps of the whole run.
         done_steps: steps that a resumed run starts from.
-        every_seconds: minimum time between two lines without a terminal.
         counted: what a step is called.
     """
 
@@ -29,11 +30,9 @@ class ProgressLine:
         self,
         total_steps: int,
         done_steps: int = 0,
-        every_seconds: float = 10.0,
         counted: str = "step",
     ) -> None:
         self.total_steps = total_steps
-        self.every_seconds = every_seconds
         self.counted = counted
         self._last_line = 0.0
         self._bar: Progress | None = None
@@ -66,7 +65,7 @@ class ProgressLine:
         facts = f"{stage}  {facts}" if stage else facts
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
-        elif time.monotonic() - self._last_line >= self.every_seconds or step == self.total_steps:
+        elif time.monotonic() - self._last_line >= EVERY_SECONDS or step == self.total_steps:
             self._last_line = time.monotonic()
             eta = format_seconds(eta_seconds)
             logger.info("%s %d/%d  %s  ETA %s", self.counted, step, self.total_steps, facts, eta)

@@ -133,7 +133,7 @@ class _Chip:
     processes: list[SmiProcess] = field(default_factory=list)
 
 
-def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+def read_npus() -> SmiReport | None:
     """Run `npu-smi info`; None if it is not installed. It is killed if it hangs (a lost device)."""
     program = shutil.which("npu-smi")
     if program is None:
@@ -144,12 +144,12 @@ def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=timeout_seconds,
+            timeout=TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return SmiReport("npu", problem=f"npu-smi did not answer in {timeout_seconds:g} s")
+        return SmiReport("npu", problem=f"npu-smi did not answer in {TIMEOUT_SECONDS:g} s")
     except OSError as error:
         return SmiReport("npu", problem=f"npu-smi cannot be run: {error.strerror or error}")
     return parse_info(done.stdout, done.stderr, done.returncode)
@@ -270,7 +270,7 @@ def _number(cell: str) -> float | None:
 # ---------------------------------------------------------------- NVIDIA GPUs
 
 
-def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+def read_gpus() -> SmiReport | None:
     """Query the NVIDIA driver; None if it is not installed. A call on a lost device may never
     return.
     """
@@ -278,10 +278,10 @@ def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
         problem = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
         return SmiReport("cuda", problem=problem) if shutil.which("nvidia-smi") else None
     try:
-        return call_with_timeout(_read_gpus, timeout_seconds)
+        return call_with_timeout(_read_gpus, TIMEOUT_SECONDS)
     except TimeoutError:
         return SmiReport(
-            "cuda", problem=f"the NVIDIA driver did not answer in {timeout_seconds:g} s"
+            "cuda", problem=f"the NVIDIA driver did not answer in {TIMEOUT_SECONDS:g} s"
         )
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,41 +87,36 @@ class LaunchRecord:
             "ended_at": None,
         }
         self._processes: list[StartedProcess] = []
-        self.add(os.getpid(), "supervisor")
+        self._add(os.getpid(), "supervisor", None, None)
+        self._write()
 
-    def add(
-        self, pid: int, role: str, *, rank: int | None = None, attempt: int | None = None
-    ) -> None:
-        self.add_all([(pid, rank)], role, attempt)
+    def _add(self, pid: int, role: str, rank: int | None, attempt: int | None) -> None:
+        process = describe(pid, role, rank=rank, attempt=attempt)
+        if process is not None:
+            self._processes.append(process)
 
-    def add_all(
-        self, started: list[tuple[int, int | None]], role: str, attempt: int | None
-    ) -> None:
-        """Note processes, given as (pid, rank), and write the file."""
-        for pid, rank in started:
-            if (process := describe(pid, role, rank=rank, attempt=attempt)) is not None:
-                self._processes.append(process)
+    def add_workers(self, pids: Mapping[int, int], attempt: int) -> None:
+        """Note the workers of an attempt, given as process ids by global rank, and write the
+        file.
+        """
+        for rank, pid in pids.items():
+            self._add(pid, "worker", rank, attempt)
         self._write()
 
     def end(self) -> None:
         self._facts["ended_at"] = now_utc()
         self._write()
 
-    def running(self, *roles: str) -> list[StartedProcess]:
-        """Return the processes of these roles that still run."""
-        return [
-            process for process in self._processes if process.role in roles and still_runs(process)
-        ]
-
     def kill(self) -> None:
-        """SIGKILL to every process but the supervisor that still runs."""
-        for process in self.running("agent", "worker"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        """SIGKILL to every worker that still runs."""
+        for process in self._processes:
+            if process.role == "worker" and still_runs(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _write(self) -> None:
         content = self._facts | {"processes": [asdict(process) for process in self._processes]}
-        # Not for others to write, whatever the umask: what it names may be ended (`clean`).
+        # Never writable for other users, with any umask: `clean` may end what it names.
         replace_file(self.path, (json.dumps(content, indent=1) + "\n").encode(), mode=0o644)
 
 

@@ -17,6 +17,7 @@ import pynvml
 import pytest
 from smi_tools import OUTPUTS, FakeGpu, FakeNvml
 
+from finetune.runtime import smi
 from finetune.runtime.host import MIB
 from finetune.runtime.smi import (
     SmiDevice,
@@ -191,7 +192,8 @@ def test_real_programs_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report = read_npus()
     assert report is not None and memory(report) == [(2922, 32768)]
     make_tool(tmp_path, "npu-smi", "exec sleep 30")
-    hung = read_npus(timeout_seconds=0.2)
+    monkeypatch.setattr(smi, "TIMEOUT_SECONDS", 0.2)
+    hung = read_npus()
     assert hung is not None and hung.problem == "npu-smi did not answer in 0.2 s"
     (tmp_path / "npu-smi").write_text("no program")
     broken = read_npus()
@@ -321,7 +323,8 @@ def test_a_driver_without_devices_and_no_driver(tmp_path: Path, monkeypatch: pyt
 def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     forever = threading.Event()
     monkeypatch.setattr(pynvml, "nvmlInit", forever.wait)
-    report = read_gpus(timeout_seconds=0.1)
+    monkeypatch.setattr(smi, "TIMEOUT_SECONDS", 0.1)
+    report = read_gpus()
     assert report is not None and report.problem == "the NVIDIA driver did not answer in 0.1 s"
     forever.set()
 

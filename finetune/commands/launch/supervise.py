@@ -282,8 +282,7 @@ class Supervisor:
 
     def _on_start(self, pids: Mapping[int, int]) -> None:
         self._workers = list(pids.values())
-        started = [(pid, rank) for rank, pid in pids.items()]
-        self.record.add_all(started, "worker", self.rendezvous.number)
+        self.record.add_workers(pids, self.rendezvous.number)
         if self._stop_signal:
             self._signal_workers()
 

@@ -710,7 +710,7 @@ def test_one_that_has_ended_does_not_run():
 def test_the_record_of_processes_is_frozen(tmp_path: Path):
     """The form in docs/launching.md, which cleaning up relies on."""
     recorded = LaunchRecord(tmp_path / "a.log", Path("runs/x"))
-    recorded.add(os.getpid(), "worker", rank=3, attempt=2)
+    recorded.add_workers({3: os.getpid()}, attempt=2)
     recorded.end()
     facts = json.loads((tmp_path / "a.processes.json").read_text())
     assert set(facts) == {"version", "log", "output_dir", "started_at", "ended_at", "processes"}
