@@ -273,7 +273,7 @@ FAULTS = (
     Fault(
         "values as narrow as they are",
         "modeling/attention.py",
-        "states = torch.nn.functional.pad(states, (0, width - states.shape[-1]))",
+        "states = nn.functional.pad(states, (0, width - states.shape[-1]))",
         "states = states",
         "modeling/test_attention.py",
     ),
