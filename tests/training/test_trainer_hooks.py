@@ -40,7 +40,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.config.run_config import RunConfig
 from finetune.training.state import TrainingState
@@ -56,7 +55,6 @@ GUARDS = "finetune/training/guards.py"
 
 # (owner, name, parameters without self, who uses it)
 SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
-    (H11Protocol, "_unset_keepalive_if_required", "", "finetune/commands/serve/connections.py"),
     (LocalElasticAgent, "_start_workers", "worker_group", AGENT),
     (LocalElasticAgent, "_monitor_workers", "worker_group", AGENT),
     (LocalElasticAgent, "_shutdown", "death_sig timeout", AGENT),

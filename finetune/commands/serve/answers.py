@@ -1,7 +1,7 @@
-"""One request for an answer: from the pool's events to a body or a stream of server-sent events,
-and what is counted.
+"""Turn the events of one answer into a response body or a stream of server-sent events, and count
+them for /metrics.
 
-The client's leaving is watched all the while, and ends the answer in the worker.
+When the client disconnects, the answer is cancelled in the worker.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from finetune.commands.serve.options import ServeOptions
-from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable
+from finetune.commands.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Shape,
+    unavailable,
+)
 from finetune.commands.serve.workers import Event, NoWorker, QueueFull, WorkerPool
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """What /metrics says, in Prometheus' text format. No text of a request or answer is ever in
-    it.
-    """
+    """The values of /metrics. They never contain text of a request or an answer."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -64,13 +68,12 @@ class Metrics:
 
 
 class AnswerResponse(Response):
-    """An ASGI response that asks the pool itself, so that it sees the client leave at any time."""
+    """An ASGI response that queries the pool itself, so that it notices every disconnect."""
 
     def __init__(
         self,
-        request: AnswerRequest,
+        request: ChatRequest | CompletionRequest,
         *,
-        chat: bool,
         pool: WorkerPool,
         options: ServeOptions,
         metrics: Metrics,
@@ -80,6 +83,7 @@ class AnswerResponse(Response):
         self.options = options
         self.metrics = metrics
         self.changes = request.sampling_changes(options.max_new_tokens)
+        chat = isinstance(request, ChatRequest)
         self.endpoint = "chat" if chat else "completions"
         self.shape = Shape(chat=chat, model=request.model)
         self.background = None
@@ -91,7 +95,7 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection = (scope, receive, send)
         answer = asyncio.create_task(self._answer())
-        leaving = asyncio.create_task(_until_left(receive))
+        leaving = asyncio.create_task(receive())  # the body is read: next comes the disconnect
         try:
             await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
@@ -119,7 +123,7 @@ class AnswerResponse(Response):
 
     @asynccontextmanager
     async def _events(self) -> AsyncIterator[AsyncIterator[Event]]:
-        """Events of the answer, errors raised in the protocol's shape; the first is "accepted"."""
+        """Yield the events of the answer, the first is "accepted"; raise ApiError for a failure."""
         try:
             async with self.pool.answer(
                 self.request.prompt(),
@@ -177,7 +181,7 @@ class AnswerResponse(Response):
             await error.response()(*self._connection)
             return
         send = self._connection[2]
-        # The protocol's way to say it in the middle of a stream; clients raise it.
+        # The protocol's form of an error in the middle of a stream; clients raise it.
         await _send_event(send, error.body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -216,8 +220,3 @@ async def _send_event(send: Send, body: Mapping[str, Any] | None) -> None:
     if body is not None:
         data = b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,12 +1,9 @@
-"""The application behind the guard: routes of the OpenAI protocol, health, metrics, and the
-page.
-"""
+"""The application behind the guard: routes of the OpenAI protocol, health, metrics and the page."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 from finetune.commands.serve.answers import AnswerResponse, Metrics
-from finetune.commands.serve.guard import Guard, Rules
+from finetune.commands.serve.guard import Guard
 from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from finetune.commands.serve.workers import WorkerPool
@@ -36,31 +33,14 @@ _PHRASES = {
 
 
 def create_app(
-    pool: WorkerPool,
-    rules: Rules,
-    options: ServeOptions,
-    metrics: Metrics,
-    on_end: Callable[[], Any],
+    pool: WorkerPool, options: ServeOptions, token: str | None, metrics: Metrics
 ) -> Guard:
-    """The whole application. `on_end` is awaited when the server stops, after the last answer."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await on_end()
-
     # The pages that FastAPI makes of its schema would load scripts from elsewhere.
-    app = FastAPI(
-        openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
-    )
-    _add_errors(app)
-    _add_answers(app, pool, options, metrics)
-    _add_about(app, pool, options, metrics)
-    _add_page(app)
-    return Guard(app, rules)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    began = int(time.time())
 
+    # ------------------------------------------------------------ errors
 
-def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(_: Request, error: ApiError) -> Response:
         return error.response()
@@ -72,46 +52,42 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:
-        # uvicorn logs the exception; its message may hold the prompt, so the client does not get
-        # it.
+        # uvicorn logs the exception. Its message may contain the prompt: clients do not get it.
         message = "the server failed on this request"
         return ApiError(500, message, kind="server_error", code="internal").response()
 
+    # ------------------------------------------------------------ answers
 
-def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
-    async def answer(
-        request: Request, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> AnswerResponse:
-        asked = parse(kind, await request.body())
-        _check_model(asked.model, pool)
-        return AnswerResponse(
-            asked, chat=kind is ChatRequest, pool=pool, options=options, metrics=metrics
-        )
+    def check_model(name: str) -> None:
+        if name != pool.about["name"]:
+            message = f"the model {name[:100]!r} is not here; /v1/models lists what is"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer(request, ChatRequest)
+        asked = parse(ChatRequest, await request.body())
+        check_model(asked.model)
+        return AnswerResponse(asked, pool=pool, options=options, metrics=metrics)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, CompletionRequest)
+        asked = parse(CompletionRequest, await request.body())
+        check_model(asked.model)
+        return AnswerResponse(asked, pool=pool, options=options, metrics=metrics)
 
-
-def _check_model(name: str, pool: WorkerPool) -> None:
-    if name != pool.about["name"]:
-        message = f"the model {name[:100]!r} is not here; /v1/models lists what is"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
-    began = int(time.time())
+    # ------------------------------------------------------------ the server itself
 
     def entry() -> dict[str, Any]:
-        about = pool.about
-        most_tokens = min(options.max_new_tokens, about["context_tokens"])
-        head = {"id": about["name"], "object": "model", "created": began, "owned_by": "finetune"}
-        details = {"context_tokens": about["context_tokens"], "max_new_tokens": most_tokens}
-        return {**head, **details, "sampling": about["sampling"]}
+        context_tokens = pool.about["context_tokens"]
+        return {
+            "id": pool.about["name"],
+            "object": "model",
+            "created": began,
+            "owned_by": "finetune",
+            "context_tokens": context_tokens,
+            "max_new_tokens": min(options.max_new_tokens, context_tokens),
+            "sampling": pool.about["sampling"],
+        }
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -119,7 +95,7 @@ def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: M
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        _check_model(name, pool)
+        check_model(name)
         return JSONResponse(entry())
 
     @app.get("/health")
@@ -140,14 +116,20 @@ def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: M
         )
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
+    # ------------------------------------------------------------ the page
 
-def _add_page(app: FastAPI) -> None:
     for path, (name, content_type) in PAGE_FILES.items():
-        content = (STATIC / name).read_bytes()
-
-        def page(content: bytes = content, content_type: str = content_type) -> Response:
-            return Response(content, headers={"content-type": content_type})
-
         app.add_api_route(
-            path, page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+            path, _page(name, content_type), methods=["GET", "HEAD"], response_model=None
         )
+    return Guard(app, options, token)
+
+
+def _page(name: str, content_type: str) -> Callable[[], Awaitable[Response]]:
+    content = (STATIC / name).read_bytes()
+
+    # Without parameters: FastAPI would read them from the query, so that a link sets the content.
+    async def page() -> Response:
+        return Response(content, headers={"content-type": content_type})
+
+    return page

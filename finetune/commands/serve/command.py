@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -24,20 +25,18 @@ from finetune.errors import INTERRUPTED, ConfigError, ExitCode
 if TYPE_CHECKING:
     import uvicorn
 
-    from finetune.commands.serve.answers import Metrics
     from finetune.commands.serve.guard import Guard
-    from finetune.commands.serve.workers import WorkerPool
 
 logger = logging.getLogger("finetune")
 
 GRACE_SECONDS = 30
 LISTEN_BACKLOG = 1024
-# by itself the system would keep megabytes for a client that does not read
+# The default of the system buffers megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
 
 
 def run_server(settings: ServeSettings) -> int:
-    """Serve until a signal. 0: ended in order; 1: all workers failed.
+    """Serve until a signal. Returns 0: stopped; 1: all workers failed.
 
     Raises:
         ConfigError: the address is taken, there is no token where one is needed, or the model
@@ -68,6 +67,7 @@ def run_server(settings: ServeSettings) -> int:
 
 async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     from finetune.commands.serve.answers import Metrics
+    from finetune.commands.serve.app import create_app
     from finetune.commands.serve.workers import WORKER_COMMAND, WorkerPool
 
     metrics = Metrics()
@@ -86,14 +86,15 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
         len(pool.workers),
     )
     await pool.start()
-    server = _make_server(settings.options, _make_app(settings, pool, metrics))
-    # uvicorn stops in order on these, then raises them again for whoever handled them before: that
-    # is us, at the end.
+    app = create_app(pool, settings.options, settings.token, metrics)
+    server = _make_server(settings.options, app)
+    # uvicorn shuts down on these signals, then raises them again for the handlers that were set
+    # before: ignore them there.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     failed = asyncio.create_task(_stop_when_failed(pool.all_failed, server))
     gc.collect()
-    # what is loaded stays: a large request's garbage is found without looking through all of it
+    # The collections that a large request causes then skip the objects loaded so far.
     gc.freeze()
     host = settings.options.host
     logger.info(
@@ -110,41 +111,26 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     return int(ExitCode.FAILED if pool.all_failed.is_set() else ExitCode.DONE)
 
 
-def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Guard:
-    from finetune.commands.serve.app import create_app
-    from finetune.commands.serve.guard import LOOPBACK_NAMES, Rules
-
-    options = settings.options
-    rules = Rules(
-        hosts=LOOPBACK_NAMES | {name.lower() for name in (options.host, *options.allow_host)},
-        any_address=not options.is_loopback,
-        token=settings.token,
-        max_body_bytes=options.max_body_bytes,
-        body_seconds=options.body_seconds,
-    )
-    return create_app(pool, rules, options, metrics, pool.close)
-
-
 def _make_server(options: ServeOptions, app: Guard) -> uvicorn.Server:
     import uvicorn
 
-    from finetune.commands.serve.connections import MAX_HEAD_BYTES, LineLimit, limited_protocol
+    from finetune.commands.serve.connections import MAX_HEAD_BYTES, LimitedProtocol
 
+    # Clients must not be able to fill the log: what they cause is logged as a warning.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
-        http=limited_protocol(options),
+        http=partial(LimitedProtocol, options),
+        lifespan="off",
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=GRACE_SECONDS,
         access_log=False,  # no line per request: paths and times are in /metrics
-        log_level="warning",
+        log_level="error",
         server_header=False,
         proxy_headers=False,
     )
-    limit = LineLimit(logger)
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(limit)
     return uvicorn.Server(config)
 
 
@@ -155,11 +141,11 @@ async def _stop_when_failed(all_failed: asyncio.Event, server: uvicorn.Server) -
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that listens: a taken port is known before a model is loaded. Who connects meanwhile
-    waits.
+    """Return a listening socket, so that a taken port is reported before a model is loaded. Clients
+    that connect meanwhile wait.
 
-    Bound only, it would not keep a second server from binding the same port, which then failed
-    after loading its model.
+    A socket that is only bound would not keep a second server from binding the same port: that
+    server would fail after loading its model.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -167,7 +153,7 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # each connection takes it over
+        # each connection inherits it
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
@@ -181,9 +167,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: ended by a signal, in order; 1: failed while serving; 2: refused before
-    serving.
-    """
+    """Run the command. Returns 0: stopped by a signal; 1: failed while serving; 2: refused."""
     from finetune.storage.run_log import setup_console
 
     options = read_options(ServeOptions, argv)

@@ -1,26 +1,24 @@
-"""What every HTTP request must pass before the application sees it, and the headers of every
-response.
+"""Checks of every HTTP request before the application receives it, and headers of every response.
 
-A server on loopback is reachable by every web page that its user visits: so the Host must be one of
-ours (a page could have its own name point here), the Origin must be ours, and a body must say that
-it is JSON, which no form can. There are no CORS headers.
+Every web page that the user visits can reach a server on loopback. So the Host must be one of the
+server's own (a page could resolve its own name to this address), the Origin must be the server's,
+and a body must be declared as JSON, which a form cannot do. There are no CORS headers.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import hmac
 import ipaddress
 import re
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from finetune.commands.serve.protocol import ApiError
+from finetune.commands.serve.options import ServeOptions
+from finetune.commands.serve.protocol import LINGER_BYTES, LINGER_SECONDS, ApiError
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
@@ -39,43 +37,25 @@ RESPONSE_HEADERS = {
 }
 OPEN_PATHS = frozenset(("/", "/app.js", "/markdown.js", "/style.css", "/icon.svg", "/health"))
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:/?#@\\]+))(?::[0-9]{0,5})?")
-# Headers of which a second one would let two readers see two requests.
+# If one of these came twice, a proxy and this server could read two different requests.
 _SINGLE = ("host", "origin", "authorization", "content-length", "content-type")
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a request may be.
+class Guard:
+    """ASGI middleware with these rules.
 
-    Attributes:
-        hosts: names that the Host header may say.
-        any_address: whether it may be any IP address too (a name of an attacker's can never be
-            one).
-        token: what `Authorization: Bearer` must say; None: nothing is asked.
-        max_body_bytes: of one request.
-        body_seconds: how long a body may take to arrive.
+    Args:
+        token: required as `Authorization: Bearer`; None: no request needs one.
     """
 
-    hosts: frozenset[str] = LOOPBACK_NAMES
-    any_address: bool = False
-    token: str | None = None
-    max_body_bytes: int = 1 << 20
-    body_seconds: float = 10.0
-
-
-class Guard:
-    """ASGI middleware with the rules."""
-
-    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, token: str | None) -> None:
         self.app = app
-        self.rules = rules
+        self.options = options
+        self.token = token
+        self.hosts = LOOPBACK_NAMES | {name.lower() for name in (options.host, *options.allow_host)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-
         async def guarded_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -93,9 +73,7 @@ class Guard:
             self._check_token(scope, headers)
             body = await self._body(scope, headers, receive)
         except ApiError as error:
-            # The connection ends after it: what was refused is not read.
-            error.headers["connection"] = "close"
-            await error.response()(scope, receive, guarded_send)
+            await _refuse(error, scope, receive, guarded_send)
         except ClientDisconnect:
             pass
         else:
@@ -105,31 +83,27 @@ class Guard:
         name = _host_name(headers.get("host", ""))
         if name is None:
             raise ApiError(400, "the Host header is missing or wrong", code="invalid_host")
-        if name not in self.rules.hosts and not (self.rules.any_address and _is_address(name)):
+        # A name that an attacker controls is never an IP address.
+        is_ours = name in self.hosts or (not self.options.is_loopback and _is_address(name))
+        if not is_ours:
             raise ApiError(421, "this server does not answer for that host", code="unknown_host")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is not None:
-            try:
-                parts = urlsplit(origin)
-            except ValueError:
-                parts = urlsplit("")
-            if (
-                parts.scheme not in ("http", "https")
-                or parts.netloc.lower() != headers["host"].lower()
-            ):
-                raise ApiError(403, "requests from other origins are refused", code="cross_origin")
+        own_origins = [f"{scheme}://{headers['host']}".lower() for scheme in ("http", "https")]
+        if headers.get("origin", own_origins[0]).lower() not in own_origins:
+            raise ApiError(403, "requests from other origins are refused", code="cross_origin")
         navigating = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not navigating:
             raise ApiError(403, "requests from other sites are refused", code="cross_origin")
 
     def _check_token(self, scope: Scope, headers: Headers) -> None:
         is_open = scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
-        if self.rules.token is None or is_open:
+        if self.token is None or is_open:
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if not _same(given.strip(), self.rules.token) or kind.lower() != "bearer":
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # in a time that does not depend on the token's characters
+        is_same = hmac.compare_digest(given.strip().encode(), self.token.encode())
+        if scheme.lower() != "bearer" or not is_same:
             raise ApiError(
                 401,
                 "the token is missing or wrong; send Authorization: Bearer TOKEN",
@@ -148,21 +122,17 @@ class Guard:
             raise ApiError(
                 415, "send Content-Type: application/json", code="unsupported_media_type"
             )
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" not in headers:
-            if length == "0":
-                return b""
-        elif "content-length" in headers:
-            # A proxy might have taken the other.
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy might have used the other.
             raise ApiError(400, "the body has two lengths", code="invalid_header")
-        limit = self.rules.max_body_bytes
+        limit = self.options.max_body_bytes
         too_large = ApiError(
             413, f"the body is larger than {limit} bytes", code="request_too_large"
         )
-        if length.isdigit() and int(length) > limit:
+        if int(headers.get("content-length", "0")) > limit:
             raise too_large
         body = bytearray()
-        seconds = self.rules.body_seconds
+        seconds = self.options.body_seconds
         with anyio.move_on_after(seconds):
             async for part in Request(scope, receive).stream():
                 body += part
@@ -174,17 +144,25 @@ class Guard:
         )
 
 
-def _same(given: str, token: str) -> bool:
-    """Compare in a time that says nothing about the token."""
-    given_digest, digest = (
-        hashlib.sha256(text.encode(errors="surrogateescape")).digest() for text in (given, token)
-    )
-    return hmac.compare_digest(given_digest, digest)
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the error, and close the connection once the client has had time to read it."""
+    error.headers["connection"] = "close"
+    response = error.response()
+    start = {"type": "http.response.start", "status": error.status}
+    await send({**start, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    discarded = 0
+    with anyio.move_on_after(LINGER_SECONDS), contextlib.suppress(ClientDisconnect):
+        async for part in Request(scope, receive).stream():
+            discarded += len(part)
+            if discarded > LINGER_BYTES:
+                break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _host_name(host: str) -> str | None:
-    """The name in `name:port` or `[address]:port`."""
-    # Not by urlsplit: some Pythons' finds ::1 in [::1].evil.com.
+    """Return the name in `name:port` or `[address]:port`, None if it is neither."""
+    # Not urlsplit: in some versions of Python it finds ::1 in [::1].evil.com.
     found = _HOST.fullmatch(host)
     if found is None or (found["address"] and not _is_address(found["address"])):
         return None
@@ -201,13 +179,9 @@ def _is_address(name: str) -> bool:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body as one message, then waits for the client to leave."""
-    parts = [body]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def receiving() -> Message:
-        if parts:
-            return {"type": "http.request", "body": parts.pop(), "more_body": False}
-        while (message := await receive())["type"] != "http.disconnect":
-            pass
-        return message
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return receiving
+    return receive_again

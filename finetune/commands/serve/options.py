@@ -144,8 +144,8 @@ def serve_settings(options: ServeOptions) -> ServeSettings:
 
 
 def read_token(file: str | None) -> str | None:
-    """The token from its file or variable; the variable is taken out of the environment, so that
-    workers have it not.
+    """Return the token from its file or variable, and remove the variable from the environment, so
+    that workers do not inherit it.
 
     Raises:
         ConfigError: unreadable, too short, or with white space inside.
@@ -180,12 +180,13 @@ def read_token(file: str | None) -> str | None:
 def worker_devices(
     requested: str, num_gpus: int | None, num_workers: int | None
 ) -> tuple[str, list[dict[str, str]], int | None]:
-    """Device type, variables that give each worker its own device, and threads of a CPU worker.
+    """Return the device type, the variables that give each worker its own device, and the threads
+    of a CPU worker.
 
-    The devices are counted in a process of its own, so that the server needs no torch.
+    A subprocess counts the devices, so that the server does not load torch.
 
     Raises:
-        ConfigError: the type is not here, or has fewer devices.
+        ConfigError: the device type is not available, or has fewer devices.
     """
     device_type, count = ("cpu", None) if requested == "cpu" else _probe(requested)
     if device_type == "cpu":
@@ -209,7 +210,7 @@ def worker_devices(
 
 
 def _only(device_type: str, number: int) -> dict[str, str]:
-    """Variables that leave one device visible: the number-th of those that are visible now."""
+    """Return the variables that leave one device visible, by its index among the visible ones."""
     variable = DEVICE_KINDS[device_type].visible_variable
     if not variable:
         return {}

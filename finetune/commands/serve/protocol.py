@@ -1,10 +1,8 @@
-"""The OpenAI protocol: requests that are taken, and the shape of answers and errors. Needs no
-torch.
+"""The OpenAI protocol: accepted requests, and the form of answers and errors. Needs no torch.
 
-What would be ignored is refused, so that no client believes in a setting that has no effect; a few
-names that mean nothing here (`user`, `metadata`, ...) are let pass. Every number, text and list has
-bounds, and the first thing that is wrong ends the check: a body of a million wrong things must not
-become a million errors.
+A setting that would have no effect is refused, so that no client relies on it. A few names without
+a meaning here (`user`, `metadata`, ...) are accepted. Every number, string and list has bounds, and
+the first error ends the check: a body with a million errors must not produce a million messages.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError, from_json
 from starlette.responses import JSONResponse
 
-from finetune.errors import ConfigError
 from finetune.inference.sampling import (
     MAX_PENALTY,
     MAX_STOP_CHARACTERS,
@@ -26,7 +23,6 @@ from finetune.inference.sampling import (
     MAX_TEMPERATURE,
     MAX_TOKENS,
     MIN_PENALTY,
-    Sampling,
 )
 
 MAX_MESSAGES = 1000
@@ -36,6 +32,10 @@ MAX_NAMES = 64  # of one object: several times those that there are
 MAX_PROMPT_CHARACTERS = MAX_PROMPT_IDS = (
     4 << 20
 )  # far beyond any context; what the model reads is checked by its worker
+# A socket that is closed with unread bytes is reset, and the reset may overtake the answer. So what
+# still arrives after a refusal is discarded for a moment before the connection is closed.
+LINGER_SECONDS = 1.0
+LINGER_BYTES = 4 << 20
 _HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 )
@@ -83,7 +83,7 @@ class ApiError(Exception):
 
 
 def unavailable(message: str, code: str, *, status: int = 503) -> ApiError:
-    """An error that may pass: the client may try again."""
+    """Return an error after which the client may try again."""
     return ApiError(status, message, kind="server_error", code=code, headers={"retry-after": "1"})
 
 
@@ -122,7 +122,7 @@ class CalledFunction(_Request):
 
 
 class ToolCall(_Request):
-    """A call that the assistant made, as it was answered."""
+    """A call that the assistant made in an earlier answer."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -130,9 +130,7 @@ class ToolCall(_Request):
 
 
 class ToolFunction(_Request):
-    """What may be called. `strict` is refused: nothing holds the model to the schema while it
-    writes.
-    """
+    """A function that may be called. `strict` is refused: decoding is not constrained."""
 
     name: Name
     description: Text | None = None
@@ -208,25 +206,14 @@ class AnswerRequest(_Request):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_changes(self, most_tokens: int) -> dict[str, Any]:
-        """What differs from the model's own settings. Raises ApiError for a value out of its
-        range.
-        """
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        tokens = self.max_completion_tokens or self.max_tokens
+    def sampling_changes(self, max_tokens: int) -> dict[str, Any]:
+        """Return the settings that differ from the model's own, as fields of `Sampling`."""
         own = {"temperature", "top_p", "top_k", "repetition_penalty", "seed"}
         changes = self.model_dump(include=own, exclude_none=True)
-        if stops:
-            changes["stop"] = stops
-        if tokens:
-            changes["max_new_tokens"] = tokens
-        try:
-            Sampling(**changes)
-        except ConfigError as error:
-            name = "max_tokens" if error.where == "max_new_tokens" else error.where
-            message = error.what.replace("max_new_tokens", "max_tokens", 1)
-            raise ApiError(400, message, param=name, code="invalid_value") from error
-        changes["max_new_tokens"] = min(tokens or most_tokens, most_tokens)
+        if self.stop:
+            changes["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        requested = self.max_completion_tokens or self.max_tokens or max_tokens
+        changes["max_new_tokens"] = min(requested, max_tokens)
         return changes
 
 
@@ -239,7 +226,7 @@ class ChatRequest(AnswerRequest):
         return [message.plain() for message in self.messages]
 
     def callable_tools(self) -> list[dict[str, Any]]:
-        """What may be called: nothing where `tool_choice` is none."""
+        """Return the tools that may be called: none if `tool_choice` is none."""
         offered = () if self.tool_choice == "none" else self.tools or ()
         return [tool.model_dump(exclude_none=True) for tool in offered]
 
@@ -266,7 +253,7 @@ class CompletionRequest(AnswerRequest):
 
 
 def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
-    """A request from its JSON. Raises ApiError: 400, naming the parameter and the rule."""
+    """Parse a request. Raises ApiError: 400, naming the parameter and the rule."""
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -295,7 +282,7 @@ def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any
 
 def _as_api_error(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
-    # Where a text or a list may stand, the branch that was meant comes second.
+    # For a string or a list, the error of the branch that was meant comes second.
     first = next(
         (one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0]
     )
@@ -338,9 +325,7 @@ class Shape:
         counts: Mapping[str, int],
         calls: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
-        """`calls`: of tools, as the protocol has them; an answer with some may say nothing
-        beside.
-        """
+        """Return the whole body. `calls`: tool calls in the form of the protocol."""
         said: dict[str, Any] = {
             "role": "assistant",
             "content": text or (None if calls else ""),
@@ -361,7 +346,7 @@ class Shape:
         return self._chunk({"content": text} if self.chat else text, None)
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The chunk with calls, each whole."""
+        """Return the chunk with all calls, each complete."""
         return self._chunk(
             {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}, None
         )

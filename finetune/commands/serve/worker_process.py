@@ -1,24 +1,24 @@
-"""A worker: one model on one device in a process of its own. `workers.py` starts it and exchanges
-messages with it.
+"""A worker process: one model on one device. `workers.py` starts it and exchanges messages with it.
 
-JSON, a line each; what a worker gets (standard input):
+Each message is a line of JSON. The worker reads (standard input):
 
     {"do": "load", "model": ..., ...}             first; arguments of load_for_generation
     {"do": "answer", "id": ..., "prompt": ..., "tools": [...], "sampling": {...}}
     {"do": "cancel", "id": ...}
 
-and what it answers (standard output):
+and writes (standard output):
 
-    {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed",
-    "error": {...}} {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is":
-    "refused", "id": ..., "error": {...}} {"is": "piece", "id": ..., "text": ...} {"is": "end",
-    "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n,
-        "calls": [...]}     of tools, as the protocol has them
+    {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}
+    {"is": "failed", "error": {...}}              instead of ready
+    {"is": "accepted", "id": ..., "prompt_tokens": n}
+    {"is": "refused", "id": ..., "kind": ..., "error": {...}}    instead of accepted
+    {"is": "piece", "id": ..., "text": ...}
+    {"is": "end", "id": ..., "text": the whole answer, "finish_reason": ..., "prompt_tokens": n,
+        "completion_tokens": n, "calls": [...]}   tool calls in the form of the protocol
     {"is": "error", "id": ..., "message": ...}    the answer failed
-    {"is": "alive"}                               every CHECK_SECONDS: it does not hang
+    {"is": "alive"}                               a heartbeat, every CHECK_SECONDS
 
-It ends when its input ends. If its model fails for good it leaves with exit code 1, and is started
-again.
+It exits when its input ends. If its engine fails for good, it exits with code 1 and is restarted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHECK_SECONDS = 0.5
 
 
 class Worker:
-    """Answers what comes in on one stream, on another."""
+    """Handles the requests of one stream and writes events to another."""
 
     def __init__(self, generator: Generator, out: BinaryIO) -> None:
         self.generator = generator
@@ -56,7 +56,7 @@ class Worker:
 
     def send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        # the server is gone; our input ends then too
+        # the server has ended; then our input ends too
         with self._lock, contextlib.suppress(BrokenPipeError):
             self._out.write(line)
             self._out.flush()
@@ -67,39 +67,31 @@ class Worker:
             if (generation := self._running.pop(identity, None)) is not None:
                 generation.cancel()
             return
-        held: list[dict[str, Any]] | None = []  # pieces that come before "accepted" is sent
-        lock = threading.Lock()
+        # Held until "accepted" is sent, which comes before all pieces. Reentrant, because an engine
+        # that has ended reports its error while the answer starts.
+        lock = threading.RLock()
 
         def on_piece(piece: str, answer: Answer | None, error: GenerationError | None) -> None:
-            if answer is not None or error is not None:
-                self._running.pop(identity, None)
-            events = _events(identity, piece, answer, error)
             with lock:
-                if held is not None:
-                    held.extend(events)
-                    return
-                for event in events:
+                if answer is not None or error is not None:
+                    self._running.pop(identity, None)
+                for event in _events(identity, piece, answer, error):
                     self.send(event)
 
-        try:
-            given = message["sampling"]
-            stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
-            sampling = self.generator.default_sampling.changed(**given | stop)
-            generation = self.generator.start(
-                message["prompt"], sampling, on_piece, tools=message["tools"]
-            )
-        except FinetuneError as error:
-            kind = type(error).__name__
-            self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
-            return
         with lock:
+            try:
+                given = message["sampling"]
+                stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
+                sampling = self.generator.default_sampling.changed(**given | stop)
+                generation = self.generator.start(
+                    message["prompt"], sampling, on_piece, tools=message["tools"]
+                )
+            except FinetuneError as error:
+                kind = type(error).__name__
+                self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
+                return
             self._running[identity] = generation
             self.send({"is": "accepted", "id": identity, "prompt_tokens": generation.prompt_tokens})
-            for event in held:
-                self.send(event)
-                if event["is"] != "piece":
-                    self._running.pop(identity, None)
-            held = None
 
 
 def _events(
@@ -123,12 +115,12 @@ def describe(error: FinetuneError) -> dict[str, str]:
 
 
 def main() -> int:
-    """Load, then answer until the input ends."""
+    """Load the model, then answer until the input ends."""
     die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
-    # Ctrl-C reaches the whole terminal; the server ends us in order
+    # Ctrl-C reaches every process of the terminal; the server ends us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not get between our lines
+    os.dup2(2, 1)  # output of libraries must not get between our lines
     lines = sys.stdin.buffer
     settings = json.loads(lines.readline())
     assert settings.pop("do") == "load"
@@ -147,15 +139,15 @@ def main() -> int:
     worker.send(
         {"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)}
     )
-    threading.Thread(target=_show_life, args=(worker,), name="check", daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(worker,), name="check", daemon=True).start()
     for line in lines:
         worker.handle(json.loads(line))
-    os._exit(0)  # nobody listens any more: threads and devices need no orderly end
+    os._exit(0)  # no one reads any more: do not wait for threads and devices
 
 
-def _show_life(worker: Worker) -> None:
-    """Say that this process runs; end it if the engine has failed for good: the next one starts
-    with a clean device.
+def _send_heartbeats(worker: Worker) -> None:
+    """Send heartbeats; exit if the engine has failed for good, so that a restart begins with a
+    clean device.
     """
     while worker.generator.engine.alive:
         worker.send({"is": "alive"})

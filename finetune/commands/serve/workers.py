@@ -1,9 +1,9 @@
-"""The worker processes of a server: one per device, started again when one dies, and who gets which
-request.
+"""The worker processes of a server: one per device, restarted when they die, and the queue of
+requests.
 
-A request waits in one queue until a worker has room, and goes to the one that has most. If its
-worker dies it gets `lost`; the others do not notice. A worker that hangs gives no sign of life: it
-gets no more requests, and is ended.
+Requests wait in one queue until a worker has room, and go to the least busy one. If a worker dies,
+its requests get the event `lost`; requests of other workers continue. A worker without heartbeats
+gets no more requests, and is killed after `worker_seconds`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WORKER_COMMAND = (sys.executable, "-m", "finetune.commands.serve.worker_process"
 FAILED_STARTS = 5  # in a row, after which a worker is given up
 LONGEST_PAUSE_SECONDS = 30.0
 STOP_SECONDS = 10.0
-CHECK_SECONDS = 0.5  # between looks at the signs of life; workers give them as often
-QUIET_CHECKS = 10  # without a sign, after which a worker gets no more requests
+CHECK_SECONDS = 0.5  # between checks for heartbeats; workers send them as often
+QUIET_CHECKS = 10  # without a heartbeat, after which a worker gets no more requests
 LINE_BYTES = 64 << 20  # of one message: an answer is much smaller
 
 Event = dict[str, Any]
@@ -37,18 +37,18 @@ LOST: Event = {"is": "lost"}
 
 
 class QueueFull(Exception):
-    """As many requests wait as may wait."""
+    """`max_queue` requests are waiting."""
 
 
 class NoWorker(Exception):
-    """No worker answers, and none is being started."""
+    """No worker is running or being started."""
 
 
 @dataclass
 class Worker:
-    """One process and what it does now.
+    """One process and its requests.
 
-    `state`: starting, ready, silent (no sign of life), pausing (before a new start), failed,
+    `state`: starting, ready, silent (no heartbeats), pausing (before a new start), failed,
     stopped.
     """
 
@@ -58,7 +58,7 @@ class Worker:
     process: asyncio.subprocess.Process | None = None
     running: dict[str, asyncio.Queue[Event]] = field(default_factory=dict)
     restarts: int = 0
-    silent_checks: int = 0  # since its last sign of life
+    silent_checks: int = 0  # since its last heartbeat
     task: asyncio.Task[None] | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class WorkerPool:
         environments: variables of each worker, on top of this process's own.
         per_worker: answers that a worker writes at the same time.
         max_queue: requests that may wait for room.
-        worker_seconds: a worker that is silent for so long is ended.
+        worker_seconds: time without a heartbeat after which a worker is killed.
         on_restart: called when a worker is started again.
         about: what the first worker reported when it was ready.
     """
@@ -130,18 +130,14 @@ class WorkerPool:
         if worker.process is not None and worker.process.returncode is None:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 worker.process.stdin.close()  # it ends when its input does
-            try:
-                await asyncio.wait_for(worker.process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    worker.process.kill()
+            await _end(worker.process, STOP_SECONDS)
         if worker.task is not None:
             worker.task.cancel()
             await asyncio.gather(worker.task, return_exceptions=True)
         worker.state = "stopped"
 
     async def _supervise(self, worker: Worker, ready: asyncio.Future[None]) -> None:
-        """Start the worker, and again whenever it has died."""
+        """Start the worker, and restart it whenever it dies."""
         failed_starts = 0
         while not self._closing:
             worker.state = "starting"
@@ -174,7 +170,7 @@ class WorkerPool:
     async def _run_once(
         self, worker: Worker, ready: asyncio.Future[None]
     ) -> tuple[bool, FinetuneError]:
-        """One life of a worker: whether it was ready, and why it ended."""
+        """Run a worker until it ends. Returns whether it was ready, and why it ended."""
         error = FinetuneError(
             f"worker {worker.number} ended before it was ready", "worker", "see its messages above"
         )
@@ -211,7 +207,7 @@ class WorkerPool:
         finally:
             if watch is not None:
                 watch.cancel()
-            code = await _end(process)
+            code = await _end(process, 1.0)
             running, worker.running = worker.running, {}
             for queue in running.values():
                 queue.put_nowait(LOST)
@@ -221,10 +217,10 @@ class WorkerPool:
         return was_ready, error
 
     async def _watch(self, worker: Worker, process: asyncio.subprocess.Process) -> None:
-        """End the worker if it hangs: stopped, or a call in it that never returns.
+        """Kill the worker if it hangs: it is stopped, or a call in it never returns.
 
-        What is counted is checks, not time: if this process is stopped itself, its workers have not
-        been silent.
+        Checks are counted instead of time: if this process itself was stopped, its workers were not
+        silent.
         """
         while worker.silent_checks * CHECK_SECONDS < self.worker_seconds:
             await asyncio.sleep(CHECK_SECONDS)
@@ -268,8 +264,8 @@ class WorkerPool:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncIterator[asyncio.Queue[Event]]:
-        """Events of one answer, up to "end", "error", "refused" or "lost". Leaving earlier cancels
-        it.
+        """Yield a queue of the events of one answer, up to "end", "error", "refused" or "lost".
+        Leaving earlier cancels the answer.
 
         Raises:
             QueueFull, NoWorker, asyncio.TimeoutError: it could not begin.
@@ -290,7 +286,7 @@ class WorkerPool:
     async def _reserve(
         self, identity: str, events: asyncio.Queue[Event], queue_seconds: float
     ) -> Worker:
-        """A worker that has taken the request into its count."""
+        """Wait for a worker that has counted the request as its own."""
         worker = self._least_busy()
         if worker is not None and not self._waiting:
             worker.running[identity] = events
@@ -306,7 +302,7 @@ class WorkerPool:
         except BaseException:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(request)
-            for worker in self.workers:  # granted at the very moment when nobody waited any more
+            for worker in self.workers:  # granted just when the waiting ended
                 if worker.running.pop(identity, None) is not None:
                     self._assign_waiting()
             raise
@@ -320,7 +316,7 @@ class WorkerPool:
         return min(room, key=lambda worker: len(worker.running), default=None)
 
     def _assign_waiting(self) -> None:
-        """Give those who wait the room that there is, first come first served."""
+        """Assign waiting requests to workers with room, first come first served."""
         while self._waiting and (worker := self._least_busy()) is not None:
             request = self._waiting.popleft()
             if not request.granted.done():
@@ -343,10 +339,10 @@ class WorkerPool:
         queue.put_nowait(event)
 
 
-async def _end(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a process whose output has ended; it is killed if it stays."""
+async def _end(process: asyncio.subprocess.Process, seconds: float) -> int:
+    """Wait for a process that should end, kill it if it does not, and return its exit code."""
     try:
-        return await asyncio.wait_for(process.wait(), 1.0)
+        return await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

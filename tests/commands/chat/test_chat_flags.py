@@ -11,7 +11,6 @@ import pytest
 from finetune.commands.chat.command import ChatOptions
 from finetune.commands.serve.answers import Metrics
 from finetune.commands.serve.app import create_app
-from finetune.commands.serve.guard import Rules
 from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.workers import WorkerPool
 from finetune.config.flags import flags_of
@@ -36,7 +35,7 @@ def names() -> list[str]:
         if line.startswith("# HELP") and not line.split()[2].endswith("_created")
     ]
     pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
-    app = create_app(pool, Rules(), ServeOptions(model="m"), metrics, pool.close).app
+    app = create_app(pool, ServeOptions(model="m"), None, metrics).app
     lines += [
         f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)
     ]

@@ -129,6 +129,14 @@ def test_the_official_client_whole_and_streamed(served: Served):
     )
 
 
+def test_a_link_does_not_set_the_content_of_the_page(stub: Served):
+    """FastAPI used to read both from the query."""
+    plain = stub.request("GET", "/")
+    linked = stub.request("GET", "/?content=wrong&content_type=text/plain")
+    assert plain[0] == linked[0] == 200 and linked[2] == plain[2]
+    assert linked[1]["content-type"] == plain[1]["content-type"] == "text/html; charset=utf-8"
+
+
 def test_the_official_client_sees_errors_as_errors(served: Served, stub: Served):
     api, user = client(served), [{"role": "user", "content": "x"}]
     for error, code, request in (

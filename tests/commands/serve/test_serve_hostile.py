@@ -164,7 +164,7 @@ def test_refused_requests_do_not_fill_the_log(stub: Served):
     upgrade = {"connection": "upgrade", "upgrade": "websocket"}
     for _ in range(20):
         stub.request("GET", "/", headers=upgrade)
-    assert 1 <= sum("Invalid HTTP" in line or "upgrade" in line for line in stub.lines) <= 20
+    assert not [line for line in stub.lines if "Invalid HTTP" in line or "upgrade" in line]
 
 
 def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing():
