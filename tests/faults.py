@@ -375,23 +375,23 @@ FAULTS = (
     Fault(
         "a resumed run begins at step 0",
         "training/trainer.py",
-        "yield from range(self.context.start_step, self.context.total_steps)",
-        "yield from range(0, self.context.total_steps)",
+        "yield from range(self.start.step, self.total_steps)",
+        "yield from range(0, self.total_steps)",
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
     Fault(
         "the learning rate begins anew on resume",
         "training/trainer.py",
-        "StepSchedule(self.optimizer, self.context.learning_rate_factor)",
-        "StepSchedule(self.optimizer, lambda step: self.context.learning_rate_factor("
-        "step - self.context.start_step))",
+        "StepSchedule(self.optimizer, self.learning_rate_factor)",
+        "StepSchedule(self.optimizer, lambda step: self.learning_rate_factor("
+        "step - self.start.step))",
         "training/test_resume.py",
     ),
     Fault(
         "moments not restored",
         "training/trainer.py",
-        "            self.training_state().load_moments(self.context.resume_from)\n",
+        "            self.training_state().load_moments(self.start.folder)\n",
         "            pass\n",
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",

@@ -147,8 +147,7 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
 
     from finetune.batching.steps import LossGroups, StepBatches
     from finetune.modeling.scratch import make_model
-    from finetune.training.build import make_execution, run_context
-    from finetune.training.state import TrainingState
+    from finetune.training.build import make_execution
     from finetune.training.trainer import RunParts, RunTrainer, training_arguments
 
     class ToyTrainer(RunTrainer):
@@ -161,13 +160,8 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
         def write_output(self, folder: Path, weights: dict[str, Any], saved: Path | None) -> None:
             save_file(weights, folder / "model.safetensors")
 
-    context = run_context(data, session, learning_rate_factor=lambda step: 1.0)
-    arguments = training_arguments(
-        config, context, learning_rate=config.learning_rate, evaluates=False
-    )
+    arguments = training_arguments(config, data, learning_rate=config.learning_rate)
     model = make_model(_model_config(), seed=config.seed)
-    if context.resume_from is not None:
-        TrainingState(model).load_weights(context.resume_from)
     step_batches = StepBatches(
         data.train,
         data.batches,
@@ -181,7 +175,6 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
         config=config,
         data=data,
         session=session,
-        context=context,
         arguments=arguments,
         model=model,
         step_batches=step_batches,

@@ -115,7 +115,7 @@ def audit_steps(rank: int, output: str) -> None:
                 + "\n"
             )
         at_work[0].found.clear()
-        if self.state.global_step == self.context.total_steps:
+        if self.state.global_step == self.total_steps:
             at_work.pop().__exit__(None, None, None)
 
     RunTrainer.training_step, RunTrainer.end_of_step = training_step, end_of_step

@@ -226,13 +226,14 @@ def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> An
 
 def session_of(case: Case, folder: str) -> Any:
     from finetune.storage.run_log import RunLog
-    from finetune.training.control import Control
+    from finetune.training.control import Control, StopSignals
     from finetune.training.resume import Resume
 
     return SimpleNamespace(
         world=case.world,
         start=Resume(None, 0),
         control=Control(case.world.world_size),
+        signals=StopSignals(),
         runlog=RunLog(None),
         sample_log=None,
         output_dir=Path(folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,9 @@ from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters, load_model
 from finetune.runtime import device as devices
 from finetune.runtime.terminal import console as terminal_console
-from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import LOOKED_AT_SAMPLES, looked_at_steps
 from finetune.training.operators import load_shared_memory_operator
-from finetune.training.prepare import PreparedConversations, PreparedRun
+from finetune.training.prepare import PreparedConversations
 from finetune.training.session import Session
 from finetune.training.state import TrainingState
 from finetune.training.trainer import (
@@ -77,47 +76,22 @@ def make_trainer(parts: RunParts) -> RunTrainer:
     """Make the trainer of a run and report the start. Every rank must call it."""
     # Ranks plan and name tensors without communication: with other packages or microbatches they
     # would silently diverge.
-    context, execution = parts.context, parts.step_batches.execution
-    context.control.check_equal({**package_versions(), "packing": execution.describe()})
+    session, execution = parts.session, parts.step_batches.execution
+    session.control.check_equal({**package_versions(), "packing": execution.describe()})
+    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see
+    # state.py).
+    if parts.start.folder is not None:
+        TrainingState(parts.model).load_weights(parts.start.folder)
     trained = count_parameters(parts.model)["trainable"]
     trainer = parts.trainer_class(parts)
     _check_world(trainer, parts)
     _check_ties(trainer, trained)
     if "tensorboard" in reporters(parts.config.report_to):
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        curves = Path(folder) if folder else parts.session.output_dir / "tensorboard"
-        context.runlog.draw_curves(curves.expanduser())
+        curves = Path(folder) if folder else session.output_dir / "tensorboard"
+        session.runlog.draw_curves(curves.expanduser())
     _report_start(parts)
     return trainer
-
-
-def run_context(
-    data: PreparedRun,
-    session: Session,
-    *,
-    learning_rate_factor: Callable[[int], float],
-    stage_name: Callable[[int], str] = lambda step: "",
-) -> RunContext:
-    """Collect what the trainer is given of its run.
-
-    Args:
-        learning_rate_factor: step (0-based) -> factor on the learning rate.
-        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
-    """
-    start = session.start
-    assert start is not None, "a finished run builds nothing"
-    return RunContext(
-        total_steps=data.batches.total_steps,
-        resume_from=start.folder,
-        start_step=start.step,
-        stage_name=stage_name,
-        learning_rate_factor=learning_rate_factor,
-        epochs_per_step=data.batches.global_batch_size / len(data.train),
-        control=session.control,
-        signals=StopSignals(launched=session.world.launched),
-        runlog=session.runlog,
-        sample_log=session.sample_log,
-    )
 
 
 def make_execution(
@@ -221,14 +195,14 @@ def _check_ties(trainer: RunTrainer, trained: int) -> None:
 
 def _report_start(parts: RunParts) -> None:
     """Log the start event and, on rank 0, show the tables."""
-    config, context, world = parts.config, parts.context, parts.session.world
+    config, start, session = parts.config, parts.start, parts.session
     report, summary = parts.report(parts), plan_summary(config, parts.step_batches)
-    context.runlog.event(
+    session.runlog.event(
         "start",
-        step=context.start_step,
-        total_steps=context.total_steps,
+        step=start.step,
+        total_steps=parts.data.batches.total_steps,
         device_type=config.device_type,
-        world_size=world.world_size,
+        world_size=session.world.world_size,
         rows=parts.step_batches.execution.describe(),
         plan=asdict(summary),
         parameters=count_parameters(parts.model),
@@ -237,10 +211,10 @@ def _report_start(parts: RunParts) -> None:
         zero_stage=zero_stage(config),
         **report.event,
     )
-    if context.resume_from is not None:
-        context.runlog.event("resume", step=context.start_step, checkpoint=context.resume_from.name)
-        logger.info("resuming from %s", context.resume_from.name)
-    if world.is_main:
+    if start.folder is not None:
+        session.runlog.event("resume", step=start.step, checkpoint=start.name)
+        logger.info("resuming from %s", start.name)
+    if session.world.is_main:
         for title, lines in report.tables.items():
             print_table(title, lines)
         print_table("execution", startup_lines(summary, report.facts))
@@ -324,45 +298,46 @@ def build_fine_tuning(
     whether to load under zero.Init), `deepspeed.init_distributed` makes its process group, and only
     then `from_pretrained` partitions what it loads. `load_model` checks that it did.
     """
-    steps = data.batches.total_steps
-    schedule = ScheduleSettings(steps, warmup_count(config.warmup_steps, steps))
-
-    def stage_name(step: int) -> str:
-        stages = data.batches.schedule.stages
-        return f"stage {data.batches.stage(step) + 1}/{len(stages)}" if len(stages) > 1 else ""
-
-    context = run_context(
-        data,
+    execution = make_execution(
         session,
-        learning_rate_factor=learning_rate_schedule(config.lr_scheduler, schedule),
-        stage_name=stage_name,
+        token_budget=config.tokens_per_microbatch if data.packing else None,
+        samples_per_microbatch=None if data.packing else config.samples_per_microbatch,
     )
+
+    def step_batches(samples: Samples, batches: Any, sources: tuple[str, ...]) -> StepBatches:
+        return batches_class(
+            samples,
+            batches,
+            execution,
+            difficulty_ids=samples.difficulties,
+            groups=LossGroups(data.difficulty_names, sources, samples.source_starts),
+            pad_token_id=data.padding_id,
+        )
+
+    valid = None
+    if data.valid is not None:
+        in_order = InOrder(len(data.valid), data.batches.global_batch_size)
+        valid = step_batches(data.valid, in_order, data.valid_source_names)
+    deepspeed = _deepspeed(config, data, session) if config.deepspeed else None
     arguments = training_arguments(
-        config,
-        context,
-        learning_rate=float(config.learning_rate),
-        evaluates=data.valid is not None,
-        deepspeed=_deepspeed(config, data, session),
+        config, data, learning_rate=float(config.learning_rate), deepspeed=deepspeed
     )
     if config.deepspeed:
         _init_deepspeed(config.device_type)
     model = load_start_model(config, arguments.device, data.trained_token_ids)
     layers = speed_up(model, config)
-    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see
-    # state.py).
-    if context.resume_from is not None:
-        TrainingState(model).load_weights(context.resume_from)
-    step_batches, eval_step_batches = _step_batches(config, data, session, batches_class)
+    steps = data.batches.total_steps
+    schedule = ScheduleSettings(steps, warmup_count(config.warmup_steps, steps))
     return RunParts(
         trainer_class=trainer_class,
         config=config,
         data=data,
         session=session,
-        context=context,
         arguments=arguments,
         model=model,
-        step_batches=step_batches,
-        eval_step_batches=eval_step_batches,
+        step_batches=step_batches(data.train, data.batches, data.source_names),
+        eval_step_batches=valid,
+        learning_rate_factor=learning_rate_schedule(config.lr_scheduler, schedule),
         head=make_chunked_head(model, head_class),
         layers=layers,
         report=_report,
@@ -372,7 +347,7 @@ def build_fine_tuning(
 def _report(parts: RunParts) -> StartReport:
     config: Any = parts.config
     data: Any = parts.data
-    context, world = parts.context, parts.session.world
+    world = parts.session.world
     parameters = count_parameters(parts.model)
     sharding = "DDP" if world.world_size > 1 else "none"
     if config.deepspeed:
@@ -384,8 +359,8 @@ def _report(parts: RunParts) -> StartReport:
     return StartReport(
         facts={
             "steps": (
-                f"{context.start_step + 1} to {context.total_steps}, {config.global_batch_size}"
-                " samples each"
+                f"{parts.start.step + 1} to {data.batches.total_steps},"
+                f" {config.global_batch_size} samples each"
             ),
             "processes": (
                 f"{world.world_size} on {config.device_type}, {config.dtype}, sharding {sharding}"
@@ -402,11 +377,7 @@ def _report(parts: RunParts) -> StartReport:
     )
 
 
-def _deepspeed(
-    config: RunConfig, data: PreparedConversations, session: Session
-) -> dict[str, Any] | None:
-    if not config.deepspeed:
-        return None
+def _deepspeed(config: RunConfig, data: PreparedConversations, session: Session) -> dict[str, Any]:
     # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for
     # every use would cost more in messages than it saves in memory.
     largest = 0
@@ -474,32 +445,3 @@ def load_start_model(
     if config.fused_lora:
         fuse_lora(adapted)
     return adapted
-
-
-def _step_batches(
-    config: RunConfig,
-    data: PreparedConversations,
-    session: Session,
-    batches_class: type[StepBatches],
-) -> tuple[StepBatches, StepBatches | None]:
-    execution = make_execution(
-        session,
-        token_budget=config.tokens_per_microbatch if data.packing else None,
-        samples_per_microbatch=None if data.packing else config.samples_per_microbatch,
-    )
-
-    def make(samples: Samples, batches: Any, sources: tuple[str, ...]) -> StepBatches:
-        return batches_class(
-            samples,
-            batches,
-            execution,
-            difficulty_ids=samples.difficulties,
-            groups=LossGroups(data.difficulty_names, sources, samples.source_starts),
-            pad_token_id=data.padding_id,
-        )
-
-    valid = None
-    if data.valid is not None:
-        in_order = InOrder(len(data.valid), data.batches.global_batch_size)
-        valid = make(data.valid, in_order, data.valid_source_names)
-    return make(data.train, data.batches, data.source_names), valid

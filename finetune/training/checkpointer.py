@@ -276,17 +276,18 @@ class Checkpointer:
             # Its own first, so that this rank's traceback shows the cause.
             if failure is not None:
                 raise failure
-            self._raise_first([problem for _, problem in reports])
+            for rank, (_, problem) in enumerate(reports):
+                if problem is not None:
+                    raise FinetuneError(f"rank {rank} could not save the checkpoint: {problem}")
             if not saving.publishing:
                 # After every rank has sealed its files: the manifest names all of them.
                 everything = {
                     name: record for records, _ in reports for name, record in records.items()
                 }
-                saving.work, saving.publishing = (
-                    self._do(saving.behind, self._publish, saving.writer, everything),
-                    True,
-                )
-                self._saving, saving.entered = saving, entered.pop_all()
+                saving.work = self._do(saving.behind, self._publish, saving.writer, everything)
+                saving.publishing = True
+                saving.entered = entered.pop_all()
+                self._saving = saving
                 return
         self.last = str(reports[0][0])
         logger.info("saved %s", self.last)
@@ -342,9 +343,3 @@ class Checkpointer:
                 logger.warning("checkpoint-%d was still being written and is given up", step)
         except (OSError, FinetuneError) as error:  # the error of the training is the one to raise
             logger.error("%s", error)
-
-    @staticmethod
-    def _raise_first(problems: list[str | None]) -> None:
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                raise FinetuneError(f"rank {rank} could not save the checkpoint: {problem}")

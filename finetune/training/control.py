@@ -1,4 +1,4 @@
-"""What ranks agree on while they train, the signals that stop a run, and a trainer's run context.
+"""What ranks agree on while they train, and the signals that stop a run.
 
 Agreement uses its own gloo group next to the device's group: a handful of bytes per step, never on
 the device, so that it does not wait for what the device still computes.
@@ -17,10 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -36,8 +34,6 @@ from finetune.runtime.collectives import (
     plain,
 )
 from finetune.runtime.parent_watchdog import in_thread, progress
-from finetune.storage.run_folder import SampleLog
-from finetune.storage.run_log import RunLog
 
 logger = logging.getLogger("finetune")
 
@@ -58,7 +54,14 @@ class Control:
     def __init__(self, world_size: int, timeout_seconds: int = 1800) -> None:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
-        self.group = _make_group(timedelta(seconds=timeout_seconds)) if world_size > 1 else None
+        self.group: dist.ProcessGroup | None = None
+        if world_size > 1:
+            # Else each rank connects to every other at once, though a tree needs 2 log2 N of its
+            # connections, and reads 8 N bytes of each from node 0's store: 9 GB at 1,024 ranks
+            # (gloo's transport/tcp/context.cc).
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            timeout = timedelta(seconds=timeout_seconds)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Every rank must call it."""
@@ -175,14 +178,6 @@ class Control:
         return largest[: len(words)] == [~word for word in largest[len(words) :]]
 
 
-def _make_group(timeout: timedelta) -> dist.ProcessGroup:
-    # Else each rank connects to every other at once, though a tree needs 2 log2 N of its
-    # connections, and reads 8 N bytes of each from node 0's store: 9 GB at 1,024 ranks (gloo's
-    # transport/tcp/context.cc).
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    return dist.new_group(backend="gloo", timeout=timeout)
-
-
 def _who_has_what(values: Sequence[str]) -> str:
     """`x on 1,014 ranks, y on ranks 8-15, 77`: what most have is counted, and who has anything else
     is named.
@@ -281,28 +276,3 @@ class StopSignals:
             return
         signal.signal(number, previous)
         signal.raise_signal(number)
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The same on every rank, with rank 0's files on rank 0 only.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run.
-        resume_from: checkpoint folder that the run resumes from; None at its start.
-        start_step: steps done there.
-        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
-        learning_rate_factor: step (0-based) -> factor on the learning rate.
-        epochs_per_step: passes over the data in one step.
-    """
-
-    total_steps: int
-    resume_from: Path | None
-    start_step: int
-    stage_name: Callable[[int], str]
-    learning_rate_factor: Callable[[int], float]
-    epochs_per_step: float
-    control: Control
-    signals: StopSignals
-    runlog: RunLog
-    sample_log: SampleLog | None

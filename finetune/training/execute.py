@@ -134,7 +134,7 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
     # Until the output is written: a signal in between must not leave half of it.
-    with trainer.context.signals, _storage_errors(trainer, session):
+    with session.signals, _storage_errors(trainer, session):
         try:
             with contextlib.suppress(StoppedBeforeTraining), trainer.checkpointer:
                 trainer.train()
@@ -155,14 +155,15 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             state,
             step=steps,
             outcome=outcome,
-            peaks={**_peaks(trainer), **_planned_peaks(session)},
+            peaks=_peaks(trainer, session),
             checkpoint=trainer.checkpointer.last,
         )
     if state == "stopped":
         saved = trainer.checkpointer.last or "no checkpoint"
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, saved)
-    start = trainer.context.start_step
-    return RunResult(session.output_dir, state, steps, trainer.measured, start, output_step)
+    return RunResult(
+        session.output_dir, state, steps, trainer.measured, trainer.start.step, output_step
+    )
 
 
 def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
@@ -191,39 +192,31 @@ def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
     return folder
 
 
-def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
-    """Return the peak that `plan` computes for the run, on rank 0: torch and the model's code are
-    loaded here, and readers of the log need not load them.
+def _peaks(trainer: RunTrainer, session: Session) -> dict[str, Any]:
+    """Return the peak memory of each rank so far, by rank, on its device and its host; and, on rank
+    0, the peak that `plan` computes for the run: torch and the model's code are loaded here, and
+    readers of the log need not load them. Every rank must call it.
     """
+    mine = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
+    of_device, of_host = zip(*session.control.gather(mine), strict=True)
+    peaks: dict[str, Any] = {
+        "peak_device_bytes": list(of_device),
+        "peak_host_bytes": list(of_host),
+    }
     if not session.world.is_main:
-        return {}
+        return peaks
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     # Training is over. Still registered, ZeRO-3 would partition the empty model that is planned
     # with, and wait for the other ranks to do so too.
     unset_hf_deepspeed_config()
     try:
-        return {
-            "planned_peak_bytes": peaks_of(
-                *planned_of_run(session.output_dir, read_events(session.output_dir))
-            )
-        }
+        planned = planned_of_run(session.output_dir, read_events(session.output_dir))
+        return peaks | {"planned_peak_bytes": peaks_of(*planned)}
     # of a model that cannot be planned for, mostly; and the run itself is done
     except Exception as error:
         logger.debug("the memory of this run is not planned: %s", error)
-        return {}
-
-
-def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
-    """Return the peak memory of each rank so far, by rank, on its device and its host. Every rank
-    must call it.
-    """
-    mine: tuple[int | None, int | None] = (
-        devices.peak_memory_bytes(trainer.args.device),
-        peak_host_bytes(),
-    )
-    of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)
-    return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
+        return peaks
 
 
 @contextlib.contextmanager

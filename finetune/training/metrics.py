@@ -20,7 +20,7 @@ from finetune.planning.traffic import flops_utilisation
 from finetune.runtime.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from finetune.training.control import RunContext
+    from finetune.batching.sampler import GlobalBatches
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,27 @@ class ComputeCost:
     devices: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Interval:
     """The steps between two lines of the log, over all ranks. Evaluation and saving are not in the
     seconds.
 
     Attributes:
         groups: what losses are summed by.
-        sums: what the objective added up; of the token loss, of each group's targets.
-        group_tokens: the number of those targets.
         cost: None where the run does not count its arithmetic.
+        group_tokens: the number of targets of each group.
+        sums: what the objective added up; of the token loss, of each group's targets.
     """
 
-    steps: int
-    tokens: int
-    samples: int
-    seconds: float
-    loader_wait_seconds: float
     groups: LossGroups
-    sums: list[float]
-    group_tokens: list[int]
     cost: ComputeCost | None
+    group_tokens: np.ndarray
+    sums: Sequence[float] = ()
+    steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    loader_wait_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +99,7 @@ def _named_facts(
 ) -> dict[str, Any]:
     """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
-    counts, losses = by(interval.group_tokens), by(interval.sums)
+    counts, losses = by(interval.group_tokens.tolist()), by(interval.sums)
     for name, tokens in counts.items():
         facts |= target_share(prefix, name, counts)
         if tokens:
@@ -148,16 +148,18 @@ def progress_text(logs: dict[str, Any]) -> str:
 class ConsoleProgress:
     """The progress line of a run, from the first line of its log on. Only rank 0 shows it."""
 
-    def __init__(self, context: RunContext) -> None:
-        self.context = context
+    def __init__(self, batches: GlobalBatches) -> None:
+        self.batches = batches
         self._line: ProgressLine | None = None
 
     def show(self, step: int, logs: dict[str, Any]) -> None:
-        total = self.context.total_steps
+        total, stages = self.batches.total_steps, self.batches.schedule.stages
         if self._line is None:
             self._line = ProgressLine(total, step)
         eta_seconds = (total - step) * logs["step_seconds"]
-        stage = self.context.stage_name(step - 1)
+        stage = ""
+        if len(stages) > 1:
+            stage = f"stage {self.batches.stage(step - 1) + 1}/{len(stages)}"
         self._line.update(step, stage=stage, facts=progress_text(logs), eta_seconds=eta_seconds)
 
     def close(self) -> None:
@@ -182,21 +184,18 @@ class StepMeter:
         # On the device: reading a loss after every step would make the host wait for the device.
         self._sums = torch.zeros(sums, device=device)
         self._mark: float | None = None
-        self._reset()
+        self._interval = self._new_interval()
 
-    def _reset(self) -> None:
-        self._steps = self._tokens = self._samples = 0
-        self._seconds = self._wait_seconds = 0.0
-        self._sums.zero_()
-        self._group_tokens = np.zeros(len(self.groups), dtype=np.int64)
+    def _new_interval(self) -> Interval:
+        return Interval(self.groups, self.cost, np.zeros(len(self.groups), dtype=np.int64))
 
     def add_step(self, batch: StepBatch, sums: torch.Tensor) -> None:
         """A step of the whole global batch; the sums are those of this rank's microbatches."""
-        self._steps += 1
-        self._tokens += batch.tokens
-        self._samples += len(batch.indices)
+        self._interval.steps += 1
+        self._interval.tokens += batch.tokens
+        self._interval.samples += len(batch.indices)
+        self._interval.group_tokens += batch.group_tokens
         self._sums += sums
-        self._group_tokens += batch.group_tokens
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -206,7 +205,7 @@ class StepMeter:
             self._mark = time.perf_counter()
         began = time.perf_counter()
         yield
-        self._wait_seconds += time.perf_counter() - began
+        self._interval.loader_wait_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -219,7 +218,7 @@ class StepMeter:
     def _collect_seconds(self) -> None:
         if self._mark is not None:
             now = time.perf_counter()
-            self._seconds += now - self._mark
+            self._interval.seconds += now - self._mark
             self._mark = now
 
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
@@ -227,16 +226,7 @@ class StepMeter:
         self._collect_seconds()
         if len(self._sums):
             sum_over_ranks(self._sums)
-        interval = Interval(
-            steps=self._steps,
-            tokens=self._tokens,
-            samples=self._samples,
-            seconds=self._seconds,
-            loader_wait_seconds=self._wait_seconds,
-            groups=self.groups,
-            sums=self._sums.tolist(),
-            group_tokens=self._group_tokens.tolist(),
-            cost=self.cost,
-        )
-        self._reset()
-        return interval
+        taken, self._interval = self._interval, self._new_interval()
+        taken.sums = self._sums.tolist()
+        self._sums.zero_()
+        return taken

@@ -123,38 +123,84 @@ def _prepare(
         begun: the identity of the run that is resumed, whose values auto keeps.
         identity: what makes the run this run, besides what all such runs have in theirs.
     """
+    from finetune.batching.curriculum import build_schedule
+    from finetune.batching.mixing import mix_of, source_warnings
+    from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import samples_of
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.modeling.attention import can_pack
     from finetune.modeling.pretrained import check_model
     from finetune.runtime.device import choose_device_type
 
-    check_device(config, choose_device_type(config.device_type))
     model_config = check_model(config)
+    check_device(config, choose_device_type(config.device_type))
+    packing = config.packing and can_pack(model_config)
+    if config.packing and not packing:
+        logger.warning(
+            "documents are not known to stay apart in packed sequences of a %s model: packing is"
+            " off (fix: --packing false)",
+            model_config.model_type,
+        )
     tokenizer = load_tokenizer(
         config.model, template=config.template, trust_remote_code=config.trust_remote_code
     )
-    trained_token_ids = _trained_token_ids(config, tokenizer)
+    trained_token_ids: tuple[int, ...] = ()
+    if config.finetuning == "lora":
+        trained_token_ids = _trained_token_ids(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
     train = samples_of(config, tokenizer, difficulties)
     valid = samples_of(config, tokenizer, difficulties, "valid") if config.validates else None
+    padding_id = models.padding_id(model_config, tokenizer)
+    models.warn_of_missing_embeddings(model_config, tokenizer)
     for samples in filter(None, (train, valid)):
         models.check_ids(model_config, samples, tokenizer)
-    models.warn_of_missing_embeddings(model_config, tokenizer)
+    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
+    _check_metric(config.best_metric, valid, difficulty_names)
+
     learning = learning_defaults(
         config, width=models.width(model_config), samples=len(train), begun=begun
     )
     if learning.reason:
         logger.info("%s", learning.reason)
-    batch = learning.values.get("global_batch_size", config.global_batch_size)
-    batches = _global_batches(config, train, batch)
-    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
-    _check_metric(config.best_metric, valid, difficulty_names)
-    identity |= _identity(config, learning.values) | {
-        "total_steps": batches.total_steps,
+    batch_size = learning.values.get("global_batch_size", config.global_batch_size)
+    mix = mix_of(config.sources, train.source_starts)
+    valid_source_names = source_names(config.held_out) if len(config.held_out) > 1 else ()
+    schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
+    total_steps = count_steps(len(train), batch_size, config.num_epochs, config.max_steps)
+    batches = GlobalBatches(
+        difficulty_ids,
+        schedule,
+        batch_size,
+        total_steps,
+        config.curriculum_seed,
+        mix=mix,
+        by_difficulty=train.by_difficulty,
+    )
+    for warning in source_warnings(batches.source_draws()):
+        logger.warning("%s", warning)
+    for name, unused in batches.unused.items():
+        logger.warning(
+            "difficulty %s has weight 0 in every stage: its %d samples are not trained on",
+            name,
+            unused,
+        )
+
+    for name in IDENTITY_SETTINGS:
+        identity[name] = learning.values.get(name, getattr(config, name))
+    weights = models.weights_identity(config.model)
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    if config.optimizer != "adamw":
+        identity["optimizer"] = config.optimizer
+    if config.finetuning == "lora":
+        targets = config.lora_target_modules
+        identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
+        identity |= adapter_identity(config)
+    identity |= {
+        "total_steps": total_steps,
         "data": train.fingerprint,
         "schedule": batches.fingerprint(),
-        "weights": models.weights_identity(config.model),
+        "weights": weights,
     }
     return PreparedConversations(
         identity=identity,
@@ -166,51 +212,11 @@ def _prepare(
         decided=learning.values,
         trained_token_ids=trained_token_ids,
         difficulty_names=difficulty_names,
-        source_names=() if batches.mix is None else batches.mix.names,
-        valid_source_names=source_names(config.held_out) if len(config.held_out) > 1 else (),
-        packing=_packs(config, model_config),
-        padding_id=models.padding_id(model_config, tokenizer),
+        source_names=() if mix is None else mix.names,
+        valid_source_names=valid_source_names,
+        packing=packing,
+        padding_id=padding_id,
     )
-
-
-def _global_batches(config: RunConfig, train: Samples, batch_size: int) -> GlobalBatches:
-    """Make the list of global batches; warn of samples that it takes often, or never."""
-    from finetune.batching.curriculum import build_schedule
-    from finetune.batching.mixing import mix_of, source_warnings
-    from finetune.batching.sampler import GlobalBatches, count_steps
-
-    schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
-    batches = GlobalBatches(
-        difficulty_ids,
-        schedule,
-        batch_size,
-        count_steps(len(train), batch_size, config.num_epochs, config.max_steps),
-        config.curriculum_seed,
-        mix=mix_of(config.sources, train.source_starts),
-        by_difficulty=train.by_difficulty,
-    )
-    for warning in source_warnings(batches.source_draws()):
-        logger.warning("%s", warning)
-    for name, samples in batches.unused.items():
-        logger.warning(
-            "difficulty %s has weight 0 in every stage: its %d samples are not trained on",
-            name,
-            samples,
-        )
-    return batches
-
-
-def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
-    from finetune.modeling.attention import can_pack
-
-    if config.packing and not can_pack(model_config):
-        logger.warning(
-            "documents are not known to stay apart in packed sequences of a %s model: packing is"
-            " off (fix: --packing false)",
-            model_config.model_type,
-        )
-        return False
-    return config.packing
 
 
 def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
@@ -239,8 +245,6 @@ def _trained_token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     from finetune.data.encoding.render import trained_end_ids
     from finetune.modeling.untrained_tokens import trained_token_ids, untrained_tokens
 
-    if config.finetuning != "lora":
-        return ()
     ends = trained_end_ids(tokenizer)
     taught: list[int] = []
     if config.train_tokens:
@@ -264,16 +268,3 @@ def _trained_token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
                 " and ".join(missing),
             )
     return tuple(taught)
-
-
-def _identity(config: RunConfig, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that make this run this run."""
-    identity = {name: decided.get(name, getattr(config, name)) for name in IDENTITY_SETTINGS}
-    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
-    if config.optimizer != "adamw":
-        identity["optimizer"] = config.optimizer
-    if config.finetuning == "lora":
-        targets = config.lora_target_modules
-        identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
-        identity |= adapter_identity(config)
-    return identity

@@ -18,8 +18,7 @@ from finetune.training.resume import metadata_of
 if TYPE_CHECKING:
     from transformers import TrainerControl
 
-    from finetune.batching.steps import StepBatches
-    from finetune.training.control import RunContext
+    from finetune.training.trainer import RunParts
 
 logger = logging.getLogger("finetune")
 
@@ -142,23 +141,42 @@ class Evaluations:
     """Follows the evaluations of a run: saves what is the best, and ends the run when nothing
     better has come for long.
 
-    Args:
-        best: before this start.
-        context: of the run.
+    It continues with the best one that the checkpoint to resume from knows; every rank must make
+    it.
+
+    Attributes:
         resumed_here: name of the checkpoint that the run resumes from, if it is of this run folder:
             its content was verified.
     """
 
-    def __init__(
-        self, config: BaseConfig, context: RunContext, best: Best, resumed_here: str | None
-    ) -> None:
-        self.best = best
-        self.context = context
-        self.resumed_here = resumed_here
-        self.higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
+    def __init__(self, parts: RunParts) -> None:
+        config, session = parts.config, parts.session
+        self.session = session
+        self.total_steps: int = parts.data.batches.total_steps
+        self.has_data = parts.data.valid is not None
+        self.higher = config.metrics[config.followed_metric.removeprefix("eval_").partition("/")[0]]
         self.keep = config.keep_best
         self.patience = config.early_stopping
         self.every = config.eval_steps
+        # In another folder's checkpoint neither the best one nor this one can be kept.
+        folder = parts.start.folder
+        if folder is not None and folder.resolve().parent != session.output_dir.resolve():
+            folder = None
+        self.resumed_here = None if folder is None else folder.name
+        data = evaluated_data(config, parts.data.valid)
+        best = read_best(config.followed_metric, metadata_of(folder), data)
+        if not self.keep:
+            best = replace(best, checkpoint=None)
+        elif best.value is not None and (
+            best.checkpoint is None
+            or not verify(session.output_dir / best.checkpoint, hashes=False).valid
+        ):
+            logger.warning(
+                "the best checkpoint, of step %d, is not here: the best is looked for anew",
+                best.step,
+            )
+            best = Best(best.metric, data=data)
+        self.best = Best(**session.control.share(asdict(best)))
 
     @property
     def enough(self) -> bool:
@@ -166,12 +184,14 @@ class Evaluations:
         return 0 < self.patience <= self.best.since
 
     def is_due(self, step: int) -> bool:
-        """Return whether the evaluation of a step (1-based) that the run resumes from is missing: a
-        signal stopped it before that.
+        """Return whether an evaluation is due before training: the first, before any step, or that
+        of the step (1-based) that the run resumes from, which a signal prevented.
         """
-        if self.resumed_here is None or not step or not (self.keep or self.patience):
+        if not step:
+            return self.has_data
+        if self.resumed_here is None or not (self.keep or self.patience):
             return False
-        due = (self.every and step % self.every == 0) or step == self.context.total_steps
+        due = (self.every and step % self.every == 0) or step == self.total_steps
         return bool(due) and self.best.evaluated != step
 
     def facts(self) -> dict[str, Any] | None:
@@ -190,43 +210,19 @@ class Evaluations:
             keep=self.keep,
         )
         # one decision, however the ranks round
-        self.best = Best(**self.context.control.share(asdict(now)))
+        self.best = Best(**self.session.control.share(asdict(now)))
         if self.keep and step and self.best.step == step:
             flow.should_save = True
-        if self.enough and step < self.context.total_steps:
+        if self.enough and step < self.total_steps:
             logger.info(
                 "step %d: the last %d evaluations were not better: the run ends",
                 step,
                 self.best.since,
             )
-            self.context.runlog.event(
+            self.session.runlog.event(
                 "early_stop", step=step, evaluations=self.best.since, **self.best.outcome()
             )
             flow.should_save = flow.should_training_stop = True
-
-
-def follow_evaluations(
-    config: BaseConfig, context: RunContext, output_dir: Path, valid: StepBatches | None
-) -> Evaluations:
-    """Continue with the best evaluation that the checkpoint to resume from knows. Every rank must
-    call it.
-    """
-    folder = context.resume_from
-    here = folder is not None and folder.resolve().parent == output_dir.resolve()
-    data = evaluated_data(config, getattr(valid, "samples", None))
-    # In another folder's checkpoint neither the best one nor this one can be kept.
-    best = read_best(config.followed_metric, metadata_of(folder if here else None), data)
-    if config.keep_best and best.value is not None:
-        if best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid:
-            logger.warning(
-                "the best checkpoint, of step %d, is not here: the best is looked for anew",
-                best.step,
-            )
-            best = Best(best.metric, data=data)
-    elif best.checkpoint is not None:
-        best = replace(best, checkpoint=None)
-    best = Best(**context.control.share(asdict(best)))
-    return Evaluations(config, context, best, folder.name if folder is not None and here else None)
 
 
 def evaluated_data(config: BaseConfig, valid: Any) -> str | None:

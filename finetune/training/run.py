@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, run_kind
@@ -43,10 +43,6 @@ from finetune.runtime.launch_environment import (
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
-
-if TYPE_CHECKING:
-    from finetune.training.prepare import PreparedRun
-    from finetune.training.session import Session
 
 logger = logging.getLogger("finetune")
 
@@ -130,7 +126,8 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     with _collector_paused():
         from finetune.modeling.hub import with_model_found
         from finetune.runtime import device as devices
-        from finetune.training.resume import identity_begun
+        from finetune.training.resume import decide_resume, identity_begun
+        from finetune.training.session import Session
     requested = with_model_found(resolved.config)
     device_type = devices.choose_device_type(requested.device_type)
     devices.check_local_ranks(device_type, world)
@@ -140,16 +137,31 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     decided = {"device_type": device_type, "dtype": dtype, **data.decided}
     total_steps = data.batches.total_steps
     check_evaluated(requested, total_steps)
-    session = _make_session(
-        requested, world, data, config_yaml=to_yaml(resolved.config, data.decided)
+    output_dir = Path(requested.output_dir)
+    # Rank 0 may have started this very run by now.
+    resume = requested.resume if world.is_main or requested.resume != "never" else "auto"
+    session = Session(
+        output_dir,
+        world,
+        identity=data.identity,
+        config_yaml=to_yaml(resolved.config, data.decided),
+        decide=lambda damaged: decide_resume(
+            output_dir,
+            resume,
+            data.identity,
+            total_steps=total_steps,
+            allow_change=requested.allow_data_change,
+            damaged=damaged,
+            is_enough=partial(ended_early, requested),
+        ),
+        log_samples=requested.log_samples,
     )
     if session.start is None:
-        folder = session.output_dir
         logger.info(
             "this run is finished: %s holds its output; choose another --output-dir for a new run",
-            folder,
+            output_dir,
         )
-        return RunResult(folder, "done", total_steps)
+        return RunResult(output_dir, "done", total_steps)
     with session:
         # The libraries that build a model take seconds to load; a locked or foreign folder is
         # refused before that.
@@ -157,38 +169,6 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             import_bitsandbytes()  # transformers' Trainer imports peft
             from finetune.training.execute import execute
         return execute(kind, requested, decided, data, session, backend=backend)
-
-
-def _make_session(
-    config: BaseConfig, world: LaunchWorld, data: PreparedRun, *, config_yaml: str
-) -> Session:
-    """Decide where the run starts, and open its folder.
-
-    Args:
-        config_yaml: the settings as they were requested.
-    """
-    from finetune.training.resume import decide_resume
-    from finetune.training.session import Session
-
-    output_dir = Path(config.output_dir)
-    # Rank 0 may have started this very run by now.
-    resume = config.resume if world.is_main or config.resume != "never" else "auto"
-    return Session(
-        output_dir,
-        world,
-        identity=data.identity,
-        config_yaml=config_yaml,
-        decide=lambda damaged: decide_resume(
-            output_dir,
-            resume,
-            data.identity,
-            total_steps=data.batches.total_steps,
-            allow_change=config.allow_data_change,
-            damaged=damaged,
-            is_enough=partial(ended_early, config),
-        ),
-        log_samples=config.log_samples,
-    )
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from finetune.storage.run_folder import (
 )
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
 from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared
-from finetune.training.control import Control
+from finetune.training.control import Control, StopSignals
 from finetune.training.results import EXIT_CODES
 from finetune.training.resume import Resume, step_in
 
@@ -55,6 +55,7 @@ class Session:
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
         control: agreement between the ranks, from `agree_on_run` on.
+        signals: requests to stop, heard while it trains.
         runlog: events and steps; silent on ranks other than 0.
         sample_log: samples.jsonl where asked for, on rank 0.
     """
@@ -83,6 +84,7 @@ class Session:
         self._log_samples = log_samples
         self._stack = contextlib.ExitStack()
         self._begun = False
+        self.signals = StopSignals(launched=world.launched)
         self.runlog = RunLog(None)
         self.sample_log: SampleLog | None = None
         self.steps_done = self.start.step if self.start is not None else 0

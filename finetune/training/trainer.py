@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,7 +49,6 @@ from finetune.runtime.parent_watchdog import progress
 from finetune.storage.checkpoint_files import step_of
 from finetune.storage.run_folder import put_output
 from finetune.training.checkpointer import Checkpointer
-from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.guards import (
     NonFiniteGuard,
@@ -74,7 +73,7 @@ from finetune.training.optimizers import (
     set_apart,
     skip_where,
 )
-from finetune.training.results import Evaluations, follow_evaluations
+from finetune.training.results import Evaluations
 from finetune.training.state import (
     Form,
     TrainingState,
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.training.prepare import PreparedRun
+    from finetune.training.resume import Resume
     from finetune.training.session import Session
 
 logger = logging.getLogger("finetune")
@@ -120,7 +120,8 @@ class RunParts:
     Attributes:
         config: the final settings (training/execute.py).
         arguments: made before the model; see `training_arguments`.
-        model: as it is at this start, not wrapped yet.
+        model: as it is loaded or made, not wrapped yet.
+        learning_rate_factor: step (0-based) -> factor on the learning rate.
         step_batches: the training steps on this rank.
         eval_step_batches: the validation batches on this rank; None without validation data.
         head: computes losses chunk by chunk; None if the model has its own way.
@@ -134,16 +135,22 @@ class RunParts:
     config: BaseConfig
     data: PreparedRun
     session: Session
-    context: RunContext
     arguments: TrainingArguments
     model: torch.nn.Module
     step_batches: StepBatches
     eval_step_batches: StepBatches | None = None
+    learning_rate_factor: Callable[[int], float] = lambda step: 1.0
     head: ChunkedHead | None = None
     rates: Rates | None = None
     cost: ComputeCost | None = None
     layers: Mapping[str, Any] = field(default_factory=dict)
     report: Callable[[RunParts], StartReport] = lambda parts: StartReport()
+
+    @property
+    def start(self) -> Resume:
+        """Where this start begins."""
+        assert self.session.start is not None, "a finished run builds nothing"
+        return self.session.start
 
     @property
     def lora(self) -> bool:
@@ -175,28 +182,29 @@ def reporters(report_to: str | tuple[str, ...]) -> list[str]:
 
 def training_arguments(
     config: BaseConfig,
-    context: RunContext,
+    data: PreparedRun,
     *,
     learning_rate: float,
-    evaluates: bool,
     deepspeed: dict[str, Any] | None = None,
 ) -> TrainingArguments:
     """Translate the final settings for Trainer, the one place where the two meet.
 
-    Call it before anything else of a build: TrainingArguments creates the process group, and
-    registers DeepSpeed's configuration. Trainer, accelerate and DeepSpeed are all given micro-batch
-    1 and accumulation 1: one loader item is one optimizer step.
+    Call it before the model is loaded: TrainingArguments registers DeepSpeed's configuration.
+    Trainer, accelerate and DeepSpeed are all given micro-batch 1 and accumulation 1: one loader
+    item is one optimizer step.
 
     Args:
         learning_rate: of a step whose factor is 1; `StepSchedule` sets that of each step.
         deepspeed: its configuration; None without DeepSpeed.
     """
+    total_steps = data.batches.total_steps
+    evaluates = data.valid is not None
     arguments = TrainingArguments(
         output_dir=config.output_dir,
         use_cpu=config.device_type == "cpu",
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
-        max_steps=context.total_steps,
+        max_steps=total_steps,
         learning_rate=learning_rate,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
@@ -214,10 +222,9 @@ def training_arguments(
         logging_nan_inf_filter=False,  # it would replace a NaN loss by an average in the log
         # At save_steps, and at the last step; a run without save_steps saves at the last only.
         save_strategy="steps",
-        save_steps=config.save_steps or context.total_steps,
+        save_steps=config.save_steps or total_steps,
         eval_strategy="steps" if evaluates else "no",
-        eval_steps=(config.eval_steps or context.total_steps) if evaluates else None,
-        eval_on_start=evaluates and not context.start_step,
+        eval_steps=(config.eval_steps or total_steps) if evaluates else None,
         activation_checkpointing=config.gradient_checkpointing is True,
         activation_checkpointing_kwargs={"use_reentrant": False},
         # Trainer's default for peft models is True: a graph walk per step
@@ -286,12 +293,14 @@ class RunTrainer(Trainer):
 
     def __init__(self, parts: RunParts) -> None:
         self.settings: Any = parts.config  # narrower in each class
-        self.context = parts.context
-        self.evaluations: Evaluations = follow_evaluations(
-            parts.config, self.context, parts.session.output_dir, parts.eval_step_batches
-        )
-        if self.evaluations.is_due(self.context.start_step):
-            parts.arguments.eval_on_start = True
+        self.session = parts.session
+        self.start = parts.start
+        batches = parts.data.batches
+        self.total_steps: int = batches.total_steps
+        self.learning_rate_factor = parts.learning_rate_factor
+        self.epochs_per_step = batches.global_batch_size / len(parts.data.train)
+        self.evaluations = Evaluations(parts)
+        parts.arguments.eval_on_start = self.evaluations.is_due(self.start.step)
         super().__init__(
             model=parts.model,
             args=parts.arguments,
@@ -312,7 +321,7 @@ class RunTrainer(Trainer):
         self.executor = StepExecutor(
             self.accelerator,
             parts.step_batches,
-            self.context.control,
+            self.session.control,
             seed=parts.config.seed,
             head=parts.head,
             flat_reduce=parts.lora,
@@ -320,7 +329,23 @@ class RunTrainer(Trainer):
             objective=self.make_objective(parts),
             on_out_of_memory=self._log_out_of_memory,
         )
-        self.checkpointer = self._make_checkpointer(parts)
+        session, world = parts.session, parts.session.world
+        self.checkpointer = Checkpointer(
+            session.output_dir,
+            session.control,
+            rank=world.rank,
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            metadata={"identity": parts.data.identity, "versions": package_versions()},
+            model_files=self.model_files,
+            keep=parts.config.save_total_limit,
+            runlog=session.runlog,
+            sample_log=session.sample_log,
+            last=None if self.start.folder is None else self.start.folder.name,
+            verified=self.evaluations.resumed_here,
+            best=self.evaluations.facts(),
+            behind=parts.config.async_save,
+        )
         sums = self.executor.objective.sums(len(parts.step_batches.groups))
         self.meter = StepMeter(parts.step_batches.groups, sums, self.args.device, parts.cost)
         self.guard = NonFiniteGuard()
@@ -329,32 +354,13 @@ class RunTrainer(Trainer):
         self.still = StillGuard()
         self.stopped_by: str | None = None
         self.measured: dict[str, Any] = {}  # by the last line of the log and the last evaluation
-        self.console = ConsoleProgress(self.context)
+        self.console = ConsoleProgress(batches)
         # the step in progress, evaluated when it has to be known
         self._nonfinite: Callable[[], bool] = lambda: False
 
     def make_objective(self, parts: RunParts) -> Objective:
         """Return what is minimized."""
         return TokenLoss()
-
-    def _make_checkpointer(self, parts: RunParts) -> Checkpointer:
-        context, session = self.context, parts.session
-        return Checkpointer(
-            session.output_dir,
-            context.control,
-            rank=session.world.rank,
-            world_size=session.world.world_size,
-            local_world_size=session.world.local_world_size,
-            metadata={"identity": parts.data.identity, "versions": package_versions()},
-            model_files=self.model_files,
-            keep=parts.config.save_total_limit,
-            runlog=context.runlog,
-            sample_log=context.sample_log,
-            last=None if context.resume_from is None else context.resume_from.name,
-            verified=self.evaluations.resumed_here,
-            best=self.evaluations.facts(),
-            behind=parts.config.async_save,
-        )
 
     # ------------------------------------------------------------------ the list of global batches
 
@@ -375,7 +381,7 @@ class RunTrainer(Trainer):
     def _steps_left(self) -> Iterator[int]:
         # A generator, as an evaluation before the first of them may say that there are none.
         if not self.evaluations.enough:
-            yield from range(self.context.start_step, self.context.total_steps)
+            yield from range(self.start.step, self.total_steps)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader
@@ -384,25 +390,15 @@ class RunTrainer(Trainer):
         # Trainer's own takes the loader's length for an epoch, and would plan several of them for a
         # resumed run, whose loader holds what is left. Passes over the data are the sampler's
         # matter. A test pins the order of the seven.
-        total, remaining = (
-            self.context.total_steps,
-            self.context.total_steps - self.context.start_step,
-        )
-        return (
-            1,
-            max(1, remaining),
-            len(self.step_batches.samples),
-            total,
-            1,
-            max(1, remaining),
-            total,
-        )
+        total = self.total_steps
+        remaining = max(1, total - self.start.step)
+        return 1, remaining, len(self.step_batches.samples), total, 1, remaining, total
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         epochs = super()._init_training_state(*arguments)
         # Here and not later: the loop remembers this number as the step of the last line of the
         # log, and divides the summed loss by the distance to it.
-        self.state.global_step = self.context.start_step
+        self.state.global_step = self.start.step
         return epochs
 
     def get_batch_samples(
@@ -426,15 +422,15 @@ class RunTrainer(Trainer):
         # After super: moments are in the optimizer that it creates and wraps (DeepSpeed: in the
         # engine). Trainer never gets a checkpoint to resume from: it would look for its own files,
         # and unpickle them.
-        if self.context.resume_from is not None:
-            self.training_state().load_moments(self.context.resume_from)
+        if self.start.folder is not None:
+            self.training_state().load_moments(self.start.folder)
         return prepared
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> StepSchedule:
         """Make the schedule, a function of the step; the optimizer is wrapped by now."""
-        self.lr_scheduler = StepSchedule(self.optimizer, self.context.learning_rate_factor)
+        self.lr_scheduler = StepSchedule(self.optimizer, self.learning_rate_factor)
         return self.lr_scheduler
 
     def training_state(self) -> TrainingState:
@@ -459,7 +455,7 @@ class RunTrainer(Trainer):
         Returns:
             this rank's share of the batch's loss times the ranks: Trainer logs the mean over ranks.
         """
-        progress.begin_step(self.context.control.timeout_seconds)
+        progress.begin_step(self.session.control.timeout_seconds)
         model.train()  # evaluation leaves it in eval mode
         self.lr_scheduler.set(inputs.step)
         self.still.before_step(self.model)
@@ -498,14 +494,14 @@ class RunTrainer(Trainer):
         self.checkpointer.poll()
         batch, step = self._batch, self.state.global_step
         # the loop's own counts our one "epoch"
-        self.state.epoch = step * self.context.epochs_per_step
-        if self.context.sample_log is not None:
-            self.context.sample_log.append(step, self._record_ids(batch))
+        self.state.epoch = step * self.epochs_per_step
+        if self.session.sample_log is not None:
+            self.session.sample_log.append(step, self._record_ids(batch))
         self.outcomes.add(step, batch, self._nonfinite)
-        self.still.after_step(self.model, self._get_learning_rate(), self.context.control.any)
+        self.still.after_step(self.model, self._get_learning_rate(), self.session.control.any)
         # Agreed in every step: signals reach ranks at different times, and a rank that saved alone
         # would wait for the others in the checkpoint's collectives.
-        stopping = self.context.control.any(self.context.signals.requested)
+        stopping = self.session.control.any(self.session.signals.requested)
         # What is logged, evaluated or saved of this step must not come before how it went.
         control = self.control
         due = (
@@ -525,16 +521,16 @@ class RunTrainer(Trainer):
     def note_stop(self) -> None:
         """Log which signal any rank received. Every rank must call it."""
         self.stopped_by = next(
-            str(name) for name in self.context.control.gather(self.context.signals.name) if name
+            str(name) for name in self.session.control.gather(self.session.signals.name) if name
         )
-        self.context.runlog.event("signal", step=self.state.global_step, name=self.stopped_by)
+        self.session.runlog.event("signal", step=self.state.global_step, name=self.stopped_by)
 
     def _note_outcome(self, step: int, batch: StepBatch, *, skipped: bool) -> None:
         if not skipped:
             self.guard.fine()
             return
         logger.warning("step %d was skipped: loss or gradients are not finite", step)
-        self.context.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
+        self.session.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
         self.checkpointer.finish()  # on all ranks alike, and the guard may be about to end the run
         self.guard.skipped(step, self.checkpointer.last)
 
@@ -586,7 +582,7 @@ class RunTrainer(Trainer):
                 precise = losses.cpu().double()  # millions of targets are added up
                 total += float(precise.sum())
                 sums += sums_by_group(precise, microbatch.groups, len(sums))
-        total, *of_groups = self.context.control.sum([total, *sums.tolist()])
+        total, *of_groups = self.session.control.sum([total, *sums.tolist()])
         return {"loss": total / tokens} | mean_losses(groups, of_groups, group_tokens.tolist())
 
     def scored(
@@ -625,13 +621,16 @@ class RunTrainer(Trainer):
             # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
             self._tr_loss.zero_()
             logs.update(line_facts(self.meter.take(self._sum_over_ranks), self.metrics))
-            self._look_for_spike(step, logs["loss"])
+            if self.spikes.is_spike(logs["loss"]):
+                logger.warning("step %d: loss %.4f is a spike", step, logs["loss"])
+                ids = self._record_ids(self._batch)
+                self.session.runlog.event("spike", step=step, loss=logs["loss"], ids=ids)
             self.still.line(logs["loss"])
-            self.context.runlog.step({"step": step, **logs})
+            self.session.runlog.step({"step": step, **logs})
             if self.is_world_process_zero():
                 self.console.show(step, logs)
         elif "eval_loss" in logs:
-            self.context.runlog.event("eval", step=step, **logs)
+            self.session.runlog.event("eval", step=step, **logs)
             facts = (
                 f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in logs.items()
             )
@@ -640,14 +639,7 @@ class RunTrainer(Trainer):
         super().log(logs, start_time)
         # Trainer keeps every line, which nothing reads: a kilobyte a step for weeks
         self.state.log_history.clear()
-        self.context.runlog.curves(step, logs)
-
-    def _look_for_spike(self, step: int, loss: float) -> None:
-        if self.spikes.is_spike(loss):
-            logger.warning("step %d: loss %.4f is a spike", step, loss)
-            self.context.runlog.event(
-                "spike", step=step, loss=loss, ids=self._record_ids(self._batch)
-            )
+        self.session.runlog.curves(step, logs)
 
     def _log_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
         # Evaluation makes no gradients, but the same microbatches: what did not fit would hardly
@@ -661,7 +653,7 @@ class RunTrainer(Trainer):
             old.describe(),
             new.describe(),
         )
-        self.context.runlog.event(
+        self.session.runlog.event(
             "oom", step=step + 1, error=error, old=old.describe(), new=new.describe()
         )
 
@@ -703,7 +695,7 @@ class RunTrainer(Trainer):
         Args:
             best: the checkpoint that it is made of; None: the weights as they are.
         """
-        progress.begin_save(self.context.control.timeout_seconds)
+        progress.begin_save(self.session.control.timeout_seconds)
         weights, main = self.output_weights(), self.is_world_process_zero()
 
         def write_files(folder: Path) -> None:
@@ -711,7 +703,7 @@ class RunTrainer(Trainer):
 
         write = partial(put_output, output_dir, write_files)
         # The others must not end, and have a launcher tear the run down, while rank 0 writes.
-        self.context.control.together(write if main else lambda: None).result()
+        self.session.control.together(write if main else lambda: None).result()
 
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers on rank 0's CPU, parameters in `dtype` (None: as they are).
@@ -747,11 +739,8 @@ class SFTTrainer(RunTrainer):
         found = super().evaluation(step_batches)
         if self.ask is None:
             return found
-        execution, control, model = (
-            step_batches.execution,
-            self.context.control,
-            cast(Any, self.model),
-        )
+        execution, control = step_batches.execution, self.session.control
+        model: Any = self.model
         longest = int(self.step_batches.samples.lengths.max())
         return found | self.ask(
             self.model_wrapped,
@@ -809,30 +798,25 @@ class SFTTrainer(RunTrainer):
     def _adapter_files(
         self, weights: dict[str, torch.Tensor], saved: Path | None = None
     ) -> Callable[[Path], None]:
-        write, shapes = adapter_writer(self.model, weights), adapter_shapes(self.model)
-        trained = self._has_learned(saved)
-
-        def write_and_check(folder: Path) -> None:
-            write(folder)
-            check_adapter_file(folder, shapes, trained=trained)
-
-        return write_and_check
-
-    def _has_learned(self, saved: Path | None) -> bool:
-        """Whether steps were taken, and not skipped, at a learning rate above zero (a warm-up's
-        first has none).
+        """Return what writes and checks an adapter.
 
         Args:
-            saved: until this checkpoint; None: until now.
+            saved: the checkpoint that the weights are of; None: of the model as it is.
         """
+        write, shapes = adapter_writer(self.model, weights), adapter_shapes(self.model)
         if saved is None:
             step, taken = self.state.global_step, self.training_state().optimizer_step()
         else:
             step, taken = step_of(saved.name) or 0, read_description(saved)["optimizer_step"]
-        idle = sum(
-            self.context.learning_rate_factor(number) == 0 for number in range(min(step, 10_000))
-        )
-        return bool(taken > idle)
+        # It has learned if steps were taken, and not skipped, at a learning rate above zero (a
+        # warm-up's first has none).
+        idle = sum(self.learning_rate_factor(number) == 0 for number in range(min(step, 10_000)))
+
+        def write_and_check(folder: Path) -> None:
+            write(folder)
+            check_adapter_file(folder, shapes, trained=bool(taken > idle))
+
+        return write_and_check
 
     def output_weights(self) -> dict[str, torch.Tensor]:
         """Float32 masters of an adapter; a whole model in the compute dtype."""
@@ -851,17 +835,13 @@ class SFTTrainer(RunTrainer):
             # the token that ends answers.
             self.model.config.pad_token_id = self.own_padding
             self.model.save_pretrained(folder, state_dict=weights)
-            _note_dtype(folder / "config.json", next(iter(weights.values())).dtype)
+            # save_pretrained names the dtype of the model in memory.
+            path = folder / "config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+            content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+            path.write_text(content, encoding="utf-8")
         self.processing_class.save_pretrained(folder)
-
-
-def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Let config.json name the dtype of the written weights: save_pretrained names that of the
-    model in memory.
-    """
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:

@@ -549,7 +549,7 @@ def test_evaluation_sums_millions_of_targets_as_float64_does():
         scored=lambda _: (
             (batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)
         ),
-        context=SimpleNamespace(
+        session=SimpleNamespace(
             control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])
         ),
     )

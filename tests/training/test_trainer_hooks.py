@@ -627,7 +627,7 @@ def test_fused_adam_asks_found_inf():
 # ---------------------------------------------------------------- what no CPU shows
 
 
-ONE_STEP = SimpleNamespace(total_steps=1, start_step=0)
+ONE_STEP = SimpleNamespace(batches=SimpleNamespace(total_steps=1), valid=None)
 
 
 def run_config(folder: Path, device_type: str) -> RunConfig:
@@ -657,7 +657,7 @@ def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path
     monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
     config = run_config(tmp_path, "cpu")
     monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [caplog.handler])
-    arguments = training_arguments(config, ONE_STEP, learning_rate=1e-4, evaluates=False)
+    arguments = training_arguments(config, ONE_STEP, learning_rate=1e-4)
     assert arguments.n_gpu == 1
     assert "sees 2 devices and trains on one" in caplog.text and "finetune launch" in caplog.text
 
@@ -681,7 +681,6 @@ def test_an_offloaded_optimizer_steps_fused_on_the_cpu_on_every_device(
         run_config(tmp_path, "npu"),
         ONE_STEP,
         learning_rate=1e-4,
-        evaluates=False,
         deepspeed={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}},
     )
     assert given["optim"] == optim

@@ -77,7 +77,7 @@ class PreferenceTrainer(SFTTrainer):
             ("", interval.groups.by_difficulty),
             ("source_", interval.groups.by_source),
         ):
-            counts = by(interval.group_tokens)
+            counts = by(interval.group_tokens.tolist())
             for name in counts:
                 facts |= target_share(prefix, name, counts)
         return facts
@@ -112,7 +112,7 @@ class PreferenceTrainer(SFTTrainer):
                     )
                     sums += scored.sums.cpu().double()
         return preference_facts(
-            self.context.control.sum(sums.tolist()), step_batches.groups, objective.config
+            self.session.control.sum(sums.tolist()), step_batches.groups, objective.config
         )
 
     # ----------------------------------------------------------- the model before the run
@@ -136,7 +136,7 @@ class PreferenceTrainer(SFTTrainer):
             objective.point = self._point(self._tables[side + MISMATCHED], mismatched.pairs)
 
     def _point(self, reference: Reference, pairs: np.ndarray | None = None) -> ReferencePoint:
-        control, device = self.context.control, self.args.device
+        control, device = self.session.control, self.args.device
         return ReferencePoint(self.step_batches, reference, self.head, control, device, pairs)
 
     def _reference_values(self, saved: SavedReference) -> torch.Tensor:
@@ -150,13 +150,12 @@ class PreferenceTrainer(SFTTrainer):
         """
         main = self.is_world_process_zero()
         found = saved.find() if main else ""
-        why = self.context.control.share(found if isinstance(found, str) else "")
+        why = self.session.control.share(found if isinstance(found, str) else "")
         if why:
             if not saved.fresh:
                 raise saved.refusal(why)
-            with self.context.signals.answered(
-                "stopping before the first step, without a checkpoint"
-            ):
+            answer = "stopping before the first step, without a checkpoint"
+            with self.session.signals.answered(answer):
                 values = self._ask(saved)
         else:
             values = torch.empty(
@@ -182,10 +181,9 @@ class PreferenceTrainer(SFTTrainer):
         in_order = InOrder(len(samples), config.global_batch_size)
         total, began = in_order.total_steps, time.monotonic()
         with contextlib.ExitStack() as stack:
-            line = (
-                ProgressLine(total, counted="reference") if self.is_world_process_zero() else None
-            )
-            if line is not None:
+            line = None
+            if self.is_world_process_zero():
+                line = ProgressLine(total, counted="reference")
                 stack.callback(line.close)
             for step in range(total):
                 for microbatch in self._questions(saved, samples[in_order.indices(step)]):
@@ -194,7 +192,7 @@ class PreferenceTrainer(SFTTrainer):
                     said = log_probabilities(self.model_wrapped, here, self.head)
                     assert here.answers is not None
                     asked[here.answers.samples] = said.view(-1, asked.shape[1]).to(asked.dtype)
-                if self.context.control.any(self.context.signals.requested):
+                if self.session.control.any(self.session.signals.requested):
                     self.note_stop()
                     raise StoppedBeforeTraining
                 if line is not None:
@@ -222,43 +220,37 @@ def _saved_references(parts: RunParts) -> dict[str, SavedReference]:
     """
     config: Any = parts.config
     data: Any = parts.data
-    context = parts.context
+    start = parts.start
     samples_cache = (
         Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
     )
+    found: dict[str, SavedReference] = {}
 
-    def saved(
-        side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None
-    ) -> SavedReference:
-        return SavedReference(
+    def add(side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None) -> None:
+        found[side] = SavedReference(
             side=side,
             parts={"weights": data.identity["weights"], "data": content, "dtype": config.dtype},
             drawn=drawn,
             folder=parts.session.output_dir,
-            others=() if context.resume_from is None else (context.resume_from.parent,),
+            others=() if start.folder is None else (start.folder.parent,),
             cache_dir=samples_cache / "reference",
-            fresh=context.start_step == 0,
+            fresh=start.step == 0,
             pairs=pairs,
         )
 
     def add_mismatched(side: Side, samples: Samples, batches: BatchSource) -> None:
         pairs = all_mismatched_pairs(batches, len(samples))
         # no global batch has two samples: the reference point is 0 and nothing is asked
-        if not len(pairs):
-            return
-        content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
-        found[side] = saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
+        if len(pairs):
+            content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
+            add(side, content, np.ones(len(pairs), dtype=bool), pairs)
 
-    found: dict[str, SavedReference] = {
-        "train": saved("train", data.train.fingerprint, data.batches.drawn())
-    }
-    if data.valid is not None:
-        found["valid"] = saved(
-            "valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool)
-        )
+    add("train", data.train.fingerprint, data.batches.drawn())
     if config.loss == "kto":
         add_mismatched("train-mismatched", data.train, data.batches)
-        if data.valid is not None:
+    if data.valid is not None:
+        add("valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool))
+        if config.loss == "kto":
             in_order = InOrder(len(data.valid), config.global_batch_size)
             add_mismatched("valid-mismatched", data.valid, in_order)
     return found

@@ -26,13 +26,12 @@ from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities
 from finetune.runtime.host import keep_freed_memory
-from finetune.training.build import load_start_model, make_execution, run_context, speed_up
+from finetune.training.build import load_start_model, make_execution, speed_up
 from finetune.training.metrics import ComputeCost
-from finetune.training.optimizers import Rates, scaled_rates
+from finetune.training.optimizers import scaled_rates
 from finetune.training.pretraining.prepare import PreparedTexts, source_weights
 from finetune.training.pretraining.trainer import ContinuedTrainer, PretrainTrainer
 from finetune.training.session import Session
-from finetune.training.state import TrainingState
 from finetune.training.trainer import RunParts, StartReport, training_arguments
 
 logger = logging.getLogger("finetune")
@@ -42,42 +41,64 @@ def build_pretraining(config: PretrainConfig, data: PreparedTexts, session: Sess
     """Fill the parts of a pretraining run; the process group exists."""
     keep_freed_memory(config.device_type)
     able = devices.capabilities(config.device_type)
+    execution = make_execution(session, samples_per_microbatch=config.device_batch_size)
+
+    def step_batches(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
+        groups = LossGroups()
+        if isinstance(windows, JoinedWindows):
+            names = source_names([DataSource(path=path) for path in config.train_data_path])
+            groups = LossGroups(sources=names, source_starts=windows.source_starts)
+        return StepBatches(
+            windows,
+            batches,
+            execution,
+            difficulty_ids=np.broadcast_to(np.int64(-1), (len(windows),)),
+            groups=groups,
+            pad_token_id=0,
+        )
+
+    valid = None
+    if data.valid is not None:
+        at_a_time = config.device_batch_size * session.world.world_size
+        valid = step_batches(data.valid, InOrder(len(data.valid), at_a_time))
     total = data.batches.total_steps
-    schedule = ScheduleSettings(
-        total,
-        warmup_count(config.warmup_steps, total),
-        warmdown_ratio=config.warmdown_ratio,
-        final_fraction=config.final_lr_fraction,
-    )
-    factor = learning_rate_schedule(config.lr_scheduler, schedule)
-    context = run_context(data, session, learning_rate_factor=factor)
-    rates = None if config.model else _rates(config, data)
+    rates = None
+    if config.model is None:
+        rates = scaled_rates(
+            config,
+            width=data.model_config.hidden_size,
+            worth_tokens=config.target_param_data_ratio
+            * matrix_parameters(make_empty_model(data.model_config)),
+            run_tokens=total * config.total_batch_size,
+        )
     arguments = training_arguments(
         config,
-        context,
+        data,
         learning_rate=rates.matrix if rates is not None else config.learning_rate or 0.0,
-        evaluates=data.valid is not None,
     )
     # What is trained is held in float32, also if it is computed in 16 bits.
     if rates is None:
         model = load_start_model(config, arguments.device)
     else:
         model = _model_from_scratch(config, data)
-    if context.resume_from is not None:
-        TrainingState(model).load_weights(context.resume_from)
     cost = _cost(config, data, session.world.world_size, able)
     layers = _speed_up(model, config, able)
-    step_batches, eval_step_batches = _step_batches(config, data, session)
+    schedule = ScheduleSettings(
+        total,
+        warmup_count(config.warmup_steps, total),
+        warmdown_ratio=config.warmdown_ratio,
+        final_fraction=config.final_lr_fraction,
+    )
     return RunParts(
         trainer_class=PretrainTrainer if rates is not None else ContinuedTrainer,
         config=config,
         data=data,
         session=session,
-        context=context,
         arguments=arguments,
         model=model,
-        step_batches=step_batches,
-        eval_step_batches=eval_step_batches,
+        step_batches=step_batches(data.train, data.batches),
+        eval_step_batches=valid,
+        learning_rate_factor=learning_rate_schedule(config.lr_scheduler, schedule),
         head=make_chunked_head(model, compiled=layers["compiled"]),
         rates=rates,
         cost=cost,
@@ -122,16 +143,6 @@ def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities
     return {"compiled": compiled, "fp8": fp8, **speed_up(model, config, fused_layers)}
 
 
-def _rates(config: PretrainConfig, data: PreparedTexts) -> Rates:
-    return scaled_rates(
-        config,
-        width=data.model_config.hidden_size,
-        worth_tokens=config.target_param_data_ratio
-        * matrix_parameters(make_empty_model(data.model_config)),
-        run_tokens=data.batches.total_steps * config.total_batch_size,
-    )
-
-
 def _model_from_scratch(config: PretrainConfig, data: PreparedTexts) -> PreTrainedModel:
     attention = choose_attention(data.model_config) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
@@ -170,30 +181,10 @@ def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities)
     return True
 
 
-def _step_batches(
-    config: PretrainConfig, data: PreparedTexts, session: Session
-) -> tuple[StepBatches, StepBatches | None]:
-    execution = make_execution(session, samples_per_microbatch=config.device_batch_size)
-
-    def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
-        difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
-        groups = LossGroups()
-        if isinstance(windows, JoinedWindows):
-            names = source_names([DataSource(path=path) for path in config.train_data_path])
-            groups = LossGroups(sources=names, source_starts=windows.source_starts)
-        return StepBatches(
-            windows, batches, execution, difficulty_ids=difficulties, groups=groups, pad_token_id=0
-        )
-
-    at_a_time = config.device_batch_size * session.world.world_size
-    valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
-    return make(data.train, data.batches), valid
-
-
 def _report(parts: RunParts) -> StartReport:
     config: Any = parts.config
     data: Any = parts.data
-    context, rates, cost = parts.context, parts.rates, parts.cost
+    rates, cost = parts.rates, parts.cost
     able = devices.capabilities(config.device_type)
     parameters = count_parameters(parts.model)
     shape = data.model_config.get_text_config()
@@ -205,7 +196,7 @@ def _report(parts: RunParts) -> StartReport:
             f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters"
         ),
         "steps": (
-            f"{context.start_step + 1} to {context.total_steps}, "
+            f"{parts.start.step + 1} to {data.batches.total_steps}, "
             f"{config.total_batch_size:,} tokens each "
             f"({config.global_batch_size:,} windows of {config.max_seq_len:,})"
         ),

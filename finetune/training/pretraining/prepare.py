@@ -98,7 +98,14 @@ def prepare_pretraining(config: PretrainConfig) -> PreparedTexts:
         limit = max(1, config.eval_tokens // config.max_seq_len)
         valid_stream = TokenShards(config.valid_data_path, split="val", **known)
         valid = Windows(valid_stream, config.max_seq_len, limit=limit, name="--valid-data-path")
-    _check_enough(config, train)
+    if len(train) < config.global_batch_size:
+        raise DataError(
+            f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer"
+            f" than the {config.global_batch_size:,} of one global batch"
+            f" ({config.total_batch_size:,} tokens)",
+            "--train-data-path",
+            f"give more data, or a --total-batch-size of at most {len(train) * config.max_seq_len}",
+        )
     vocabulary = max(*(stream.header.vocabulary for stream in streams), size or 0)
     if model_config is None:
         model_config = scratch_config(
@@ -109,7 +116,7 @@ def prepare_pretraining(config: PretrainConfig) -> PreparedTexts:
             bos_token_id=getattr(tokenizer, "bos_token_id", None),
             eos_token_id=getattr(tokenizer, "eos_token_id", None),
         )
-    batches = _batches(config, train, _total_steps(config, model_config))
+    batches = _global_batches(config, train, _total_steps(config, model_config))
     return PreparedTexts(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -136,13 +143,13 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
     weights.
     """
     from finetune.data.encoding.templates import read_tokenizer
-    from finetune.modeling import model_config as models
+    from finetune.modeling.model_config import warn_of_missing_embeddings
     from finetune.modeling.pretrained import check_model
 
     assert config.model is not None
     model_config = check_model(config)
     tokenizer = read_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    models.warn_of_missing_embeddings(model_config, tokenizer)
+    warn_of_missing_embeddings(model_config, tokenizer)
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if longest and config.max_seq_len > longest:
         raise ConfigError(
@@ -154,7 +161,7 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
     return model_config, tokenizer
 
 
-def _batches(
+def _global_batches(
     config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int
 ) -> GlobalBatches:
     """The global batches: after every step each weighted source's share is within one window of its
@@ -171,10 +178,8 @@ def _batches(
         # By number and not by path: a folder that was moved is the same source.
         names = tuple(f"source {number}" for number in range(1, len(config.data_weights) + 1))
         assert isinstance(train, JoinedWindows)
-        schedule, sources = (
-            Schedule(names, (Stage(1.0, source_weights(config, train)),)),
-            train.sources,
-        )
+        schedule = Schedule(names, (Stage(1.0, source_weights(config, train)),))
+        sources = train.sources
     return GlobalBatches(sources, schedule, config.global_batch_size, total_steps, config.seed)
 
 
@@ -186,24 +191,24 @@ def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float,
 
 def _identity(config: PretrainConfig) -> dict[str, Any]:
     # As runs have it that were begun before there were best-fit windows.
-    windows: dict[str, Any] = {"document_aligned": config.windows == "document"}
+    identity: dict[str, Any] = {
+        "kind": "pretrain",
+        "document_aligned": config.windows == "document",
+    }
     if config.windows == "best-fit":
-        windows["windows"] = config.windows
-    names: tuple[str, ...] = IDENTITY_SETTINGS
+        identity["windows"] = config.windows
     if config.model is None:
-        batch = {"lr_batch_exponent": config.lr_batch_exponent} if config.lr_scaling else {}
-        return {
-            "kind": "pretrain",
-            **windows,
-            **batch,
-            **{name: getattr(config, name) for name in names},
-        }
+        if config.lr_scaling:
+            identity["lr_batch_exponent"] = config.lr_batch_exponent
+        return identity | {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     from finetune.modeling.model_config import weights_identity
 
-    names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())
-    facts = {name: getattr(config, name) for name in names}
-    facts["model"] = split_revision(config.model)[0]  # its commit is in "weights"
-    return {"kind": "pretrain", **windows, **facts, "weights": weights_identity(config.model)}
+    names: tuple[str, ...] = IDENTITY_SETTINGS + CONTINUED_SETTINGS
+    if config.finetuning == "lora":
+        names += ADAPTER_SETTINGS
+    identity |= {name: getattr(config, name) for name in names}
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    return identity | {"weights": weights_identity(config.model)}
 
 
 def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
@@ -219,17 +224,6 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
         )
         return None
     return open_tokenizer(folder)
-
-
-def _check_enough(config: PretrainConfig, train: Windows | JoinedWindows) -> None:
-    if len(train) < config.global_batch_size:
-        raise DataError(
-            f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer"
-            f" than the {config.global_batch_size:,} of one global batch"
-            f" ({config.total_batch_size:,} tokens)",
-            "--train-data-path",
-            f"give more data, or a --total-batch-size of at most {len(train) * config.max_seq_len}",
-        )
 
 
 def _total_steps(config: PretrainConfig, model_config: PretrainedConfig) -> int:

@@ -63,7 +63,7 @@ class TextTrainer(RunTrainer):
                     sizes = self.bytes_per_token[microbatch.targets]
                     text_nats += float(precise[sizes > 0].sum())
                     text_bytes += int(sizes.sum())
-        nats, all_tokens, text_nats, all_bytes = self.context.control.sum(
+        nats, all_tokens, text_nats, all_bytes = self.session.control.sum(
             [nats, tokens, text_nats, text_bytes]
         )
         metrics = {"loss": nats / all_tokens}
@@ -76,7 +76,7 @@ class TextTrainer(RunTrainer):
     def end_of_step(self) -> None:
         super().end_of_step()
         step, every = self.state.global_step, self.settings.sample_every
-        due = every and (step % every == 0 or step == self.context.total_steps)
+        due = every and (step % every == 0 or step == self.total_steps)
         if due and self.processing_class is not None and self.is_world_process_zero():
             with self.meter.paused():
                 self.print_samples(step, self.processing_class)
@@ -116,7 +116,7 @@ class TextTrainer(RunTrainer):
         ]
         for before, after in texts:
             logger.info("sample at step %d: %r -> %r", step, before, after)
-        self.context.runlog.event("sample", step=step, samples=[list(pair) for pair in texts])
+        self.session.runlog.event("sample", step=step, samples=[list(pair) for pair in texts])
 
 
 class PretrainTrainer(TextTrainer):
@@ -147,7 +147,7 @@ class PretrainTrainer(TextTrainer):
         set_matrix_schedule(
             self.optimizer,
             inputs.step,
-            total_steps=self.context.total_steps,
+            total_steps=self.total_steps,
             warmdown_ratio=self.settings.warmdown_ratio,
             decay=self.rates.decay,
         )
