@@ -34,7 +34,7 @@ from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters, load_model
 from finetune.runtime import device as devices
 from finetune.runtime.terminal import console as terminal_console
-from finetune.training.executor import LOOKED_AT_SAMPLES, looked_at_steps
+from finetune.training.executor import looked_at_steps
 from finetune.training.operators import load_shared_memory_operator
 from finetune.training.prepare import PreparedConversations
 from finetune.training.session import Session
@@ -228,7 +228,7 @@ def plan_summary(config: Any, step_batches: StepBatches) -> PlanSummary:
     packing = execution.token_budget is not None
     lengths = [
         step_batches.tokens_of(step_batches.batches.indices(step), packing=packing)
-        for step in looked_at_steps(step_batches, LOOKED_AT_SAMPLES, most=SUMMARISED_STEPS)
+        for step in looked_at_steps(step_batches, most=SUMMARISED_STEPS)
     ]
     return summarise(
         lengths,

@@ -69,7 +69,7 @@ def execute(
         backend: of the process group.
     """
     device_type, timeout_seconds = decided["device_type"], requested.timeout_seconds
-    with process_group(device_type, session.world, timeout_seconds, backend):
+    with process_group(session.world, timeout_seconds, backend):
         session.agree_on_run(timeout_seconds)
         config = final_settings(kind, requested, decided, data, session)
         quiet_known_warnings()

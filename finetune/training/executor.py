@@ -305,14 +305,12 @@ def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def largest_microbatch(
-    step_batches: StepBatches, *, looked_at_samples: int = LOOKED_AT_SAMPLES
-) -> Microbatch:
+def largest_microbatch(step_batches: StepBatches) -> Microbatch:
     """The planned microbatch with the most tokens, from all steps or an even choice; the same on
     every rank.
     """
     best, best_tokens = np.empty(0, dtype=np.int64), -1
-    for step in looked_at_steps(step_batches, looked_at_samples):
+    for step in looked_at_steps(step_batches):
         indices = step_batches.batches.indices(step)
         plan = step_batches.plan(indices, step_batches.execution)
         if plan.largest_microbatch_tokens > best_tokens:
@@ -326,12 +324,11 @@ def largest_microbatch(
     return step_batches.microbatch(best, packing=step_batches.execution.token_budget is not None)
 
 
-def looked_at_steps(step_batches: StepBatches, samples: int, *, most: int = 400) -> range:
-    """All steps, or an even choice of them with about so many samples: to plan all of a long run,
-    or many of a run on thousands of devices, would take longer than its first step.
+def looked_at_steps(step_batches: StepBatches, *, most: int = 400) -> range:
+    """All steps, or an even choice of them with about `LOOKED_AT_SAMPLES` samples: to plan all of a
+    long run, or many of a run on thousands of devices, would take longer than its first step.
     """
     total = len(step_batches)
-    count = max(
-        FEWEST_LOOKED_AT, min(most, samples // max(1, len(step_batches.batches.indices(0))))
-    )
+    samples_per_step = max(1, len(step_batches.batches.indices(0)))
+    count = max(FEWEST_LOOKED_AT, min(most, LOOKED_AT_SAMPLES // samples_per_step))
     return range(0, total, max(1, total // count))

@@ -113,10 +113,7 @@ class SpikeDetector:
     global batch.
     """
 
-    def __init__(
-        self, window_steps: int = SPIKE_WINDOW_STEPS, sigmas: float = SPIKE_SIGMAS
-    ) -> None:
-        self.sigmas = sigmas
+    def __init__(self, window_steps: int = SPIKE_WINDOW_STEPS) -> None:
         self.losses: deque[float] = deque(maxlen=window_steps)
 
     def is_spike(self, loss: float) -> bool:
@@ -130,7 +127,7 @@ class SpikeDetector:
                 deviation = math.sqrt(
                     sum((x - mean) ** 2 for x in self.losses) / (len(self.losses) - 1)
                 )
-                spike = loss - mean > self.sigmas * deviation
+                spike = loss - mean > SPIKE_SIGMAS * deviation
             self.losses.append(loss)
         return spike
 

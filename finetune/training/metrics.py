@@ -132,10 +132,6 @@ Metric = Callable[[Interval], dict[str, Any]]
 METRICS: tuple[Metric, ...] = (speed, model_flops_utilisation, per_difficulty, per_source)
 
 
-def line_facts(interval: Interval, metrics: Sequence[Metric] = METRICS) -> dict[str, Any]:
-    return {name: value for metric in metrics for name, value in metric(interval).items()}
-
-
 def progress_text(logs: dict[str, Any]) -> str:
     """What people see of a line while the run works."""
     text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tok/s"
@@ -177,7 +173,7 @@ class StepMeter:
     """
 
     def __init__(
-        self, groups: LossGroups, sums: int, device: torch.device, cost: ComputeCost | None = None
+        self, groups: LossGroups, sums: int, device: torch.device, cost: ComputeCost | None
     ) -> None:
         self.groups = groups
         self.cost = cost

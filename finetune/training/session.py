@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError, StateError
-from finetune.runtime import device as devices
 from finetune.runtime.launch_environment import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
@@ -292,16 +291,11 @@ class Session:
 
 
 @contextlib.contextmanager
-def process_group(
-    device_type: str, world: LaunchWorld, timeout_seconds: int, backend: str | None = None
-) -> Iterator[None]:
+def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Iterator[None]:
     """The process group of the run, if it has several processes; torn down with a barrier, so that
     none aborts.
 
     One that exists is used and left alone.
-
-    Args:
-        backend: None for the device's own.
     """
     import torch.distributed as dist
 
@@ -310,10 +304,7 @@ def process_group(
     # whatever was asked for.
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group(
-            backend or devices.DEVICE_KINDS[device_type].backend,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     try:
         yield
         # Only after a good end: a rank that fails must not wait for peers that are stuck in a

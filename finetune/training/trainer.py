@@ -63,7 +63,6 @@ from finetune.training.metrics import (
     ConsoleProgress,
     Metric,
     StepMeter,
-    line_facts,
     mean_losses,
 )
 from finetune.training.optimizers import (
@@ -620,7 +619,9 @@ class RunTrainer(Trainer):
         if "loss" in logs:
             # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
             self._tr_loss.zero_()
-            logs.update(line_facts(self.meter.take(self._sum_over_ranks), self.metrics))
+            interval = self.meter.take(self._sum_over_ranks)
+            for metric in self.metrics:
+                logs.update(metric(interval))
             if self.spikes.is_spike(logs["loss"]):
                 logger.warning("step %d: loss %.4f is a spike", step, logs["loss"])
                 ids = self._record_ids(self._batch)
