@@ -18,7 +18,10 @@ from finetune.training.resume import metadata_of
 if TYPE_CHECKING:
     from transformers import TrainerControl
 
-    from finetune.training.trainer import RunParts
+    from finetune.storage.run_log import RunLog
+    from finetune.training.control import Control
+    from finetune.training.prepare import PreparedRun
+    from finetune.training.resume import Resume
 
 logger = logging.getLogger("finetune")
 
@@ -149,34 +152,42 @@ class Evaluations:
             its content was verified.
     """
 
-    def __init__(self, parts: RunParts) -> None:
-        config, session = parts.config, parts.session
-        self.session = session
-        self.total_steps: int = parts.data.batches.total_steps
-        self.has_data = parts.data.valid is not None
+    def __init__(
+        self,
+        config: BaseConfig,
+        data: PreparedRun,
+        start: Resume,
+        *,
+        output_dir: Path,
+        control: Control,
+        runlog: RunLog,
+    ) -> None:
+        self.control = control
+        self.runlog = runlog
+        self.total_steps: int = data.batches.total_steps
+        self.has_data = data.valid is not None
         self.higher = config.metrics[config.followed_metric.removeprefix("eval_").partition("/")[0]]
         self.keep = config.keep_best
         self.patience = config.early_stopping
         self.every = config.eval_steps
         # In another folder's checkpoint neither the best one nor this one can be kept.
-        folder = parts.start.folder
-        if folder is not None and folder.resolve().parent != session.output_dir.resolve():
+        folder = start.folder
+        if folder is not None and folder.resolve().parent != output_dir.resolve():
             folder = None
         self.resumed_here = None if folder is None else folder.name
-        data = evaluated_data(config, parts.data.valid)
-        best = read_best(config.followed_metric, metadata_of(folder), data)
+        evaluated = evaluated_data(config, data.valid)
+        best = read_best(config.followed_metric, metadata_of(folder), evaluated)
         if not self.keep:
             best = replace(best, checkpoint=None)
         elif best.value is not None and (
-            best.checkpoint is None
-            or not verify(session.output_dir / best.checkpoint, hashes=False).valid
+            best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid
         ):
             logger.warning(
                 "the best checkpoint, of step %d, is not here: the best is looked for anew",
                 best.step,
             )
-            best = Best(best.metric, data=data)
-        self.best = Best(**session.control.share(asdict(best)))
+            best = Best(best.metric, data=evaluated)
+        self.best = Best(**control.share(asdict(best)))
 
     @property
     def enough(self) -> bool:
@@ -210,7 +221,7 @@ class Evaluations:
             keep=self.keep,
         )
         # one decision, however the ranks round
-        self.best = Best(**self.session.control.share(asdict(now)))
+        self.best = Best(**self.control.share(asdict(now)))
         if self.keep and step and self.best.step == step:
             flow.should_save = True
         if self.enough and step < self.total_steps:
@@ -219,7 +230,7 @@ class Evaluations:
                 step,
                 self.best.since,
             )
-            self.session.runlog.event(
+            self.runlog.event(
                 "early_stop", step=step, evaluations=self.best.since, **self.best.outcome()
             )
             flow.should_save = flow.should_training_stop = True

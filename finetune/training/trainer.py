@@ -298,7 +298,14 @@ class RunTrainer(Trainer):
         self.total_steps: int = batches.total_steps
         self.learning_rate_factor = parts.learning_rate_factor
         self.epochs_per_step = batches.global_batch_size / len(parts.data.train)
-        self.evaluations = Evaluations(parts)
+        self.evaluations = Evaluations(
+            parts.config,
+            parts.data,
+            self.start,
+            output_dir=parts.session.output_dir,
+            control=parts.session.control,
+            runlog=parts.session.runlog,
+        )
         parts.arguments.eval_on_start = self.evaluations.is_due(self.start.step)
         super().__init__(
             model=parts.model,
