@@ -1,4 +1,4 @@
-"""One answer while it is written: its tokens become text, piece by piece, for a listener or as a
+"""One answer while it is generated: its tokens become text, piece by piece, for a callback or as a
 stream.
 """
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.tools import Call
 from finetune.errors import FinetuneError
 from finetune.inference.engine import Engine
-from finetune.inference.tool_calls import CallReader
+from finetune.inference.tool_calls import CallReader, possible_beginning
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,16 +39,15 @@ class GenerationError(FinetuneError):
     """An answer ended by a failure of the model or device."""
 
 
-# (piece of text, the answer when it is over, the error when it failed)
+# (piece of text, the answer once it is complete, the error if it failed)
 OnPiece = Callable[[str, "Answer | None", "GenerationError | None"], None]
 
 
 class AnswerText:
-    """The text of one answer as it grows: whole characters only, no special tokens, and nothing of
-    a stop text.
+    """The text of one answer as it grows: whole characters only, no special tokens except `shown`,
+    and nothing of a stop text.
 
-    The pieces together are the whole text, which is what the tokenizer decodes from all tokens at
-    once.
+    The pieces joined are what the tokenizer decodes from all tokens together.
     """
 
     def __init__(
@@ -58,30 +57,26 @@ class AnswerText:
         shown: frozenset[str] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        # Special tokens that are text here. A decoder leaves out all of them or none, so the others
+        # A decoder leaves out all special tokens or none. If some are part of the text, the others
         # are kept from it.
-        self._hidden = frozenset()
+        self._hidden: set[int] = set()
         if shown:
-            known = tokenizer.added_tokens_decoder.items()
-            special = {
-                number for number, token in known if token.special and str(token) not in shown
-            }
-            own = set(tokenizer.all_special_ids) - set(
-                tokenizer.convert_tokens_to_ids(sorted(shown))
-            )
-            self._hidden = frozenset(special | own)
+            for number, token in tokenizer.added_tokens_decoder.items():
+                if token.special:
+                    self._hidden.add(number)
+            self._hidden.update(tokenizer.all_special_ids)
+            self._hidden.difference_update(tokenizer.convert_tokens_to_ids(sorted(shown)))
         self._skip = not shown
         self._decode = DecodeStream([], skip_special_tokens=self._skip)
         self._stops = tuple(stops)
-        self._longest_stop = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
         self._given = 0  # characters handed out
         self.text = ""
         self.stopped = False  # a stop text came
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; what may be the beginning of a character or a stop
-        text is kept back.
+        """Return the text that these tokens complete. What may be the beginning of a character or
+        of a stop text is kept back.
         """
         token_ids = [token for token in token_ids if token not in self._hidden]
         self._ids.extend(token_ids)
@@ -91,7 +86,7 @@ class AnswerText:
         return self._hand_out(self.text + fresh, keep_back=True)
 
     def finish(self) -> str:
-        """What was kept back."""
+        """Return what was kept back."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
@@ -101,32 +96,23 @@ class AnswerText:
     def _hand_out(self, text: str, *, keep_back: bool) -> str:
         if self.stopped:
             return ""
-        search_from = max(0, len(self.text) - self._longest_stop)
-        self.text = text
-        found = [start for stop in self._stops if (start := text.find(stop, search_from)) >= 0]
-        if found:
-            self.stopped = True
-            self.text = text[: min(found)]
-            end = len(self.text)
-        else:
-            end = len(text) - (self._possible_stop() if keep_back else 0)
+        starts = [text.index(stop) for stop in self._stops if stop in text]
+        self.stopped = bool(starts)
+        self.text = text[: min(starts)] if starts else text
+        end = len(self.text)
+        if keep_back and not self.stopped:
+            end -= possible_beginning(text, self._stops)
         piece = self.text[self._given : end]
         self._given = max(self._given, end)
         return piece
 
-    def _possible_stop(self) -> int:
-        """Characters at the end that may be the beginning of a stop text."""
-        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
-            if any(
-                stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length
-            ):
-                return length
-        return 0
-
 
 class Generation:
-    """One answer being written; `calls` reads those of tools from it. `on_piece` is called in the
-    engine's thread.
+    """One answer in progress.
+
+    Args:
+        on_piece: called in the engine's thread.
+        calls: reads tool calls from the text.
     """
 
     def __init__(
@@ -139,7 +125,7 @@ class Generation:
         calls: CallReader | None = None,
     ) -> None:
         self._calls = calls
-        self._said = ""
+        self._shown = ""  # text handed out, without calls
         self.identity = uuid.uuid4().hex
         self.prompt_tokens = prompt_tokens
         self._engine = engine
@@ -151,7 +137,7 @@ class Generation:
         self._over = False
 
     def cancel(self) -> None:
-        """Stop writing; ends with finish_reason "cancelled" unless it is over already."""
+        """Stop; the finish_reason is "cancelled" unless the answer is complete already."""
         with self._lock:
             if self._over:
                 return
@@ -159,7 +145,7 @@ class Generation:
         self._engine.cancel(self.identity)
 
     def receive(self, token_ids: Sequence[int], finished: bool, error: str | None) -> None:
-        """The engine's listener."""
+        """Receive tokens as the engine's listener."""
         with self._lock:
             if self._over:
                 return
@@ -178,34 +164,37 @@ class Generation:
             elif finished:
                 ended = bool(self._ids) and self._ids[-1] in self._stop_ids
                 self._end(piece, "stop" if ended else "length")
-            elif piece := self._say(piece):
+            elif piece := self._without_calls(piece):
                 self._on_piece(piece, None, None)
 
-    def _say(self, piece: str) -> str:
-        """What of a piece is none of a call's."""
-        said = piece if self._calls is None else self._calls.add(piece)
-        self._said += said
-        return said
+    def _without_calls(self, piece: str) -> str:
+        """Return the part of a piece that does not belong to a tool call."""
+        if self._calls is not None:
+            piece = self._calls.add(piece)
+        self._shown += piece
+        return piece
 
     def _end(self, piece: str, reason: str) -> None:
         self._over = True
-        piece = self._say(piece + self._text.finish())
+        piece = self._without_calls(piece + self._text.finish())
         if self._text.stopped and reason != "cancelled":  # what was kept back completed a stop text
             reason = "stop"
         calls: tuple[Call, ...] = ()
         if self._calls is not None:
             rest = self._calls.finish()
-            piece, self._said, calls = piece + rest, self._said + rest, tuple(self._calls.calls)
-            if calls:  # templates write a line's end between what is said and a call
-                self._said = self._said.rstrip()
-                reason = "tool_calls" if reason == "stop" else reason
-        text = self._text.text if self._calls is None else self._said
-        answer = Answer(text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids), calls)
+            piece += rest
+            self._shown += rest
+            calls = tuple(self._calls.calls)
+        if calls:  # templates write a line break between the text and a call
+            self._shown = self._shown.rstrip()
+            reason = "tool_calls" if reason == "stop" else reason
+        ids = tuple(self._ids)
+        answer = Answer(self._shown, ids, reason, self.prompt_tokens, len(ids), calls)
         self._on_piece(piece, answer, None)
 
 
 class AnswerStream(Iterator[str]):
-    """Pieces of text as they come; `answer` is there after the last. Leaving early cancels."""
+    """Pieces of text as they are generated; `answer` is set after the last."""
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
@@ -232,7 +221,18 @@ class AnswerStream(Iterator[str]):
             raise StopIteration
         return piece
 
+    def finish(self) -> Answer:
+        """Wait for the complete answer.
+
+        Raises:
+            GenerationError: the answer failed.
+        """
+        for _piece in self:
+            pass
+        assert self.answer is not None
+        return self.answer
+
     def cancel(self) -> None:
-        """Stop the answer; the pieces end soon after."""
+        """Stop the answer; the stream ends soon after."""
         if self.generation is not None:
             self.generation.cancel()

@@ -1,9 +1,9 @@
-"""Logits -> scores whose argmax is the token to take, for sequences with settings of their own.
+"""Turn logits into scores whose argmax is the next token, with separate settings per sequence.
 
-Drawing is done with Gumbel noise (argmax of log-probability plus noise draws from the distribution;
-Gumbel, 1954). The noise of a token is a hash of (seed, position, token), computed on the device: so
-an answer depends on its own seed only, not on who else is in the batch, and a greedy sequence keeps
-its logits as they are.
+Sampling uses Gumbel noise (the argmax of log-probability plus noise samples from the distribution;
+Gumbel, 1954). The noise of a token is a hash of (seed, position, token), computed on the device. An
+answer therefore depends on its own seed only, not on the rest of the batch. A greedy sequence keeps
+its logits.
 """
 
 from __future__ import annotations
@@ -36,52 +36,44 @@ class RunningSequence:
 
 
 def adjust(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Float scores (sequences, vocabulary); the argmax of each sequence's scores is its next
-    token.
-    """
+    """Return float32 scores `(sequences, vocabulary)` whose argmax is the next token."""
     if scores.shape[0] != len(sequences):
         raise ValueError(f"logits of {scores.shape[0]} sequences for {len(sequences)} requests")
+    scores = scores.to(torch.float32, copy=True)
+    drawing = []
     for number, sequence in enumerate(sequences):
         if sequence.sampling.repetition_penalty != 1:
-            scores = scores.clone()
-            _penalise(scores[number], sequence)
-    drawing = [
-        number for number, sequence in enumerate(sequences) if sequence.sampling.temperature > 0
-    ]
-    if not drawing:
-        return scores
-    drawn = _draw(scores[drawing], [sequences[number] for number in drawing])
-    if len(drawing) == len(sequences):
-        return drawn
-    scores = scores.clone()
-    scores[drawing] = drawn
+            _penalize(scores[number], sequence)
+        if sequence.sampling.temperature > 0:
+            drawing.append(number)
+    if drawing:
+        scores[drawing] = _draw(scores[drawing], [sequences[number] for number in drawing])
     return scores
 
 
 def adjust_each(
     scores: torch.Tensor, sequences: Sequence[RunningSequence]
 ) -> tuple[torch.Tensor, dict[int, Exception]]:
-    """As `adjust`; a sequence whose scores cannot be adjusted keeps them, and its number comes with
-    the error.
+    """Adjust scores, but keep those of a sequence that fails, and return its error.
 
-    Requests of several clients share a batch: what one of them asks for must not end the others.
+    Requests of several clients share a batch: an error of one must not end the others.
     """
     try:
         return adjust(scores, sequences), {}
-    # whatever it was, it is raised again below for the sequences that it belongs to
+    # raised again below for the sequences that it belongs to
     except Exception:
-        rows, failed = [], {}
+        scores = scores.float()
+        failed = {}
         for number, sequence in enumerate(sequences):
-            row = scores[number : number + 1]
+            one = slice(number, number + 1)
             try:
-                row = adjust(row, [sequence])
+                scores[one] = adjust(scores[one], [sequence])
             except Exception as error:
                 failed[number] = error
-            rows.append(row)
-        return torch.cat(rows), failed
+        return scores, failed
 
 
-def _penalise(scores: torch.Tensor, sequence: RunningSequence) -> None:
+def _penalize(scores: torch.Tensor, sequence: RunningSequence) -> None:
     # The rule of transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., 2019).
     seen = torch.tensor(sorted(set(sequence.history)), device=scores.device)
     penalty = sequence.sampling.repetition_penalty
@@ -97,7 +89,7 @@ def _draw(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.T
     temperatures = [
         max(sequence.sampling.temperature, SMALLEST_TEMPERATURE) for sequence in sequences
     ]
-    scores = scores.float() / column(temperatures, torch.float32)
+    scores = scores / column(temperatures, torch.float32)
     if any(sequence.sampling.top_k or sequence.sampling.top_p < 1 for sequence in sequences):
         every = scores.shape[1]
         top_k = column([sequence.sampling.top_k or every for sequence in sequences], torch.int64)

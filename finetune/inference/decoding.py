@@ -1,14 +1,14 @@
-"""The decoding loop of one batch, shared by `StaticEngine` and by answers during training.
+"""The decoding loop of one batch, for `StaticEngine`, answers during training and `verify`.
 
 transformers' `generate` prepares the inputs and the cache; the loop is ours (`custom_generate`),
 because a model in training has to be called through its wrapper (DDP, DeepSpeed), and because
-requests of one batch have their own settings and listeners. What the comments say of others is of
-transformers 5.23 and torch 2.13.
+requests of one batch have their own settings and listeners. The comments about other libraries
+describe transformers 5.23 and torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class BatchDecoding:
         call: Callable[..., Any],
         prompts: Sequence[Sequence[int]],
         max_new_tokens: Sequence[int],
-        stop_ids: frozenset[int],
+        stop_ids: Collection[int],
         going: Callable[[bool], bool] = bool,
     ) -> None:
         self.call = call
@@ -57,12 +57,17 @@ class BatchDecoding:
         self.cache: Any = None
 
     @torch.no_grad()
-    def run(self, model: PreTrainedModel, pad_id: int, cache: DynamicCache | None = None) -> None:
+    def run(
+        self, model: PreTrainedModel, pad_id: int, cache: DynamicCache | None = None
+    ) -> list[list[int]]:
         """Decode until all answers are over.
 
         Args:
             model: what `call` runs.
             cache: keys and values of the beginning of the only prompt.
+
+        Returns:
+            `answers`: the tokens of `model.generate(do_sample=False)`.
         """
         longest = max(map(len, self.prompts))
         ids = torch.full((len(self.prompts), longest), pad_id)
@@ -85,6 +90,7 @@ class BatchDecoding:
             custom_generate=self._loop,
             **({} if cache is None else {"past_key_values": cache}),
         )
+        return self.answers
 
     def _loop(
         self,
@@ -111,7 +117,7 @@ class BatchDecoding:
                 prepared["logits_to_keep"] = last_logits
             outputs = self.call(**prepared, return_dict=True)
             inputs = model._update_model_kwargs_for_generation(outputs, inputs)
-            # answers that are over still go along
+            # answers that are over stay in the batch
             if inputs.get("position_ids") is not None:
                 inputs["position_ids"] = inputs["position_ids"].clamp(max=last_position)
             tokens = self.choose(logits_processor(ids, outputs.logits[:, -1].float()))
@@ -140,8 +146,8 @@ class BatchDecoding:
 
 @contextmanager
 def answering(wrapped: torch.nn.Module, model: PreTrainedModel) -> Iterator[None]:
-    """Put a model in training into eval mode, with an attention that reads a cache; afterwards
-    everything is as before.
+    """Put a model in training into eval mode, with an attention that reads a cache, and restore
+    both afterwards. `BatchDecoding` with a wrapped model needs it.
     """
     was_training, before = wrapped.training, model.config._attn_implementation
     own = before in (ISOLATED, BY_DOCUMENT)
@@ -150,36 +156,11 @@ def answering(wrapped: torch.nn.Module, model: PreTrainedModel) -> Iterator[None
         model.set_attn_implementation("eager" if softcapped else "sdpa")
     wrapped.eval()
     try:
-        # Compiled layers would be compiled again for each form of batch, of which torch allows a
-        # few: beyond them training would continue with another kernel.
+        # Compiled layers would be compiled again for each shape of a batch. torch limits how often;
+        # beyond the limit, training would continue with another kernel.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         wrapped.train(was_training)
         if own:
             model.set_attn_implementation(before)
-
-
-def greedy_tokens(
-    wrapped: Callable[..., Any],
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: Sequence[int],
-    *,
-    stop_ids: Sequence[int],
-    pad_id: int,
-    going: Callable[[bool], bool] = bool,
-) -> list[list[int]]:
-    """Answer prompts together, with the tokens of `model.generate(do_sample=False)`.
-
-    Args:
-        wrapped: `model` as training calls it; to be called inside `answering`.
-
-    Others: as `BatchDecoding`.
-
-    Returns:
-        Token ids of each answer, with the end token if there is one.
-    """
-    decoding = BatchDecoding(wrapped, prompts, max_new_tokens, frozenset(stop_ids), going)
-    decoding.run(model, pad_id)
-    return decoding.answers

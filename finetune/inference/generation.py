@@ -1,5 +1,4 @@
-"""The generation core: prompts in, answers out, whole or as a stream; chat, serve and eval all
-stand on it.
+"""The generation core of chat, serve and eval: prompts in, answers out, whole or as a stream.
 
     generator = load_for_generation("runs/my-run")
     question = {"role": "user", "content": "a question"}
@@ -8,7 +7,7 @@ stand on it.
     for piece in stream: ...
     stream.answer
 
-A prompt is a text (taken as it is), messages (written by the chat template), or token ids. With
+A prompt is a string (used as it is), messages (rendered by the chat template), or token ids. With
 temperature 0 the tokens are those of transformers' `model.generate(do_sample=False)`, alone and in
 a batch.
 """
@@ -25,10 +24,17 @@ import torch
 from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message, with_matched_results
 from finetune.data.report import RecordProblem
-from finetune.data.tools import Tools, read_calls, read_tools
+from finetune.data.tools import Call, Tools, read_calls, read_tools
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
-from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits, has_latent_cache
+from finetune.inference.engine import (
+    ContinuousEngine,
+    Engine,
+    Job,
+    StaticEngine,
+    find_limits,
+    has_latent_cache,
+)
 from finetune.inference.limited_template import limit_chat_template
 from finetune.inference.loading import (
     check_fit,
@@ -38,7 +44,6 @@ from finetune.inference.loading import (
     load_weights,
 )
 from finetune.inference.sampling import Sampling, default_sampling
-from finetune.inference.static_engine import StaticEngine
 from finetune.inference.tool_calls import CallForm, CallReader, find_form, shown_tokens
 from finetune.modeling.attention import can_pack, only_attends
 from finetune.modeling.model_config import padding_id
@@ -63,7 +68,7 @@ class PromptTooLong(DataError):
 class Generator:
     """A loaded model that answers prompts. The settings are those of `load_for_generation`.
 
-    `model` has an adapter's layers inside, and is not to be changed while answers are written.
+    `model` contains the adapter's layers and must not change while answers are generated.
     """
 
     def __init__(
@@ -82,8 +87,8 @@ class Generator:
         self.tokenizer = tokenizer
         device, eos = model.device, model.config.get_text_config().eos_token_id
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # The operations of a small model are shorter than waking another thread, and much
-            # shorter than waiting for one that the system has put aside.
+            # An operation of a small model takes less time than waking another thread, and much
+            # less than waiting for one that the system has descheduled.
             threads = 1 if model.num_parameters() < SMALL_MODEL_PARAMETERS else cpu_threads
             if threads is not None:
                 torch.set_num_threads(threads)
@@ -93,8 +98,8 @@ class Generator:
         self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
         if continuous is None:
-            # Where it is tested; its cache has one width for keys and values, which latent
-            # attention's are not of.
+            # Where it is tested. Its cache needs keys and values of the same size, which latent
+            # attention does not have.
             continuous = (
                 can_pack(model.config)
                 and only_attends(model.config)
@@ -106,7 +111,7 @@ class Generator:
             model, sorted(self.stop_ids), padding_id(model.config, tokenizer), self.limits
         )
         try:
-            # it works, or says why not
+            # fail now if it does not work
             self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))
         except BaseException:
             self.close()
@@ -116,16 +121,13 @@ class Generator:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How the chat template writes calls of tools; None where it writes none, or they could not
-        be read back.
-        """
+        """How the chat template writes tool calls, or None if they could not be read back."""
         return find_form(self._template)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The prompt text of a conversation, up to where the answer begins: what training has
-        before that answer.
+        """Render a conversation up to where the answer begins: what training has before it.
 
         Raises:
             DataError: no message, a wrong role or content, or a refusal of the chat template.
@@ -153,14 +155,13 @@ class Generator:
             ) from problem
 
     def prompt_ids(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Token ids of a text, of messages, or the ids themselves.
+        """Return the token ids of a prompt.
 
         Raises:
             DataError: as `render`; an empty prompt; an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            # As transformers does by default: with the tokens that the tokenizer puts around a
-            # plain text.
+            # As transformers does by default: with the special tokens that the tokenizer adds.
             ids = self.tokenizer(prompt)["input_ids"]
         elif len(prompt) and all(isinstance(part, int) for part in prompt):
             ids = [int(part) for part in prompt]  # type: ignore[arg-type]
@@ -168,8 +169,7 @@ class Generator:
             ids = self.tokenizer(self.render(prompt, tools), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
         if not ids:
             raise DataError("the prompt is empty", "prompt", "send at least one token")
-        # Of texts too: a tokenizer may have ids, of images say, that the model has no embedding
-        # for.
+        # Strings too: a tokenizer may have ids, for images say, without an embedding in the model.
         highest = self.model.config.get_text_config().vocab_size
         if min(ids) < 0 or max(ids) >= highest:
             raise DataError(
@@ -187,10 +187,10 @@ class Generator:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Generation:
-        """Begin an answer; `on_piece` is called from another thread until it is over.
+        """Start an answer. `on_piece` is called from another thread until it is complete.
 
         Args:
-            tools: that the answer may call, for messages.
+            tools: tools that the answer may call, if the prompt is messages.
 
         Raises:
             DataError: as `prompt_ids`; PromptTooLong.
@@ -206,12 +206,12 @@ class Generator:
             )
         sampling = sampling or self.default_sampling
         sampling = sampling.changed(max_new_tokens=min(sampling.max_new_tokens or room, room))
-        form = self.call_form if tools else None
-        shown = frozenset() if form is None else shown_tokens(form, self._template)
-        text, calls = (
-            AnswerText(self.tokenizer, sampling.stop, shown),
-            None if form is None else CallReader(form),
-        )
+        shown: frozenset[str] = frozenset()
+        calls = None
+        if tools and self.call_form is not None:
+            shown = shown_tokens(self.call_form, self._template)
+            calls = CallReader(self.call_form)
+        text = AnswerText(self.tokenizer, sampling.stop, shown)
         generation = Generation(self.engine, self.stop_ids, len(ids), text, on_piece, calls)
         self.engine.submit(Job(generation.identity, ids, sampling, generation.receive))
         return generation
@@ -223,16 +223,16 @@ class Generator:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AnswerStream:
-        """The answer to one prompt, piece by piece. Raises as `start`."""
+        """Stream the answer to one prompt. Raises as `start`."""
         stream = AnswerStream()
         stream.generation = self.start(prompt, sampling, stream.put, tools=tools)
         return stream
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling | None = None) -> list[Answer]:
-        """The answers to all prompts, in their order, written together.
+        """Answer all prompts together and return the answers in their order.
 
         Raises:
-            DataError: as `start`, before anything is written.
+            DataError: as `start`, before anything is generated.
             GenerationError: an answer failed.
         """
         ids = [self.prompt_ids(prompt) for prompt in prompts]
@@ -240,17 +240,14 @@ class Generator:
         try:
             for prompt in ids:
                 streams.append(self.stream(prompt, sampling))
-            for stream in streams:
-                for _piece in stream:
-                    pass
+            return [stream.finish() for stream in streams]
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return [stream.answer for stream in streams if stream.answer is not None]
 
     def close(self) -> None:
-        """End the engine; twice does no harm."""
+        """Stop the engine. It may be called twice."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -274,17 +271,17 @@ def load_for_generation(
     trust_remote_code: bool = False,
     limit_template: bool = False,
 ) -> Generator:
-    """Load a model to answer with. Model, adapter, device, dtype and template are as `ModelOptions`
-    describes them.
+    """Load a model to answer with. `ModelOptions` describes the model, adapter, device, dtype and
+    template.
 
     Args:
-        max_batch: answers written at the same time.
-        context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
+        max_batch: answers generated at the same time.
+        context_tokens: maximum tokens of a prompt with its answer; None: the model's maximum.
         continuous: whether requests may join a running batch; None: wherever that is tested.
-        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's
+        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS is set; None: torch's
             own number.
-        limit_template: render the chat template in a process with limits, as prompts are not the
-            caller's own.
+        limit_template: render the chat template in a process with limits, because the prompts come
+            from others.
 
     Raises:
         ConfigError, DataError: no such model, adapter, device or template; files that do not fit.
@@ -320,12 +317,10 @@ def _message(number: int, message: Any) -> Message:
         raise DataError(
             f"role is {str(role)[:40]!r}", f"{where}.role", f"use one of {', '.join(ROLES)}"
         )
+    calls: tuple[Call, ...] = ()
     try:
-        calls = (
-            read_calls(message.get("tool_calls"), f"{where}.tool_calls", number)
-            if role == "assistant"
-            else ()
-        )
+        if role == "assistant":
+            calls = read_calls(message.get("tool_calls"), f"{where}.tool_calls", number)
     except RecordProblem as problem:
         raise DataError(
             str(problem), where, "send calls as they were answered: id, type and function"

@@ -1,11 +1,10 @@
-"""A model folder, a run's output, an adapter or a hub id -> the model and tokenizer to generate
-with.
-"""
+"""Find and load models and tokenizers: a folder, a run's output, an adapter or a hub id."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from finetune.modeling.model_config import (
 from finetune.modeling.pretrained import DTYPES
 from finetune.modeling.quantization import NOTE_NAME, quantized_loading
 from finetune.runtime.launch_environment import import_bitsandbytes
+from finetune.storage.checkpoint_files import list_checkpoints
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 
@@ -59,7 +59,7 @@ class Source:
 
 
 def find_source(model: str | None, adapter: str | None = None) -> Source:
-    """What `--model` and `--adapter` mean. A folder with an adapter stands for that adapter on its
+    """Find what `--model` and `--adapter` name. A folder with an adapter means the adapter on its
     base.
 
     Raises:
@@ -91,10 +91,7 @@ def _check_folder(folder: Path) -> None:
     """Raise ConfigError for a run without a result."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    checkpoints = sorted(
-        (path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
-        key=lambda path: int(path.name[11:]),
-    )
+    checkpoints = list_checkpoints(folder)
     if checkpoints or (folder / "run.yaml").is_file():
         newest = f", or give its checkpoint {checkpoints[-1].name}" if checkpoints else ""
         raise ConfigError(
@@ -103,7 +100,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _downloaded_adapter(name: str) -> Path:
-    """The folder of an adapter on the hub, this machine's copy first."""
+    """Return the folder of an adapter on the hub, preferably this machine's copy."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -129,7 +126,7 @@ def _downloaded_adapter(name: str) -> Path:
 
 
 def _base_of(folder: Path) -> str:
-    """The base model that an adapter names."""
+    """Return the base model that an adapter names."""
     path = folder / "adapter_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -153,32 +150,28 @@ def _base_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that a model came from; `settings` and `identity` are empty where they cannot be
-    read.
-    """
+    """The run that made a model. Settings and identity are empty if they cannot be read."""
 
     folder: Path
     settings: dict[str, Any]
     identity: dict[str, Any]
 
     def evaluations(self, up_to_step: int | None = None) -> list[dict[str, Any]]:
-        """The run's evaluations in order, those after a step left out; none where the log cannot be
-        read.
-        """
+        """Return the run's evaluations in order; none if the log cannot be read."""
+        last = math.inf if up_to_step is None else up_to_step
+        found = []
         try:
-            events = list(read_jsonl_tolerant(self.folder / "events.jsonl"))
+            for event in read_jsonl_tolerant(self.folder / "events.jsonl"):
+                step = event.get("step")
+                if event.get("event") == "eval" and isinstance(step, int) and step <= last:
+                    found.append(event)
         except (OSError, DataError):
             return []
-        found = [
-            event
-            for event in events
-            if event.get("event") == "eval" and isinstance(event.get("step"), int)
-        ]
-        return [event for event in found if up_to_step is None or event["step"] <= up_to_step]
+        return found
 
 
 def find_run(result: Path) -> Origin | None:
-    """The run whose output folder or checkpoint this is; None where there is none."""
+    """Return the run whose output folder or checkpoint this is, or None."""
     result = result.expanduser().resolve()
     for folder in (result, result.parent):
         if folder.is_dir() and (described := describe_folder(folder)).kind == "run":
@@ -187,8 +180,8 @@ def find_run(result: Path) -> Origin | None:
 
 
 def trained_on(adapter: Path) -> str:
-    """What an adapter's base was held in when it was trained, nf4 or int8, by its own note or its
-    run; none if unknown.
+    """Return the quantization of an adapter's base in training, from the adapter's note or its run:
+    nf4, int8, or "none" if unknown.
 
     Raises:
         ConfigError: the note cannot be read.
@@ -211,8 +204,7 @@ def trained_on(adapter: Path) -> str:
 def load_tokenizer_of(
     source: Source, template: str | None, *, trust_remote_code: bool, chats: bool = True
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that was trained with: the adapter's own where it has
-    one.
+    """Load the tokenizer and chat template of the training: the adapter's own if it has one.
 
     Args:
         chats: whether it needs a chat template.
@@ -232,11 +224,11 @@ def load_weights(
     trust_remote_code: bool,
     rounded: str = "none",
 ) -> PreTrainedModel:
-    """The model in eval mode on its device, the adapter's layers inside.
+    """Load the model in eval mode on its device, with the adapter's layers inside.
 
     Args:
-        rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the
-            dtype again.
+        rounded: nf4 or int8: quantize the base's weights as `--quantization` does, and dequantize
+            them to the dtype.
 
     Raises:
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
@@ -246,24 +238,21 @@ def load_weights(
     if not sys.stderr.isatty():
         disable_progress_bar()
     config = load_model_config(source.base, trust_remote_code=trust_remote_code)
+    quantized: dict[str, Any] = {}
+    if rounded != "none":
+        quantized = quantized_loading(rounded, DTYPES[dtype], device, zero3=False)
+    # Only transformers' eager attention applies a softcap. Otherwise transformers chooses.
+    softcapped = getattr(config, "attn_logit_softcapping", None)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             repository,
             revision=revision,
             config=config,
             dtype=DTYPES[dtype],
-            # Softcapped attention is right in transformers' eager path only; else transformers
-            # chooses.
-            attn_implementation=(
-                "eager" if getattr(config, "attn_logit_softcapping", None) else None
-            ),
+            attn_implementation="eager" if softcapped else None,
             use_safetensors=True,  # a .bin file is a pickle; pickles are never read
             trust_remote_code=trust_remote_code,
-            **(
-                {}
-                if rounded == "none"
-                else quantized_loading(rounded, DTYPES[dtype], device, zero3=False)
-            ),
+            **quantized,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -272,7 +261,7 @@ def load_weights(
             "the folder needs model.safetensors (or its shards with an index)",
         ) from error
     if rounded != "none":
-        # it says what is asked
+        # it would warn about dequantizing, which is intended
         logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
         model = model.dequantize(DTYPES[dtype])
     if source.adapter is not None:
@@ -280,14 +269,13 @@ def load_weights(
             logger.info(
                 "the adapter was trained on a base in %s; here it stands on one in %s", kind, dtype
             )
-        # The model itself, with the adapter's layers in place: generation knows nothing of the
-        # wrapper.
+        # Generation needs the model itself, with the adapter's layers but without peft's wrapper.
         model = with_adapter(model, source.adapter).get_base_model()
     return model.to(device).eval().requires_grad_(False)
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """The model with the adapter's layers inside it.
+    """Put the adapter's layers into a model.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -299,7 +287,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     check_adapter_file(folder, trained=False)
     try:
         with warnings.catch_warnings():
-            # peft asks the model by a name that transformers has renamed.
+            # peft reads an attribute that transformers has renamed.
             warnings.filterwarnings(
                 "ignore",
                 message="`is_gradient_checkpointing` is deprecated",
@@ -319,8 +307,8 @@ def end_ids(
     generation: GenerationConfig,
     config_eos: int | list[int] | None,
 ) -> tuple[int, ...]:
-    """Every token that ends an answer: of the template's turns, of the tokenizer and of the model's
-    settings.
+    """Return every token that ends an answer, from the template's turns, the tokenizer and the
+    model's settings.
     """
     ends = set(stop_token_ids(tokenizer))
     padding = tokenizer.added_tokens_decoder.get(tokenizer.pad_token_id)

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,10 +202,10 @@ def shown_tokens(form: CallForm, template: ChatTemplate) -> frozenset[str]:
 
 
 class CallReader:
-    """Tells what is said in an answer from the calls behind it, as it is written.
+    """Separates the text of an answer from the calls that follow it, while it is generated.
 
     Attributes:
-        calls: after `finish`, those that were read.
+        calls: the calls that were read, after `finish`.
     """
 
     def __init__(self, form: CallForm) -> None:
@@ -216,25 +216,22 @@ class CallReader:
         self.calls: list[Call] = []
 
     def add(self, piece: str) -> str:
-        """What of the text so far is certainly none of a call's."""
+        """Return the text so far that certainly belongs to no call."""
         self._held += piece
         if self._is_call:
             return ""
         start = self._start()
         if start is None:
-            kept = self._possible_marker()
-            said, self._held = (
-                self._held[: len(self._held) - kept],
-                self._held[len(self._held) - kept :],
-            )
+            start = len(self._held) - self._possible_marker()
         else:
             self._is_call = True
-            said, self._held = self._held[:start], self._held[start:]
-        self._begun = self._begun or bool(said.strip())
-        return said
+        text = self._held[:start]
+        self._held = self._held[start:]
+        self._begun = self._begun or bool(text.strip())
+        return text
 
     def finish(self) -> str:
-        """The rest of what is said: what was kept back and is no call."""
+        """Return what was kept back and is no call."""
         held, self._held = self._held, ""
         if not self._is_call:
             return held
@@ -250,21 +247,24 @@ class CallReader:
             if self._begun or not beginning.startswith(self._form.markers):
                 return None
             return len(self._held) - len(beginning)
-        found = [place for marker in self._form.markers if (place := self._held.find(marker)) >= 0]
+        found = [self._held.index(marker) for marker in self._form.markers if marker in self._held]
         return min(found, default=None)
 
     def _possible_marker(self) -> int:
-        """Characters at the end that may be the beginning of a marker, with the white space before
-        them.
+        """Return how many characters at the end may be the beginning of a marker. At the start of
+        an answer, white space before it counts too.
         """
         if self._form.at_start:
             beginning = self._held.lstrip()
-            may_be = not self._begun and any(
-                marker.startswith(beginning) for marker in self._form.markers
-            )
-            return len(self._held) if may_be else 0
-        longest = max(map(len, self._form.markers)) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(marker.startswith(self._held[-length:]) for marker in self._form.markers):
-                return length
-        return 0
+            matches = any(marker.startswith(beginning) for marker in self._form.markers)
+            return len(self._held) if matches and not self._begun else 0
+        return possible_beginning(self._held, self._form.markers)
+
+
+def possible_beginning(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of one of the marks."""
+    longest = max(map(len, marks), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0

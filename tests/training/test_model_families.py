@@ -14,9 +14,9 @@ from tiny_models import CPU, documents, make_microbatch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.run_config import RunConfig
+from finetune.inference.engine import StaticEngine
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
-from finetune.inference.static_engine import StaticEngine
 from finetune.modeling.adapter import add_adapter, passed_over
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import microbatch_losses

@@ -1,5 +1,5 @@
-"""`python -m finetune eval`: held-out records, texts and lm_eval's tasks: of a model, its adapters,
-its base.
+"""`python -m finetune eval`: measure a model, its adapters and its base on held-out records, texts
+and lm_eval's tasks.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 
 from finetune.commands.evaluate.options import RESULT_NAME, TABLE_NAME, EvalOptions
 from finetune.config.options import read_options
@@ -17,11 +17,19 @@ from finetune.storage.run_folder import describe_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: evaluated; 1: failed while evaluating; 2: refused before that; 130:
-    interrupted.
+    """Run the command.
+
+    Returns:
+        The exit code; `EvalOptions.epilog` lists them.
     """
     options = read_options(EvalOptions, argv)
-    _check_output(options.output)
+    output = options.output
+    if output is not None and describe_folder(output).kind != "empty":
+        raise StateError(
+            "the output folder is not empty",
+            str(output),
+            "name a new folder; nothing is overwritten",
+        )
     from finetune.runtime.launch_environment import probe_torch_npu
     from finetune.storage.run_log import setup_console
 
@@ -33,33 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, find_candidates(options.model, options.adapter, base=options.base)
     )
     try:
-        scores = evaluation.run(options.output)
+        scores = evaluation.run()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
-    from finetune.commands.evaluate.scores import (
-        compare,
-        comparison,
-        markdown_table,
-        rich_table,
-        tables,
-    )
+    from finetune.commands.evaluate.scores import compare, markdown_table, rich_table, tables
+    from finetune.storage import durable_files
     from finetune.storage.run_log import strict
 
     differences = compare(scores)
-    shown = tables(scores, comparison(scores, differences))
+    shown = tables(scores, differences)
     result = {
         **evaluation.facts(),
         "models": [score.to_dict() for score in scores],
-        "differences": [difference.to_dict() for difference in differences],
+        "differences": [asdict(difference) for difference in differences],
     }
     text = json.dumps(strict(result), indent=2, ensure_ascii=False) + "\n"
     in_markdown = "\n".join(map(markdown_table, shown))
-    if options.output is not None:
-        from finetune.storage import durable_files
-
-        durable_files.replace_file(options.output / TABLE_NAME, in_markdown.encode())
-        durable_files.replace_file(options.output / RESULT_NAME, text.encode())
+    if output is not None:
+        durable_files.replace_file(output / TABLE_NAME, in_markdown.encode())
+        durable_files.replace_file(output / RESULT_NAME, text.encode())
     if options.as_json:
         sys.stdout.write(text)
     elif sys.stdout.isatty():
@@ -69,13 +70,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write(in_markdown)
     return int(ExitCode.DONE)
-
-
-def _check_output(folder: Path | None) -> None:
-    """Raise StateError unless the folder is new or empty."""
-    if folder is not None and describe_folder(folder).kind != "empty":
-        raise StateError(
-            "the output folder is not empty",
-            str(folder),
-            "name a new folder; nothing is overwritten",
-        )

@@ -1,5 +1,5 @@
-"""An evaluation: records, texts and tasks once, then each candidate in turn, one in memory at a
-time.
+"""An evaluation: prepare records, texts and tasks once, then measure each candidate in turn, with
+one model in memory at a time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from finetune.commands.evaluate.options import GENERATIONS_NAME, EvalOptions
+from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.records import HeldOutRecords
-from finetune.commands.evaluate.scores import ModelScores
+from finetune.commands.evaluate.scores import ModelScores, distinct_names
 from finetune.commands.evaluate.tasks import Tasks
 from finetune.commands.evaluate.text_bits import Texts
 from finetune.errors import ConfigError
@@ -27,22 +27,19 @@ from finetune.inference.loading import (
 )
 from finetune.modeling.hub import recorded_model
 from finetune.runtime import device as devices
-from finetune.storage.run_log import JsonLines
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model of the comparison; `role` is base, adapter or model, `name` one that no other
-    has.
-    """
+    """One model of the comparison."""
 
-    name: str
-    role: str
+    name: str  # unique
+    role: str  # base, adapter or model
     source: Source
 
 
 def find_candidates(model: str | None, adapters: Sequence[str], *, base: bool) -> list[Candidate]:
-    """The models asked for, after the base where it is wanted.
+    """Find the requested models, after the base if it is requested.
 
     Raises:
         ConfigError: as `find_source`; adapters on different bases; no base to compare with.
@@ -55,22 +52,17 @@ def find_candidates(model: str | None, adapters: Sequence[str], *, base: bool) -
             "--adapter",
             "evaluate them apart, or name one base for all with --model",
         )
-    found = [("model" if source.adapter is None else "adapter", source) for source in sources]
+    roles = ["model" if source.adapter is None else "adapter" for source in sources]
+    names = [source.name for source in sources]
     if base:
-        found.insert(0, ("base", _base_of(sources[0])))
-    names = [("base " if role == "base" else "") + source.name for role, source in found]
-    return [
-        Candidate(
-            name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})",
-            role,
-            source,
-        )
-        for number, (name, (role, source)) in enumerate(zip(names, found, strict=True))
-    ]
+        sources.insert(0, _base_of(sources[0]))
+        roles.insert(0, "base")
+        names.insert(0, f"base {sources[0].name}")
+    return list(map(Candidate, distinct_names(names), roles, sources))
 
 
 def _base_of(source: Source) -> Source:
-    """What a model was before its training.
+    """Return what a model was before its training.
 
     Raises:
         ConfigError: it is neither an adapter nor the output of a run whose base is here.
@@ -80,7 +72,7 @@ def _base_of(source: Source) -> Source:
     base = run_settings(source).get("model")
     run = find_run(Path(source.base))
     if run is not None and isinstance(base, str):
-        # the commit that was trained, wherever the branch is now
+        # the commit that was trained, even if the branch has moved
         base = recorded_model(run.folder, base) or base
     if not isinstance(base, str) or Path(base).resolve() == Path(source.base).resolve():
         raise ConfigError(
@@ -99,9 +91,7 @@ def _base_of(source: Source) -> Source:
 
 
 def run_settings(source: Source) -> dict[str, Any]:
-    """The settings of the run that made a model or one of its checkpoints; empty where there is
-    none.
-    """
+    """Return the settings of the run that made a model or checkpoint, or an empty dict."""
     run = find_run(Path(source.base if source.adapter is None else source.adapter))
     return {} if run is None else run.settings
 
@@ -109,9 +99,9 @@ def run_settings(source: Source) -> dict[str, Any]:
 class Evaluation:
     """What candidates are measured on.
 
-    The tokenizer and chat template of the first one that is not the base write the samples, for all
-    candidates: only so do their losses compare. What the options leave open is as in the run that
-    made it.
+    The tokenizer and chat template of the first candidate that is not the base render the samples
+    for all candidates, so that their losses are comparable. Settings that the options leave open
+    are those of the run that made it.
 
     Raises:
         FinetuneError: data, tasks, template or tokenizer are wrong; before any weights are read.
@@ -123,9 +113,11 @@ class Evaluation:
         reference = next(candidate.source for candidate in candidates if candidate.role != "base")
         self.device = torch.device(devices.choose_device_type(options.device_type))
         self.dtype = devices.choose_dtype(options.dtype, self.device.type)
-        trust, chats = options.trust_remote_code, bool(options.data or options.apply_chat_template)
         self.tokenizer = load_tokenizer_of(
-            reference, options.template, trust_remote_code=trust, chats=chats
+            reference,
+            options.template,
+            trust_remote_code=options.trust_remote_code,
+            chats=bool(options.data or options.apply_chat_template),
         )
         run = run_settings(reference)
         self.records = HeldOutRecords(options, self.tokenizer, run) if options.data else None
@@ -133,46 +125,39 @@ class Evaluation:
         self.tasks = Tasks(options, self.tokenizer) if options.tasks else None
 
     def facts(self) -> dict[str, Any]:
-        """What was evaluated, as plain JSON without a path of this machine; null for what was not
-        asked for.
-        """
-        cutoff = None if self.records is None else self.records.cutoff_len
-        settings = {"cutoff_len": cutoff, "max_new_tokens": self.options.max_new_tokens}
-        parts = {"data": self.records, "text": self.texts, "tasks": self.tasks}
+        """Return what was evaluated, as JSON without a path of this machine."""
         return {
-            **{name: None if part is None else part.facts() for name, part in parts.items()},
-            "settings": {**settings, "dtype": self.dtype, "device_type": self.device.type},
+            "data": self.records and self.records.facts(),
+            "text": self.texts and self.texts.facts(),
+            "tasks": self.tasks and self.tasks.facts(),
+            "settings": {
+                "cutoff_len": self.records and self.records.cutoff_len,
+                "max_new_tokens": self.options.max_new_tokens,
+                "dtype": self.dtype,
+                "device_type": self.device.type,
+            },
         }
 
-    def run(self, output: Path | None) -> list[ModelScores]:
-        """Measure each candidate; the generations go to the new folder `output`.
+    def run(self) -> list[ModelScores]:
+        """Measure each candidate.
 
         Raises:
             FinetuneError: a model cannot be loaded, or fails.
         """
-        writer = None
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            writer = JsonLines(output / GENERATIONS_NAME) if self.records is not None else None
-        try:
-            return [self._measure(candidate, writer) for candidate in self.candidates]
-        finally:
-            if writer is not None:
-                writer.close()
+        if self.options.output is not None:
+            self.options.output.mkdir(parents=True, exist_ok=True)
+        return [self._measure(candidate) for candidate in self.candidates]
 
-    def _measure(self, candidate: Candidate, writer: JsonLines | None) -> ModelScores:
-        scores, source = ModelScores(candidate.name, candidate.role), candidate.source
+    def _measure(self, candidate: Candidate) -> ModelScores:
+        scores = ModelScores(candidate.name, candidate.role)
+        source = candidate.source
         model = load_weights(
             source, self.device, self.dtype, trust_remote_code=self.options.trust_remote_code
         )
         check_fit(model, self.tokenizer, source)
-        if self.records is not None:
-            self.records.add_losses(scores, model)
-            self.records.ask(scores, model, writer)
-        if self.texts is not None:
-            self.texts.measure(scores, model)
-        if self.tasks is not None:
-            self.tasks.measure(scores, model)
+        for part in (self.records, self.texts, self.tasks):
+            if part is not None:
+                part.measure(scores, model)
         del model
         devices.empty_cache(self.device)
         return scores

@@ -1,5 +1,5 @@
-"""The losses of a loaded model, sample by sample: over supervised tokens, by the microbatch
-schedule and the definition of training.
+"""The losses of a loaded model, sample by sample, over supervised tokens, with the microbatch
+schedule and the loss of training.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from finetune.modeling.preference_loss import document_sums
 from finetune.runtime import device as devices
 from finetune.runtime.terminal import console as terminal_console
 
-SAMPLES_PER_BATCH = 64  # planned together, and one move of the progress bar
+SAMPLES_PER_BATCH = 64  # planned together; a step of the progress bar
 MICROBATCH_TOKENS = 2048
 SAMPLES_PER_MICROBATCH = 4  # of padded microbatches
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Global batches of the chosen samples, in order; see `batching.steps.BatchSource`."""
+    """Global batches of the chosen samples, in order: a `batching.steps.BatchSource`."""
 
     samples: np.ndarray
 
@@ -50,22 +50,23 @@ def sample_sums(
     pad_token_id: int,
     on_progress: Callable[[int], None],
 ) -> np.ndarray:
-    """What each chosen sample adds up to: float64 `(n, 3)`.
-
-    Columns: its losses; of a pair those of the chosen answer, whether that one has the higher mean
-    log-probability, and by how much.
+    """Sum the losses of each chosen sample.
 
     Args:
-        chosen: int (n,), indices into `samples`, each once.
+        chosen: int `(n,)`, indices into `samples`, each once.
         on_progress: called with the number of samples done since the last call.
+
+    Returns:
+        float64 `(n, 3)`: the summed losses (of a pair, those of the chosen answer), whether the
+        chosen answer of a pair has the higher mean log-probability, and the margin.
 
     Raises:
         FinetuneError: one sample alone does not fit into the device's memory.
     """
     found = np.empty((len(chosen), 3))
-    # A group of losses is a sample: its place in the batch.
-    places = np.full(len(samples), -1)
-    places[chosen] = np.arange(len(chosen)) % SAMPLES_PER_BATCH
+    # Losses are grouped by sample: the group is the sample's position in the batch.
+    positions = np.full(len(samples), -1)
+    positions[chosen] = np.arange(len(chosen)) % SAMPLES_PER_BATCH
     with _training_attention(model) as packing:
         longest = int(samples.lengths[chosen].max())
         execution = Execution(
@@ -78,13 +79,14 @@ def sample_sums(
             samples,
             _Chosen(chosen),
             execution,
-            difficulty_ids=places,
+            difficulty_ids=positions,
             groups=LossGroups(tuple(map(str, range(SAMPLES_PER_BATCH)))),
             pad_token_id=pad_token_id,
         )
         head = make_chunked_head(model)
         for step in range(len(microbatches)):
-            indices, start = microbatches.batches.indices(step), step * SAMPLES_PER_BATCH
+            indices = microbatches.batches.indices(step)
+            start = step * SAMPLES_PER_BATCH
             sums = _sums(model, microbatches, indices, head, longest)
             found[start : start + len(indices)] = sums[: len(indices)].numpy()
             on_progress(len(indices))
@@ -98,8 +100,8 @@ def _sums(
     head: ChunkedHead | None,
     longest: int,
 ) -> torch.Tensor:
-    """The rows of one batch, `(SAMPLES_PER_BATCH, 3)`; in smaller microbatches where the device's
-    memory is short.
+    """Return the rows of one batch, `(SAMPLES_PER_BATCH, 3)`. If memory runs out, use smaller
+    microbatches from here on.
     """
     while True:
         sums = torch.zeros(len(step_batches.groups), 3, dtype=torch.float64)
@@ -107,13 +109,11 @@ def _sums(
             with torch.no_grad():
                 for microbatch in step_batches.microbatches(indices, step_batches.execution):
                     losses = microbatch_losses(model, microbatch, model.device, head).double().cpu()
-                    groups, columns = microbatch.groups, losses[:, None]
-                    if microbatch.answers is not None:
-                        groups, columns = (
-                            microbatch.answers.groups,
-                            _compared(losses, microbatch.answers),
-                        )
-                    sums[:, : columns.shape[1]].index_add_(0, groups, columns)
+                    if microbatch.answers is None:
+                        sums[:, 0].index_add_(0, microbatch.groups, losses)
+                    else:
+                        pairs = _compare_pairs(losses, microbatch.answers)
+                        sums.index_add_(0, microbatch.answers.groups, pairs)
             return sums
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
@@ -130,8 +130,8 @@ def _sums(
         step_batches.execution = smaller
 
 
-def _compared(losses: torch.Tensor, answers: Answers) -> torch.Tensor:
-    """The columns of each pair."""
+def _compare_pairs(losses: torch.Tensor, answers: Answers) -> torch.Tensor:
+    """Return the columns of each pair, `(pairs, 3)`."""
     totals = document_sums(losses, answers.targets)
     means = totals / answers.counts
     margins = means[1::2] - means[0::2]
@@ -140,9 +140,7 @@ def _compared(losses: torch.Tensor, answers: Answers) -> torch.Tensor:
 
 @contextmanager
 def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """The attention that training uses on this device, for a while; whether microbatches may be
-    packed under it.
-    """
+    """Use the attention of training on this device; yield whether it allows packed microbatches."""
     before = model.config._attn_implementation
     attention = choose_attention(model.config)
     if attention is not None:
@@ -155,7 +153,7 @@ def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error; nothing elsewhere."""
+    """Show a progress bar if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,24 +1,21 @@
 """Data records as prompts: the messages, the difficulty, and the answer that can be checked.
 
 A text gives its answer after the last `Answer:`, `答案：` or `####` (GSM8K's mark) that begins a
-line; a text without one is the answer as a whole. Two answers are the same if they are after this,
-and only this:
+line; a text without such a mark is the answer. Two answers are equal if they are equal after these
+rules, and no others:
 
-- full-width signs are read as their ASCII ones, white space around them, quotes, bold and a final
-  stop do not count;
-- a number is its value: 163.80 is 163.8, and 1,440 is 1440. Only where it stands alone or before a
-  unit: addresses, prefixes, versions and names with digits (10.0.0.0, /21, R10) are texts;
-- a unit stays, with its case: 150 kB is 150kB, but neither 150 nor 150 KB nor 150000 B. Only µs is
-  also us;
-- texts are compared without regard to case; the items of a list in their order, whatever comma is
-  between them.
+- full-width characters become ASCII; surrounding white space, quotes, bold marks and a final period
+  are dropped;
+- a number is its value: 163.80 is 163.8, and 1,440 is 1440. This applies only to a number alone or
+  before a unit: addresses, prefixes, versions and names with digits (10.0.0.0, /21, R10) are text;
+- a unit is kept with its case: 150 kB is 150kB, but not 150, 150 KB or 150000 B. Only µs is us;
+- text is compared case-insensitively, the items of a list in order, with any kind of comma between.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.formats import Conversation, Message
+from finetune.data.formats import Message
 from finetune.data.reading.files import read_records
 from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
@@ -43,33 +40,34 @@ _RESPONSES = ("response", "completion", "output")  # keys of formats
 class EvalPrompt:
     """One record to answer."""
 
-    record: int  # its number, from 0 through the files in order
+    record: int  # number, from 0 through all files in order
     difficulty: str | None
     turns: tuple[Message, ...]  # before the last answer
     tools: Tools  # that may be called
-    answer: str | None  # what a right answer says; None where that cannot be checked
+    answer: str | None  # the expected answer; None if there is none to check
     consistent: bool  # whether the record's own output gives that answer
 
     @property
-    def messages(self) -> tuple[Mapping[str, str], ...]:
+    def messages(self) -> list[Mapping[str, str]]:
         """The turns as role and content."""
-        return tuple({"role": message.role, "content": message.content} for message in self.turns)
+        return [{"role": message.role, "content": message.content} for message in self.turns]
 
 
 def find_difficulties(
     paths: Sequence[Path], field: str, known: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The difficulties that records name: those of `known` that occur, then others as they come.
+    """Return the difficulties that records name: those in `known` first, then in order of
+    appearance.
 
     Raises:
-        ConfigError: so many that it is no difficulty.
+        ConfigError: more than `MOST_DIFFICULTIES`: the field is not a difficulty.
     """
-    found: Counter[str] = Counter()
+    found: dict[str, None] = {}
     for path in paths:
         for _line, record in read_records(path):
             value = record.get(field) if isinstance(record, Mapping) else None
             if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
-                found[str(value).strip()] += 1
+                found[str(value).strip()] = None
     if len(found) > MOST_DIFFICULTIES:
         raise ConfigError(
             f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be"
@@ -77,20 +75,18 @@ def find_difficulties(
             "--difficulty-field",
             "name a field with a few values, or one that no record has",
         )
-    return (
-        *(name for name in known if name in found),
-        *(name for name in found if name not in known),
-    )
+    names = [name for name in known if name in found]
+    return tuple(dict.fromkeys([*names, *found]))
 
 
 _PAIR_KEYS = ("rejected", "rejected_response", "rejected_messages")
 
 
 def has_pairs(path: Path, columns: Mapping[str, str] | None) -> bool:
-    """Whether the first record of a file has a rejected answer.
+    """Return whether the first record of a file has a rejected answer.
 
     Args:
-        columns: our key -> the key that the data has for it.
+        columns: our key -> the data's key for it.
     """
     record = next((record for _, record in read_records(path)), None)
     names = [(columns or {}).get(key, key) for key in _PAIR_KEYS]
@@ -100,71 +96,64 @@ def has_pairs(path: Path, columns: Mapping[str, str] | None) -> bool:
 def read_prompts(
     files: Iterable[tuple[Path, RecordReader]], answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:
-    """The prompts of the records with these numbers, which are known to be good; counted as for
-    training.
-
-    A plain text asks nothing, and has none.
+    """Return the prompts of the records with these numbers, counted as in training. Plain text has
+    none.
 
     Args:
-        files: each with how its records are read.
-        answer_field: the data's own key, whatever it is read as.
+        files: each with the reader of its records.
+        answer_field: the data's own key, before columns are renamed.
 
     Raises:
-        DataError: an answer that is neither text nor number.
+        DataError: an answer that is neither string nor number.
     """
-    wanted, prompts, number = set(records), [], -1
+    wanted = set(records)
+    prompts = []
+    number = -1
     for path, reader in files:
-        for line, record, found in reader.file(path):
+        for line, record, conversation in reader.file(path):
             number += 1
-            # `prepare_samples` has reported what is bad.
-            if (
-                number in wanted
-                and not isinstance(found, RecordProblem)
-                and found.plain_text is None
-            ):
-                answer = _answer(record, reader, answer_field)
-                prompts.append(_prompt(number, f"{path}:{line}", found, answer_field, answer))
+            # `prepare_samples` has reported bad records.
+            if number not in wanted or isinstance(conversation, RecordProblem):
+                continue
+            if conversation.plain_text is not None:
+                continue
+            answer = _answer(record, reader, answer_field, f"{path}:{line}")
+            *turns, last = conversation.messages
+            prompts.append(
+                EvalPrompt(
+                    record=number,
+                    difficulty=conversation.difficulty,
+                    turns=tuple(turns),
+                    tools=conversation.tools,
+                    answer=answer,
+                    consistent=answer is None or same_answer(find_answer(last.content), answer),
+                )
+            )
     return prompts
 
 
-def _answer(record: Mapping[str, Any], reader: RecordReader, answer_field: str) -> Any:
-    """What a record has under the data's own key; where that is the response, the answer that it
-    gives.
-    """
+def _answer(
+    record: Mapping[str, Any], reader: RecordReader, answer_field: str, location: str
+) -> str | None:
+    """Return the expected answer. If the field is the response, it is the answer that it gives."""
     answer = reader.value_of(record, answer_field)
-    read_as = next(
-        (ours for ours, theirs in reader.columns.items() if theirs == answer_field), None
-    )
-    if read_as is None:
-        return answer
-    return find_answer(answer) if read_as in _RESPONSES and isinstance(answer, str) else None
-
-
-def _prompt(
-    number: int, location: str, conversation: Conversation, answer_field: str, answer: Any
-) -> EvalPrompt:
-    *before, last = conversation.messages
-    if answer is not None and (
-        isinstance(answer, bool) or not isinstance(answer, (str, int, float))
-    ):
+    for ours, theirs in reader.columns.items():
+        if theirs == answer_field:
+            is_response = ours in _RESPONSES and isinstance(answer, str)
+            return find_answer(answer) if is_response else None
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
             location,
             "write the answer as a text, or name another field as --answer-field",
         )
-    answer = None if answer is None else str(answer).strip() or None
-    return EvalPrompt(
-        record=number,
-        difficulty=conversation.difficulty,
-        turns=tuple(before),
-        tools=conversation.tools,
-        answer=answer,
-        consistent=answer is None or same_answer(find_answer(last.content), answer),
-    )
+    return str(answer).strip() or None
 
 
 def warn_of_other_answers(prompts: Sequence[EvalPrompt], answer_field: str) -> None:
-    """Warn of records whose output gives another answer than is compared with."""
+    """Warn about records whose output gives a different answer than the expected one."""
     wrong = [prompt.record for prompt in prompts if not prompt.consistent]
     if wrong:
         logger.warning(
@@ -178,12 +167,18 @@ def warn_of_other_answers(prompts: Sequence[EvalPrompt], answer_field: str) -> N
 
 
 def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
-    """Positions of `count` of N items, taken from the difficulties, int (N,), in turn, in order
-    within each.
+    """Choose `count` of N items, taking difficulties in turn and the first items of each.
+
+    Args:
+        difficulties: int `(N,)`.
+        count: None for all.
+
+    Returns:
+        Positions in ascending order.
     """
     if count is None or count >= len(difficulties):
         return np.arange(len(difficulties))
-    turn = np.empty(len(difficulties), dtype=np.int64)  # how many of its difficulty come before it
+    turn = np.empty(len(difficulties), dtype=np.int64)  # number of earlier items of its difficulty
     for difficulty in np.unique(difficulties):
         members = np.flatnonzero(difficulties == difficulty)
         turn[members] = np.arange(len(members))
@@ -191,10 +186,9 @@ def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
 
 
 def spread_evenly(difficulties: np.ndarray, count: int) -> np.ndarray:
-    """As `spread`, with those of each difficulty an even choice of all that it has instead of its
-    first.
-    """
-    taken, positions = difficulties[spread(difficulties, count)], []
+    """Choose as `spread`, but evenly spaced items of each difficulty instead of its first."""
+    taken = difficulties[spread(difficulties, count)]
+    positions = []
     for difficulty in np.unique(taken):
         members = np.flatnonzero(difficulties == difficulty)
         quota = int((taken == difficulty).sum())
@@ -210,18 +204,14 @@ _MARK = re.compile(
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _QUANTITY = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*([^\W\d_]+(?:/[^\W\d_]+)?|%|°[CF]?)?")
-# Full-width forms of ASCII signs lie together; the others have places of their own.
+# The full-width forms of ASCII are one range of Unicode; the others are not.
 _ASCII = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
-_ASCII |= {
-    ord(sign): ord(ascii_sign)
-    for sign, ascii_sign in {"\u3000": " ", "。": ".", "、": ",", "−": "-"}.items()
-}
-_ASCII |= {ord("µ"): ord("u"), ord("μ"): ord("u")}
+_ASCII |= str.maketrans("\u3000。、−µμ", " .,-uu")
 _QUOTES = "\"'`*“”‘’「」 \t"
 
 
 def find_answer(text: str) -> str | None:
-    """The answer that a text gives, as it is written; None where it says nothing."""
+    """Return the answer that a text gives, unchanged, or None if it is empty."""
     text = text.rpartition("</think>")[2]
     marks = list(_MARK.finditer(text))
     if marks:
@@ -230,7 +220,7 @@ def find_answer(text: str) -> str | None:
 
 
 def normalize(answer: str) -> tuple[str, ...]:
-    """The answer's items in the one form that equal answers share."""
+    """Return the answer's items in canonical form."""
     # A full-width comma separates items and never thousands.
     text = _THOUSANDS.sub(lambda found: found.group().replace(",", ""), answer.strip())
     text = _trim(text.translate(_ASCII))
@@ -238,7 +228,7 @@ def normalize(answer: str) -> tuple[str, ...]:
 
 
 def same_answer(given: str | None, expected: str) -> bool:
-    """Whether an answer is the expected one."""
+    """Return whether an answer is the expected one."""
     return given is not None and normalize(given) == normalize(expected)
 
 
@@ -251,15 +241,16 @@ def _item(text: str) -> str:
 
 
 def _number(text: str) -> str:
-    """Without zeros, sign and point that change nothing; exact, however long it is."""
+    """Drop zeros, sign and point that do not change the value; exact for any length."""
     whole, _, fraction = text.lstrip("+-").partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    whole = whole.lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
     return f"-{value}" if text.startswith("-") and value != "0" else value
 
 
 def _trim(text: str) -> str:
-    """Without quotes and bold around it, and without a final stop."""
+    """Drop surrounding quotes and bold marks, and a final period."""
     while (shorter := text.strip(_QUOTES).removesuffix(".")) != text:
         text = shorter
     return text

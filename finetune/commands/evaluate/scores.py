@@ -1,19 +1,19 @@
-"""What an evaluation found: values with what each record adds to them, whether models differ by
-more than chance, and the tables. Needs no torch.
+"""What an evaluation found: values with each record's share of them, whether models differ by more
+than chance, and the tables. Needs no torch.
 
 Models are compared by a paired bootstrap over the records. Both were measured on the same records.
 Records are drawn with replacement, as many as there are; each draw has its difference of the two
 values (Efron and Tibshirani 1993, ch. 13 and 16; for systems compared on one test set: Koehn 2004,
-https://aclanthology.org/W04-3250). A value over tokens or bytes is a ratio of two sums, and so it
-is in each draw: records with more tokens count for more, and how many tokens a draw has varies.
+https://aclanthology.org/W04-3250). A value per token or byte is a ratio of two sums in each draw
+too: longer records count for more, and the number of tokens in a draw varies.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,16 +27,14 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class Measure:
-    """One value of a model; with `sums` and `weights`, `(records,)` each, it is their ratio over
-    the records.
-    """
+    """One value of a model, which is the ratio of `sums` to `weights` if they are given."""
 
     name: str  # loss, exact match, accuracy, margin, bits per byte, or a metric of lm_eval
     of: str  # the difficulty, text or task; "all"
     value: float
     stderr: float | None = None
-    sums: np.ndarray | None = None
-    weights: np.ndarray | None = None
+    sums: np.ndarray | None = None  # (records,)
+    weights: np.ndarray | None = None  # (records,)
 
     @classmethod
     def ratio(
@@ -54,43 +52,52 @@ def ratios(
     weights: np.ndarray,
     records: np.ndarray | None = None,
 ) -> list[Measure]:
-    """The measure of each group, in their order, and of all; of what is no group's only the latter.
+    """Return the measure of each group, in their order, and of all.
 
     Args:
-        groups: of each of the n parts.
+        groups: group of each of the n parts; parts of group None count in "all" only.
         sums, weights: `(n,)`.
-        records: int `(n,)`: the record that each part is of, drawn as a whole; None: each its own.
+        records: int `(n,)`, the record of each part, drawn as a whole; None: a record for each.
     """
-    of_part = np.array(groups, dtype=object)
-    numbers = (
-        np.arange(len(sums)) if records is None else np.unique(records, return_inverse=True)[1]
-    )
-    members = {str(group): of_part == group for group in dict.fromkeys(groups) if group is not None}
-    members["all"] = np.ones(len(sums), dtype=bool)
-    return [
-        Measure.ratio(
-            name,
-            group,
-            np.bincount(numbers[its], sums[its]),
-            np.bincount(numbers[its], weights[its]),
-        )
-        for group, its in members.items()
-        if weights[its].sum() > 0
-    ]
+    numbers = np.arange(len(sums))
+    if records is not None:
+        numbers = np.unique(records, return_inverse=True)[1]
+    found = []
+    for group in dict.fromkeys([*groups, "all"]):
+        if group is None:
+            continue
+        members = np.full(len(sums), True)
+        if group != "all":
+            members = np.array(groups, dtype=object) == group
+        if weights[members].sum() > 0:
+            record_sums = np.bincount(numbers[members], sums[members])
+            record_weights = np.bincount(numbers[members], weights[members])
+            found.append(Measure.ratio(name, group, record_sums, record_weights))
+    return found
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Number the names that occur more than once."""
+    found = []
+    for index, name in enumerate(names):
+        if names.count(name) > 1:
+            name = f"{name} ({names[: index + 1].count(name)})"
+        found.append(name)
+    return found
 
 
 @dataclass
 class Score:
     """Sums over some samples."""
 
-    samples: int = 0  # whose loss was taken
-    targets: int = 0  # their supervised tokens; of pairs those of the chosen answers
+    samples: int = 0  # samples with a loss
+    targets: int = 0  # their supervised tokens; for pairs those of the chosen answers
     loss_sum: float = 0.0  # of the targets
     answered: int = 0  # answers that were checked
-    correct: int = 0  # of those, the right ones
+    correct: int = 0  # correct answers
     pairs: int = 0  # samples with a chosen and a rejected answer
-    preferred: int = 0  # of those, whose chosen answer has the higher mean log-probability
-    margin_sum: float = 0.0  # by how much, of all pairs
+    preferred: int = 0  # pairs whose chosen answer has the higher mean log-probability
+    margin_sum: float = 0.0  # difference of the mean log-probabilities, summed over pairs
 
     def __add__(self, other: Score) -> Score:
         return Score(
@@ -99,32 +106,29 @@ class Score:
 
     @property
     def loss(self) -> float | None:
-        """Per target."""
+        """Mean loss per target."""
         return self.loss_sum / self.targets if self.targets else None
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def perplexity(self) -> float | None:
+        """None if it is beyond a float."""
         loss = self.loss
-        perplexity = None if loss is None else _perplexity(loss)
-        losses = {
+        return math.exp(loss) if loss is not None and loss < 700 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {
             "samples": self.samples,
             "targets": self.targets,
-            "loss": loss,
-            "perplexity": perplexity,
-        }
-        exact_match = self.correct / self.answered if self.answered else None
-        known = {
-            **losses,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
             "answered": self.answered,
             "correct": self.correct,
-            "exact_match": exact_match,
+            "exact_match": self.correct / self.answered if self.answered else None,
         }
-        if not self.pairs:
-            return known
-        return {
-            **known,
-            "accuracy": self.preferred / self.pairs,
-            "margin": self.margin_sum / self.pairs,
-        }
+        if self.pairs:
+            values["accuracy"] = self.preferred / self.pairs
+            values["margin"] = self.margin_sum / self.pairs
+        return values
 
 
 @dataclass
@@ -134,10 +138,9 @@ class ModelScores:
     name: str
     role: str  # base, adapter or model
     difficulties: dict[str | None, Score] = field(default_factory=dict)
-    # all of the comparison, those of the records too
-    measures: list[Measure] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)  # everything that is compared
     tasks: list[dict[str, Any]] = field(default_factory=list)  # of lm_eval, a metric each
-    text: dict[str, Any] | None = None  # bits per byte, of all texts and by text
+    text: dict[str, Any] | None = None  # bits per byte, of all texts and of each
 
     @property
     def overall(self) -> Score:
@@ -147,34 +150,27 @@ class ModelScores:
         return self.difficulties.setdefault(difficulty, Score())
 
     def to_dict(self) -> dict[str, Any]:
-        named = {
-            name: score.to_dict() for name, score in self.difficulties.items() if name is not None
-        }
-        scores = {"overall": self.overall.to_dict(), "levels": named}
+        levels = {name: score.to_dict() for name, score in self.difficulties.items() if name}
         return {
             "name": self.name,
             "role": self.role,
-            **scores,
+            "overall": self.overall.to_dict(),
+            "levels": levels,
             "text": self.text,
             "tasks": self.tasks,
         }
 
 
-def _perplexity(loss: float) -> float | None:
-    """None where it is beyond a float."""
-    return math.exp(loss) if loss < 700 else None
-
-
 # ---------------------------------------------------------------- differences
 
 RESAMPLES, SEED, CONFIDENCE = 10_000, 0, 0.95
-FEWEST_DIFFERING = 10  # records: with fewer a bootstrap finds too much certain
+FEWEST_DIFFERING = 10  # records; with fewer a bootstrap gives p-values that are too small
 _DRAWN_AT_ONCE = 1 << 22  # records: two arrays of 32 MiB
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`second` minus `first`, with its interval, and the share of chance in it."""
+    """`second` minus `first`, with its confidence interval and p-value."""
 
     measure: str
     of: str
@@ -187,9 +183,6 @@ class Difference:
     high: float
     p: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def paired_bootstrap(
     first: np.ndarray,
@@ -199,31 +192,34 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = SEED,
 ) -> tuple[float, float, float]:
-    """The interval (of `CONFIDENCE`, by percentiles) of sum(second - first) / sum(weights), and the
-    p-value for 0.
+    """Bootstrap sum(second - first) / sum(weights).
 
-    The p-value is two-sided: twice the share of draws on the rarer side of 0, those at 0 with it.
-    Below 0.05 it has 0 outside of the interval.
+    The p-value is two-sided: twice the share of draws on the rarer side of 0, counting those at 0.
+    If it is below 0.05, 0 is outside the interval.
 
     Args:
-        first, second, weights: float `(records,)`; of a share the weights are 1.
+        first, second, weights: float `(records,)`; the weights of a share are 1.
+
+    Returns:
+        The percentile interval of `CONFIDENCE`, and the p-value of no difference.
     """
-    numerators, count = second - first, len(weights)
-    generator, found = np.random.default_rng(seed), np.empty(resamples)
+    numerators = second - first
+    count = len(weights)
+    generator = np.random.default_rng(seed)
+    found = np.empty(resamples)
     at_once = max(1, _DRAWN_AT_ONCE // count)
     for start in range(0, resamples, at_once):
         drawn = generator.integers(count, size=(min(at_once, resamples - start), count))
-        found[start : start + len(drawn)] = numerators[drawn].sum(axis=1) / weights[drawn].sum(
-            axis=1
-        )
+        ratio = numerators[drawn].sum(axis=1) / weights[drawn].sum(axis=1)
+        found[start : start + len(drawn)] = ratio
     low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     rarer = min((found <= 0).sum(), (found >= 0).sum())
     return low, high, min(1.0, 2 * float(rarer + 1) / (resamples + 1))
 
 
 def compare(models: Sequence[ModelScores]) -> list[Difference]:
-    """The base against each other model, and the first of those against the others; what has two
-    records or more.
+    """Compare the base with each other model, and the first of those with the rest, in measures of
+    two records or more.
     """
     pairs = [(models[0], other) for other in models[1:]]
     if models and models[0].role == "base":
@@ -248,7 +244,7 @@ def _differences(first: ModelScores, second: ModelScores) -> list[Difference]:
         if ours.sums is None or theirs is None or theirs.sums is None or len(ours.sums) < 2:
             continue
         if not (np.isfinite(ours.sums).all() and np.isfinite(theirs.sums).all()):
-            continue  # nothing can be said of a model that gives NaN
+            continue  # a model that gives NaN cannot be compared
         assert ours.weights is not None and np.array_equal(ours.weights, theirs.weights), (
             "not the same records"
         )
@@ -270,110 +266,83 @@ def _differences(first: ModelScores, second: ModelScores) -> list[Difference]:
 # ---------------------------------------------------------------- tables
 
 HEADINGS = ("difficulty", "model", "samples", "targets", "loss", "perplexity", "exact match")
-PAIR_HEADINGS = ("accuracy", "margin")  # of pairs
+PAIR_HEADINGS = ("accuracy", "margin")
+Line = tuple[bool, Sequence[str]]  # whether a rule follows, and the cells
 
 
-def headings(models: Sequence[ModelScores]) -> tuple[str, ...]:
-    """Of the table's columns."""
-    return HEADINGS + (PAIR_HEADINGS if any(model.overall.pairs for model in models) else ())
-
-
-def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
-    """The lines of the table: whether it is the last of its difficulty, and its texts as `HEADINGS`
-    says.
-    """
-    names = list(
-        dict.fromkeys(name for model in models for name in model.difficulties if name is not None)
-    )
-    # Samples without difficulty are in "all"; a line of their own would say the same where no
-    # sample has one.
-    paired = len(headings(models)) > len(HEADINGS)
-    for difficulty in [*names, "all"]:
-        for number, model in enumerate(models):
-            score = model.overall if difficulty == "all" else model.of(difficulty)
-            yield (
-                number == len(models) - 1,
-                (
-                    difficulty if number == 0 else "",
-                    model.name,
-                    *_figures(score),
-                    *(_pair_figures(score) if paired else ()),
-                ),
-            )
-
-
-def _figures(score: Score) -> tuple[str, ...]:
-    losses = ("0", "0", "-", "-")
-    if (loss := score.loss) is not None:
-        perplexity = _perplexity(loss)
-        shown = "inf" if perplexity is None else f"{perplexity:,.3f}"
-        losses = (f"{score.samples:,}", f"{score.targets:,}", f"{loss:.4f}", shown)
-    match = (
-        f"{score.correct / score.answered:.1%} ({score.correct}/{score.answered})"
-        if score.answered
-        else "-"
-    )
-    return (*losses, match)
-
-
-def _pair_figures(score: Score) -> tuple[str, ...]:
-    if not score.pairs:
-        return "-", "-"
-    share = f"{score.preferred / score.pairs:.1%} ({score.preferred}/{score.pairs})"
-    return share, f"{score.margin_sum / score.pairs:.4f}"
-
-
-def tables(
-    models: Sequence[ModelScores], comparison: Sequence[tuple[str, ...]]
-) -> list[list[tuple[bool, tuple[str, ...]]]]:
-    """The tables that there are: of the records, and the comparison. Lines as `cells` has them,
-    headings first.
-    """
+def tables(models: Sequence[ModelScores], differences: Sequence[Difference]) -> list[list[Line]]:
+    """Return the tables of the records and of the comparison, if there are any, headings first."""
     found = []
     if any(model.difficulties for model in models):
-        found.append([(True, headings(models)), *cells(models)])
-    if comparison:
-        found.append([(number == 0, line) for number, line in enumerate(comparison)])
+        found.append(_record_table(models))
+    if lines := comparison(models, differences):
+        found.append([(line is lines[0], line) for line in lines])
     return found
 
 
-def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]], console: Console) -> Table:
-    """A table for a terminal: with all its lines where there is room, else narrow, intervals on
-    rows of their own.
+def _record_table(models: Sequence[ModelScores]) -> list[Line]:
+    with_pairs = any(model.overall.pairs for model in models)
+    lines: list[Line] = [(True, HEADINGS + (PAIR_HEADINGS if with_pairs else ()))]
+    names = dict.fromkeys(name for model in models for name in model.difficulties if name)
+    # Samples without a difficulty count in "all" only.
+    for difficulty in [*names, "all"]:
+        for model in models:
+            score = model.overall if difficulty == "all" else model.of(difficulty)
+            cells = [difficulty if model is models[0] else "", model.name]
+            if score.loss is None:
+                cells += ["0", "0", "-", "-"]
+            else:
+                cells += [f"{score.samples:,}", f"{score.targets:,}", f"{score.loss:.4f}"]
+                cells.append("inf" if score.perplexity is None else f"{score.perplexity:,.3f}")
+            cells.append(_share(score.correct, score.answered))
+            if with_pairs:
+                margin = f"{score.margin_sum / score.pairs:.4f}" if score.pairs else "-"
+                cells += [_share(score.preferred, score.pairs), margin]
+            lines.append((model is models[-1], cells))
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%} ({part}/{whole})" if whole else "-"
+
+
+def rich_table(lines: Sequence[Line], console: Console) -> Table:
+    """Return a table for a terminal: with all its rules if they fit, else a narrow one with the
+    intervals on separate rows.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table, narrow = Table(), Table(box=box.HORIZONTALS, padding=0)
+    table = Table()
+    narrow = Table(box=box.HORIZONTALS, padding=0)
     for number, heading in enumerate(lines[0][1]):
         for shown in (table, narrow):
             shown.add_column(heading, justify="left" if number < 2 else "right", overflow="fold")
-    for last, texts in lines[1:]:
-        table.add_row(*map(Text, texts), end_section=last)
-        narrow.add_row(
-            *(Text(text.replace(" [", "\n[").replace("], ", "],\n")) for text in texts),
-            end_section=last,
-        )
-    wanted = console.measure(table, options=console.options.update(width=1000)).maximum
-    return table if wanted <= console.width else narrow
+    for last, cells in lines[1:]:
+        table.add_row(*map(Text, cells), end_section=last)
+        folded = [cell.replace(" [", "\n[").replace("], ", "],\n") for cell in cells]
+        narrow.add_row(*map(Text, folded), end_section=last)
+    width = console.measure(table, options=console.options.update(width=1000)).maximum
+    return table if width <= console.width else narrow
 
 
-def markdown_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> str:
-    """The same as Markdown: for files, and where there is no terminal."""
-    (_, named), *rest = lines
-    sides = ["---"] * 2 + ["---:"] * (len(named) - 2)
-    rows = [named, sides, *(texts for _last, texts in rest)]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in rows
-    )
+def markdown_table(lines: Sequence[Line]) -> str:
+    """Return the table as Markdown, for files and without a terminal."""
+    rows = [cells for _last, cells in lines]
+    rows.insert(1, ["---"] * 2 + ["---:"] * (len(rows[0]) - 2))
+    found = ""
+    for cells in rows:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        found += f"| {' | '.join(escaped)} |\n"
+    return found
 
 
 def comparison(
     models: Sequence[ModelScores], differences: Sequence[Difference]
 ) -> list[tuple[str, ...]]:
-    """The lines of the table, headings first; empty where one model was measured on records
-    alone.
+    """Return the lines of the comparison, headings first; none for one model that was measured on
+    records only.
     """
     if len(models) == 1 and not models[0].tasks and not models[0].text:
         return []
@@ -382,33 +351,26 @@ def comparison(
     ]
     pairs = list(dict.fromkeys((one.first, one.second) for one in differences))
     found = {(one.measure, one.of, one.first, one.second): one for one in differences}
-    lines = [
-        ("measure", "of", "records", *(m.name for m in models), *(f"{b} - {a}" for a, b in pairs))
-    ]
+    names = [model.name for model in models]
+    lines = [("measure", "of", "records", *names, *(f"{b} - {a}" for a, b in pairs))]
     for name, of in dict.fromkeys(key for measures in known for key in measures):
-        measured = [measures.get((name, of)) for measures in known]
-        counts = [
-            len(measure.sums)
-            for measure in measured
-            if measure is not None and measure.sums is not None
-        ]
-        differs = [found.get((name, of, *pair)) for pair in pairs]
-        lines.append(
-            (
-                name,
-                of,
-                f"{counts[0]:,}" if counts else "-",
-                *map(_value, measured),
-                *map(_difference, differs),
-            )
-        )
+        records = "-"
+        cells = []
+        for measures in known:
+            measure = measures.get((name, of))
+            cells.append(_value(measure))
+            if measure is not None and measure.sums is not None and records == "-":
+                records = f"{len(measure.sums):,}"
+        cells += [_difference(found.get((name, of, *pair))) for pair in pairs]
+        lines.append((name, of, records, *cells))
     return lines
 
 
 def _value(measure: Measure | None) -> str:
     if measure is None:
         return "-"
-    return f"{measure.value:.4f}" + ("" if measure.stderr is None else f" ± {measure.stderr:.4f}")
+    value = f"{measure.value:.4f}"
+    return value if measure.stderr is None else f"{value} ± {measure.stderr:.4f}"
 
 
 def _difference(found: Difference | None) -> str:

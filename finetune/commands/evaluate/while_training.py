@@ -1,5 +1,5 @@
-"""`--eval-generate`: answers to validation prompts at each evaluation of a fine-tuning run, greedy,
-by the model as it is trained, compared as `eval` compares them.
+"""`--eval-generate`: greedy answers to validation prompts at each evaluation of a fine-tuning run,
+checked as `eval` checks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune.data.reading.files import expand_sources
 from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
-from finetune.inference.decoding import answering, greedy_tokens
+from finetune.inference.decoding import BatchDecoding, answering
 from finetune.inference.loading import end_ids
 from finetune.modeling.model_config import padding_id
 
@@ -37,28 +37,24 @@ logger = logging.getLogger("finetune")
 
 
 def ask(config: RunConfig, data: Any) -> AskedPrompts:
-    """The prompts of a run's validation data that are answered at each evaluation.
+    """Choose the validation prompts that are answered at each evaluation.
 
     Args:
         data: what the kind's `prepare` returned.
 
     Raises:
-        DataError: no record has an answer to compare with, or none of the difficulty that the run
-            follows.
+        DataError: no record has an answer to compare with, or none of the difficulty that
+            `--best-metric` follows.
     """
     field = config.answer_field
     difficulties = config.curriculum.levels if config.use_curriculum else None
-    files = [
-        (
-            file.path,
-            RecordReader(difficulties, config.difficulty_field, file.source, config.on_media),
-        )
-        for file in expand_sources(config.held_out)
-    ]
+    files = []
+    for file in expand_sources(config.held_out):
+        reader = RecordReader(difficulties, config.difficulty_field, file.source, config.on_media)
+        files.append((file.path, reader))
     records = np.unique(data.valid.record_ids).tolist()
-    prompts = [
-        prompt for prompt in read_prompts(files, field, records) if prompt.answer is not None
-    ]
+    found = read_prompts(files, field, records)
+    prompts = [prompt for prompt in found if prompt.answer is not None]
     if not prompts:
         raise DataError(
             f"no validation record has '{field}', the answer that a generated one is compared with",
@@ -72,12 +68,9 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
     chosen = [prompts[position] for position in spread_evenly(numbers, config.eval_generate)]
     if len(chosen) < config.eval_generate:
         logger.warning("only %d validation records have '%s': all are asked", len(chosen), field)
-    kind, _, followed = config.best_metric.partition("/")
-    if (
-        kind == "exact_match"
-        and followed
-        and all(prompt.difficulty != followed for prompt in chosen)
-    ):
+    metric, _, followed = config.best_metric.partition("/")
+    answered = {prompt.difficulty for prompt in chosen}
+    if metric == "exact_match" and followed and followed not in answered:
         raise DataError(
             f"no validation record of difficulty {followed!r} is answered, so no evaluation has"
             f" {config.best_metric}",
@@ -92,19 +85,19 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt as token ids, with the room for its answer."""
+    """A prompt as token ids, and the maximum tokens of its answer."""
 
     prompt: EvalPrompt
     ids: list[int]
-    most_tokens: int
+    max_new_tokens: int
 
 
 class AskedPrompts:
-    """Prompts that are answered again and again.
+    """Prompts that are answered at each evaluation.
 
     Args:
-        cutoff_len: most tokens of a prompt with its answer: what the model is trained with.
-        max_new_tokens: most tokens of an answer.
+        cutoff_len: maximum tokens of a prompt with its answer, as in training.
+        max_new_tokens: maximum tokens of an answer.
     """
 
     def __init__(
@@ -118,15 +111,13 @@ class AskedPrompts:
         self.tokenizer = tokenizer
         self.total = len(prompts)
         self.difficulties = [prompt.difficulty for prompt in prompts]
-        written = ((prompt, self._ids(prompt)) for prompt in prompts)
-        asked = [
-            _Asked(prompt, ids, min(max_new_tokens, cutoff_len - len(ids)))
-            for prompt, ids in written
-        ]
-        # Of like length together: the shorter ones of a batch are padded.
-        self.asked = sorted(
-            (one for one in asked if one.most_tokens > 0), key=lambda one: len(one.ids)
-        )
+        self.asked: list[_Asked] = []
+        for prompt in prompts:
+            ids = self._ids(prompt)
+            if len(ids) < cutoff_len:
+                self.asked.append(_Asked(prompt, ids, min(max_new_tokens, cutoff_len - len(ids))))
+        # Batches of similar lengths need less padding.
+        self.asked.sort(key=lambda one: len(one.ids))
         self.too_long = self.total - len(self.asked)
         if self.too_long:
             logger.warning(
@@ -137,7 +128,7 @@ class AskedPrompts:
             )
 
     def _ids(self, prompt: EvalPrompt) -> list[int]:
-        """What training has before that answer."""
+        """Return the token ids that training has before the answer."""
         template = ChatTemplate(self.tokenizer).with_tools(prompt.tools)
         try:
             text = template.render(prompt.turns, generation_prompt=True)
@@ -160,45 +151,49 @@ class AskedPrompts:
         gather: Callable[[object], list[Any]],
         going: Callable[[bool], bool],
     ) -> dict[str, float]:
-        """Let the ranks answer the prompts in turn, and measure the answers: the same numbers on
-        every rank.
+        """Answer the prompts on all ranks and measure the answers. Collective: every rank must call
+        it.
 
         Args:
             wrapped: `model` as training calls it.
-            tokens_at_once: most tokens of prompts and answers that are held together, unless one
-                alone has more.
-            gather: every rank's plain value, by rank.
-            going: as for `greedy_tokens`.
+            tokens_at_once: maximum tokens of prompts and answers in a batch, unless one alone has
+                more.
+            gather: returns every rank's JSON value, by rank.
+            going: as for `BatchDecoding`.
+
+        Returns:
+            The metrics, the same on every rank.
         """
         eos = model.config.get_text_config().eos_token_id
-        ends = {
-            "stop_ids": end_ids(self.tokenizer, model.generation_config, eos),
-            "pad_id": padding_id(model.config, self.tokenizer),
-        }
-        mine: list[list[Any]] = []
+        stop_ids = end_ids(self.tokenizer, model.generation_config, eos)
+        pad_id = padding_id(model.config, self.tokenizer)
+        checked: list[list[Any]] = []
         with answering(wrapped, model):
             for turn in self._turns(world_size, tokens_at_once):
-                # Every rank takes part in every turn: under ZeRO-3 all make as many forwards.
                 batch = turn[rank::world_size]
-                prompts, rooms = [one.ids for one in batch], [one.most_tokens for one in batch]
-                answers = greedy_tokens(
-                    wrapped, model, prompts or [[ends["pad_id"]]], rooms or [0], going=going, **ends
-                )  # fmt: skip
-                mine += [
-                    self._judged(*pair, ends["stop_ids"])
-                    for pair in zip(batch, answers, strict=False)
-                ]
-        return self._metrics([judged for of_rank in gather(mine) for judged in of_rank])
+                # Under ZeRO-3 all ranks must make the same number of forwards, so a rank without
+                # prompts takes part.
+                prompts = [one.ids for one in batch] or [[pad_id]]
+                maximums = [one.max_new_tokens for one in batch] or [0]
+                decoding = BatchDecoding(wrapped, prompts, maximums, stop_ids, going)
+                answers = decoding.run(model, pad_id)
+                for one, ids in zip(batch, answers, strict=False):
+                    text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                    assert one.prompt.answer is not None
+                    correct = same_answer(find_answer(text), one.prompt.answer)
+                    checked.append([one.prompt.difficulty, correct, ids[-1] in stop_ids])
+        return self._metrics(sum(gather(checked), []))
 
     def _turns(self, world_size: int, tokens_at_once: int) -> list[list[_Asked]]:
-        """The prompts in pieces; each rank takes every `world_size`-th of a piece."""
+        """Split the prompts into turns; each rank takes every `world_size`-th prompt of a turn."""
         turns: list[list[_Asked]] = []
         start = 0
         while start < len(self.asked):
             count = world_size
             while start + count < len(self.asked):
                 more = self.asked[start : start + count + world_size]
-                longest = max(len(one.ids) for one in more) + max(one.most_tokens for one in more)
+                longest_prompt = max(len(one.ids) for one in more)
+                longest = longest_prompt + max(one.max_new_tokens for one in more)
                 if longest * (count // world_size + 1) > tokens_at_once:
                     break
                 count += world_size
@@ -206,22 +201,16 @@ class AskedPrompts:
             start += count
         return turns
 
-    def _judged(self, one: _Asked, ids: Sequence[int], stop_ids: Sequence[int]) -> list[Any]:
-        """Difficulty, whether the answer is right, whether it came to its end."""
-        given = find_answer(self.tokenizer.decode(ids, skip_special_tokens=True))
-        assert one.prompt.answer is not None
-        return [one.prompt.difficulty, same_answer(given, one.prompt.answer), ids[-1] in stop_ids]
-
-    def _metrics(self, judged: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Of all ranks' answers. What was not answered is wrong."""
-        metrics = {"exact_match": sum(right for _, right, _ in judged) / self.total}
+    def _metrics(self, checked: Sequence[Sequence[Any]]) -> dict[str, float]:
+        """Return the metrics of all answers: difficulty, whether correct, whether ended. Prompts
+        without an answer count as wrong.
+        """
+        metrics = {"exact_match": sum(correct for _, correct, _ in checked) / self.total}
         for name in dict.fromkeys(self.difficulties):
             if name is not None:
-                right = sum(correct for difficulty, correct, _ in judged if difficulty == name)
-                metrics[f"exact_match/{name}"] = right / self.difficulties.count(name)
-        cut = sum(not ended for _, _, ended in judged)
-        return metrics | {
-            "answers": self.total,
-            "answers_cut": cut,
-            "prompts_too_long": self.too_long,
-        }
+                found = sum(correct for difficulty, correct, _ in checked if difficulty == name)
+                metrics[f"exact_match/{name}"] = found / self.difficulties.count(name)
+        metrics["answers"] = self.total
+        metrics["answers_cut"] = sum(not ended for _, _, ended in checked)
+        metrics["prompts_too_long"] = self.too_long
+        return metrics

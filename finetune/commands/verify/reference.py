@@ -59,9 +59,9 @@ class Reference:
 
     def answer(self, prompt: Ids, max_new_tokens: int) -> Ids:
         """The greedy answer, with the end token if it ends."""
-        decoding = BatchDecoding(self.model, [prompt], [max_new_tokens], frozenset(self.stop_ids))
-        decoding.run(self.model, padding_id(self.model.config, self.tokenizer))
-        return tuple(decoding.answers[0])
+        decoding = BatchDecoding(self.model, [prompt], [max_new_tokens], self.stop_ids)
+        (answer,) = decoding.run(self.model, padding_id(self.model.config, self.tokenizer))
+        return tuple(answer)
 
     def scores(
         self, answered: Iterable[tuple[Ids, Ids]], *, base: bool = False

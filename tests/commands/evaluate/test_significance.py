@@ -187,7 +187,7 @@ def test_the_tables_fit_the_terminal(columns: int):
         model("office", "adapter", [1] * 30 + [0] * 30),
     ]
     console = Console(width=columns, file=io.StringIO())
-    for lines in tables(models, comparison(models, compare(models))):
+    for lines in tables(models, compare(models)):
         console.print(rich_table(lines, console))
     shown = console.file.getvalue()
     assert (

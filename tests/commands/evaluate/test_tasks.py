@@ -5,9 +5,6 @@ own loading.
 from __future__ import annotations
 
 import json
-import logging
-import os
-import random
 import re
 import sys
 from collections.abc import Callable
@@ -343,43 +340,6 @@ def test_the_bundled_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         found["networks_choice", "acc"]["value"] == 1
         and found["networks_answer", "exact_match"]["filter"] == "answer"
     )
-
-
-def test_nothing_of_the_process_is_changed(
-    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-):
-    theirs = logging.getLogger("lm_eval")
-    before = (
-        dict(os.environ),
-        random.getstate(),
-        torch.get_rng_state(),
-        theirs.level,
-        theirs.propagate,
-    )
-    numpy, handlers = np.random.get_state()[1].copy(), list(theirs.handlers)
-    evaluate(
-        capsys,
-        "--model",
-        tiny_model,
-        "--tasks",
-        "chosen,written",
-        "--tasks-path",
-        folder,
-        "--limit",
-        3,
-    )
-    after = (
-        dict(os.environ),
-        random.getstate(),
-        torch.get_rng_state(),
-        theirs.level,
-        theirs.propagate,
-    )
-    assert all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(before, after, strict=True)
-    )
-    assert np.array_equal(np.random.get_state()[1], numpy) and theirs.handlers == handlers
 
 
 def test_weights_are_not_tied_anew():

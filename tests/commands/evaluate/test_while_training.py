@@ -30,7 +30,7 @@ from finetune.config.resolution import resolve
 from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
 from finetune.errors import FinetuneError
-from finetune.inference.decoding import answering, greedy_tokens
+from finetune.inference.decoding import BatchDecoding, answering
 from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.training.results import evaluated_data
@@ -131,7 +131,7 @@ def test_the_tokens_are_those_of_generate_on_each_prompt_alone(materials: Materi
 
     with answering(model, model):
         assert not model.training
-        found = greedy_tokens(model, model, prompts, rooms, stop_ids=ends, pad_id=0, going=going)
+        found = BatchDecoding(model, prompts, rooms, ends, going).run(model, pad_id=0)
     assert found == expected and len({len(answer) for answer in found}) > 2
     assert len(asked) == 40 and not asked[-1]
     assert model.training and model.config._attn_implementation == ISOLATED
@@ -153,9 +153,7 @@ def test_other_kinds_of_attention_answer_as_generate_does(kind: str):
     choose = random.Random(1)
     prompts = [choose.choices(range(3, config.vocab_size), k=length) for length in (3, 9, 14)]
     with answering(model, model):
-        found = greedy_tokens(
-            model, model, prompts, [8] * 3, stop_ids=[config.vocab_size - 1], pad_id=0
-        )
+        found = BatchDecoding(model, prompts, [8] * 3, [config.vocab_size - 1]).run(model, pad_id=0)
     assert model.config._attn_implementation == trained_with and not model.training
     model.set_attn_implementation("eager")
     for prompt, answer in zip(prompts, found, strict=True):
@@ -233,7 +231,7 @@ def test_prompts_without_room_count_as_wrong_and_ranks_share_the_others():
     prompts = [EvalPrompt(n, None, one.messages[:-1], (), "1", True) for n, one in enumerate(turns)]
     asked = AskedPrompts(prompts, tokenizer, cutoff_len=64, max_new_tokens=512)
     assert (asked.total, asked.too_long, len(asked.asked)) == (4, 1, 3)
-    assert all(len(one.ids) + one.most_tokens == 64 for one in asked.asked)
+    assert all(len(one.ids) + one.max_new_tokens == 64 for one in asked.asked)
     assert list(map(len, asked._turns(1, 150))) == [2, 1] and list(
         map(len, asked._turns(2, 64))
     ) == [2, 1]
@@ -245,7 +243,7 @@ def test_prompts_without_room_count_as_wrong_and_ranks_share_the_others():
     metrics = asked._metrics([[None, True, True], [None, False, False], [None, True, True]])
     assert metrics == {"exact_match": 0.5, "answers": 4, "answers_cut": 1, "prompts_too_long": 1}
     short = AskedPrompts(prompts, tokenizer, cutoff_len=64, max_new_tokens=5)
-    assert [one.most_tokens for one in short.asked] == [5] * 3
+    assert [one.max_new_tokens for one in short.asked] == [5] * 3
 
 
 # ---------------------------------------------------------------- in a run

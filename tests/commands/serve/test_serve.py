@@ -109,7 +109,7 @@ def test_the_official_client_whole_and_streamed(served: Served):
     # the model's template, which is a program, is run by another process
     for pid in served.worker_pids():
         assert any(
-            "template_process" in " ".join(child.cmdline())
+            "limited_template" in " ".join(child.cmdline())
             for child in psutil.Process(pid).children()
         )
     raw = api.completions.create(model=served.model, prompt="BGP", max_tokens=4)
