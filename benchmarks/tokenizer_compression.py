@@ -25,7 +25,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from finetune.data.corpus.documents import find_files, units_of
-from finetune.data.corpus.preparation import UnitReader, split_bound, tokenizer_texts
+from finetune.data.corpus.preparation import Scan, UnitReader, split_bound, tokenizer_texts
 from finetune.data.corpus.tokenizer import DocumentEncoder, train_tokenizer
 from finetune.errors import FinetuneError
 
@@ -53,7 +53,7 @@ def main() -> int:
 
     def training() -> Iterator[str]:
         for units in texts.values():
-            yield from tokenizer_texts(units, options.text_field, SEED, bound, 1.0)
+            yield from tokenizer_texts(units, UnitReader(options.text_field, SEED, bound), 1.0)
 
     ours = train_tokenizer(training(), options.vocab_size).backend_tokenizer
     counters = {
@@ -108,12 +108,12 @@ def _held_out(units: list, text_field: str, bound: int) -> tuple[list[str], int]
     """The documents that nothing is trained on, and the bytes of all documents."""
     held_out, in_all = [], 0
     for unit in units:
-        reader = UnitReader(text_field, SEED)
-        for text, raw, (key, _) in reader.read(unit):
+        scan = Scan()
+        for text, raw, (key, _) in UnitReader(text_field, SEED, bound).read(unit, scan):
             in_all += len(raw)
             if key < bound:
                 held_out.append(text)
-        reader.problems.refuse(reader.records)
+        scan.problems.refuse(scan.records)
     if not held_out:
         raise SystemExit("no document is held out: give more documents, or a larger --held-out")
     return held_out, in_all
@@ -122,7 +122,7 @@ def _held_out(units: list, text_field: str, bound: int) -> tuple[list[str], int]
 def _tokens_of(tokenizer: Tokenizer) -> Counter:
     """Without the token that `prepare` puts before a document."""
     encoder = DocumentEncoder(tokenizer.to_str(), 0)
-    return lambda documents: int(encoder.encode(documents, "uint32")[1].sum()) - len(documents)
+    return lambda documents: sum(map(len, encoder.encode(documents, "uint32"))) - len(documents)
 
 
 def _nanochat(texts: Iterator[str], vocab_size: int) -> Counter:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.batching.curriculum import Schedule, Stage, plan_counts
+from finetune.batching.curriculum import plan_counts, schedule_of
 from finetune.batching.curriculum_sampler import CurriculumSampler
 from finetune.batching.microbatch_schedule import schedule_microbatches
 from finetune.config.fields import CurriculumConfig
@@ -99,8 +99,7 @@ def microbatch_schedule() -> str:
 def curriculum() -> str:
     """The default curriculum over 50 steps of 32 samples."""
     config, steps, batch = CurriculumConfig(), 50, 32
-    stages = tuple(Stage(stage.until, stage.mix, stage.ramp) for stage in config.stages)
-    counts = plan_counts(Schedule(config.levels, stages), steps, batch)
+    counts = plan_counts(schedule_of(config), steps, batch)
     drawing, width = Drawing(270), (WIDTH - LEFT - 30) / steps
     for number, name in enumerate(config.levels):
         drawing.box(LEFT + number * 150, 14, 14, 14, COLOURS[number])

@@ -72,22 +72,18 @@ class Microbatch:
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
+        def moved(holder: Microbatch | Answers) -> dict[str, Any]:
+            tensors = [
+                (name, value)
+                for name, value in vars(holder).items()
+                if isinstance(value, torch.Tensor)
+            ]
+            return {name: move(tensor) for name, tensor in tensors}
+
         answers = self.answers
         if answers is not None:
-            tensors: dict[str, Any] = {
-                n: move(one) for n, one in vars(answers).items() if isinstance(one, torch.Tensor)
-            }
-            answers = replace(answers, **tensors)
-        return replace(
-            self,
-            input_ids=move(self.input_ids),
-            position_ids=move(self.position_ids),
-            keep=None if self.keep is None else move(self.keep),
-            targets=move(self.targets),
-            groups=move(self.groups),
-            cu_seq_lens=None if self.cu_seq_lens is None else move(self.cu_seq_lens),
-            answers=answers,
-        )
+            answers = replace(answers, **moved(answers))
+        return replace(self, **moved(self), answers=answers)
 
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
         """Keyword arguments of the model's forward, on `device`."""
@@ -166,7 +162,8 @@ def _joined(
 ) -> Microbatch:
     """Of each sample its inputs, where the next token is a target, those targets, and its group."""
     join = _packed if packing else _padded
-    keep, lengths = join(kept, False), [len(line) for line in lines]
+    keep = join(kept, False)
+    lengths = [len(line) for line in lines]
     return Microbatch(
         input_ids=_tensor(join(lines, pad_token_id)),
         position_ids=_tensor(join([np.arange(length) for length in lengths], 0)),

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from finetune.batching.rounding import round_cumulative
-from finetune.errors import ConfigError, DataError, FinetuneError, raise_problems
+from finetune.config.fields import CurriculumConfig
+from finetune.errors import DataError, FinetuneError, raise_problems
 
 FEW_SAMPLES = 1000  # a difficulty with fewer is warned about
 UNIFORM_DIFFICULTY = "all"
-RAMPS = ("step", "linear")
 _INT64_ROOM = 1 << 61
 _PORTION = 1 << 18
 
@@ -44,20 +44,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Difficulties and the stages that mix them.
-
-    Raises:
-        ConfigError: names the stage, the value and the rule; several problems are reported
-            together.
-    """
+    """Difficulties and the stages that mix them; `CurriculumConfig` checks what users write."""
 
     difficulties: tuple[str, ...]
     stages: tuple[Stage, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "difficulties", tuple(self.difficulties))
-        object.__setattr__(self, "stages", tuple(self.stages))
-        raise_problems(_schedule_problems(self.difficulties, self.stages))
 
     def weights(self, progress: float) -> np.ndarray:
         """Shares at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later
@@ -68,7 +58,8 @@ class Schedule:
         mix = np.array(self.shares(index), dtype=np.float64)
         if self.stages[index].ramp == "step":
             return mix
-        start, before = ends[index - 1], np.array(self.shares(index - 1), dtype=np.float64)
+        start = ends[index - 1]
+        before = np.array(self.shares(index - 1), dtype=np.float64)
         return before + (mix - before) * min(1.0, (progress - start) / (ends[index] - start))
 
     def shares(self, stage: int) -> tuple[Fraction, ...]:
@@ -86,9 +77,8 @@ class Schedule:
 
     def ever_used(self) -> np.ndarray:
         """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
-        return np.array(
-            [any(weights) for weights in zip(*(stage.mix for stage in self.stages), strict=True)]
-        )
+        mixes = [stage.mix for stage in self.stages]
+        return np.array([any(weights) for weights in zip(*mixes, strict=True)])
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
         """A problem for each difficulty that has weight somewhere but no samples in
@@ -110,8 +100,12 @@ class Schedule:
     def canonical(self) -> dict[str, Any]:
         """What decides the counts, as plain JSON values: the same for 80/20 and 0.8/0.2."""
         stages = [
-            {"until": str(_exact(s.until)), "mix": [str(w) for w in self.shares(i)], "ramp": s.ramp}
-            for i, s in enumerate(self.stages)
+            {
+                "until": str(_exact(stage.until)),
+                "mix": [str(share) for share in self.shares(number)],
+                "ramp": stage.ramp,
+            }
+            for number, stage in enumerate(self.stages)
         ]
         return {"levels": list(self.difficulties), "stages": stages}
 
@@ -119,6 +113,12 @@ class Schedule:
 def uniform_schedule() -> Schedule:
     """Training without curriculum: one difficulty, one stage."""
     return Schedule((UNIFORM_DIFFICULTY,), (Stage(1.0, (1.0,)),))
+
+
+def schedule_of(curriculum: CurriculumConfig) -> Schedule:
+    """The schedule of a run file's curriculum."""
+    stages = [Stage(stage.until, stage.mix, stage.ramp) for stage in curriculum.stages]
+    return Schedule(curriculum.levels, tuple(stages))
 
 
 def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) -> np.ndarray:
@@ -139,20 +139,18 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
     if len(schedule.difficulties) == 1:
         return np.full((total_steps, 1), global_batch_size, dtype=np.int64)
     pieces = _target_pieces(schedule, total_steps, global_batch_size)
-    denominator = math.lcm(
-        *(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p)
-    )
+    every = [polynomial for _, _, polynomials in pieces for polynomial in polynomials]
+    denominator = math.lcm(*(factor.denominator for polynomial in every for factor in polynomial))
     bound = max(
-        sum(abs(c) * total_steps**power for power, c in enumerate(p))
-        for _, _, ps in pieces
-        for p in ps
+        sum(abs(factor) * total_steps**power for power, factor in enumerate(polynomial))
+        for polynomial in every
     )
     dtype = np.int64 if bound * denominator < _INT64_ROOM else object
     targets = np.zeros((total_steps + 1, len(schedule.difficulties)), dtype=dtype)
     for first, last, polynomials in pieces:
         steps = np.arange(first, last + 1).astype(dtype)
         for difficulty, polynomial in enumerate(polynomials):
-            constant, slope, bend = (int(c * denominator) for c in polynomial)
+            constant, slope, bend = (int(factor * denominator) for factor in polynomial)
             targets[first : last + 1, difficulty] = (
                 constant + steps * slope + (steps * steps * bend if bend else 0)
             )
@@ -188,25 +186,18 @@ def choose_schedule(
     Raises:
         DataError: no samples; a sample without difficulty among samples with one; a difficulty with
             weight but without samples.
-        ConfigError: the schedule breaks a rule.
     """
     difficulties = np.asarray(difficulties)
     if not len(difficulties):
         raise DataError(
             "there are no samples to train on", fix="give --data files with records that are kept"
         )
-    field, missing = (
-        config.difficulty_field,
-        sum(int((portion < 0).sum()) for portion in portions(difficulties)),
-    )
-    # takes no memory
-    uniform = uniform_schedule(), np.broadcast_to(np.int64(0), difficulties.shape)
+    field = config.difficulty_field
+    missing = sum(int((portion < 0).sum()) for portion in portions(difficulties))
+    none = np.broadcast_to(np.int64(0), difficulties.shape)  # takes no memory
     if not config.use_curriculum:
-        return *uniform, []
-    stages = tuple(
-        Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages
-    )
-    schedule = Schedule(tuple(config.curriculum.levels), stages)
+        return uniform_schedule(), none, []
+    schedule = schedule_of(config.curriculum)
     if missing == len(difficulties):
         names = " | ".join(schedule.difficulties)
         warning = (
@@ -215,7 +206,7 @@ def choose_schedule(
             f" '{field}' of {names}, or name the field that has it as difficulty_field, or set"
             " use_curriculum to false)"
         )
-        return *uniform, [warning]
+        return uniform_schedule(), none, [warning]
     if missing:
         samples = np.flatnonzero(difficulties < 0)
         records = np.unique(samples if record_ids is None else np.asarray(record_ids)[samples])
@@ -227,7 +218,21 @@ def choose_schedule(
             fix=f"add '{field}' to these records, remove them, or set use_curriculum to false",
         )
     counts = count_difficulties(difficulties, len(schedule.difficulties))
-    return schedule, difficulties, check_difficulties(schedule, counts)
+    raise_problems(schedule.empty_difficulties(counts))
+    few = [
+        f"difficulty '{name}' has {count:,}"
+        for name, used, count in zip(
+            schedule.difficulties, schedule.ever_used(), counts.tolist(), strict=True
+        )
+        if used and count < FEW_SAMPLES
+    ]
+    if not few:
+        return schedule, difficulties, []
+    warning = (
+        f"fewer than {FEW_SAMPLES:,} samples of a difficulty: {', '.join(few)} (fix: add records,"
+        " or expect repetition)"
+    )
+    return schedule, difficulties, [warning]
 
 
 def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
@@ -243,29 +248,6 @@ def portions(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[begin : begin + _PORTION] for begin in range(0, len(values), _PORTION))
 
 
-def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -> list[str]:
-    """The warnings about difficulties with few samples, where the schedule can be used at all.
-
-    Raises:
-        DataError: a difficulty has weight but no samples; every such difficulty is named.
-    """
-    raise_problems(schedule.empty_difficulties(samples_per_difficulty))
-    counts = zip(
-        schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True
-    )
-    few = [
-        f"difficulty '{name}' has {count:,}"
-        for name, used, count in counts
-        if used and count < FEW_SAMPLES
-    ]
-    if not few:
-        return []
-    return [
-        f"fewer than {FEW_SAMPLES:,} samples of a difficulty: {', '.join(few)} (fix: add records,"
-        " or expect repetition)"
-    ]
-
-
 _Polynomial = tuple[Fraction, Fraction, Fraction]
 
 
@@ -276,7 +258,8 @@ def _target_pieces(
     difficulty).
     """
     pieces = []
-    start, sums = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
+    start = Fraction(0)
+    sums = [Fraction(0)] * len(schedule.difficulties)
     for index, stage in enumerate(schedule.stages):
         end = _exact(stage.until) * total_steps
         after = schedule.shares(index)
@@ -284,10 +267,8 @@ def _target_pieces(
         polynomials: list[_Polynomial] = []
         for difficulty, (low, high) in enumerate(zip(before, after, strict=True)):
             # sums + G (low x + (high - low) x^2 / (2 length)) with x = step - start
-            slope, bend = (
-                global_batch_size * low,
-                global_batch_size * (high - low) / (2 * (end - start)),
-            )
+            slope = global_batch_size * low
+            bend = global_batch_size * (high - low) / (2 * (end - start))
             constant = sums[difficulty] - slope * start + bend * start * start
             polynomials.append((constant, slope - 2 * bend * start, bend))
             sums[difficulty] += slope * (end - start) + bend * (end - start) ** 2
@@ -299,48 +280,3 @@ def _target_pieces(
 def _exact(number: float | Fraction) -> Fraction:
     """The decimal that the user wrote, not the binary number nearest to it."""
     return number if isinstance(number, Fraction) else Fraction(repr(float(number)))
-
-
-def _schedule_problems(
-    difficulties: tuple[str, ...], stages: tuple[Stage, ...]
-) -> list[FinetuneError]:
-    problems: list[FinetuneError] = []
-
-    def problem(what: str, where: str, fix: str) -> None:
-        problems.append(ConfigError(what, f"curriculum.{where}", fix))
-
-    if not difficulties or len(set(difficulties)) < len(difficulties):
-        problem(
-            f"difficulties are {list(difficulties)}",
-            "levels",
-            "name at least one difficulty, each once",
-        )
-    if not stages or stages[-1].until != 1:
-        problem(
-            "the last stage must end at progress 1", "stages", "give the last stage until = 1.0"
-        )
-    previous = 0.0
-    for index, stage in enumerate(stages):
-        where = f"stages[{index}]"
-        if not previous < stage.until <= 1:
-            problem(
-                f"until is {stage.until}",
-                f"{where}.until",
-                f"choose a progress above {previous} and at most 1",
-            )
-        previous = stage.until
-        if len(stage.mix) != len(difficulties):
-            what = f"the mix has {len(stage.mix)} weights for {len(difficulties)} difficulties"
-            problem(what, f"{where}.mix", "give one weight per difficulty")
-        if (
-            not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix)
-            or not sum(stage.mix) > 0
-        ):
-            fix = "weights must be finite, none negative, one above 0"
-            problem(f"the mix is {list(stage.mix)}", f"{where}.mix", fix)
-        if stage.ramp not in RAMPS:
-            problem(f"ramp is {stage.ramp!r}", f"{where}.ramp", f"choose one of {', '.join(RAMPS)}")
-        elif stage.ramp == "linear" and index == 0:
-            what = "the first stage has no mix before it to move from"
-            problem(what, f"{where}.ramp", 'use ramp "step" in the first stage')
-    return problems

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.batching.curriculum import Schedule, Stage
+from finetune.batching.curriculum import schedule_of
 from finetune.batching.sampler import GlobalBatches
 from finetune.config.fields import CurriculumConfig
 from finetune.errors import DataError
@@ -36,7 +36,8 @@ class CurriculumSampler:
 
     Raises:
         DataError: a sample is of no difficulty of the curriculum, or one with weight has no
-        samples. pydantic.ValidationError: the curriculum breaks a rule.
+            samples.
+        pydantic.ValidationError: the curriculum breaks a rule.
 
     >>> from finetune import CurriculumSampler
     >>> stages = [{"until": 0.5, "mix": [3, 1]}, {"until": 1.0, "mix": [1, 3]}]
@@ -70,10 +71,9 @@ class CurriculumSampler:
                 f"sample {unknown}",
                 f"use {', '.join(numbers)}, or name it in the curriculum's levels",
             )
-        stages = tuple(Stage(stage.until, stage.mix, stage.ramp) for stage in curriculum.stages)
         self.batches = GlobalBatches(
             np.array([numbers[name] for name in difficulties], dtype=np.int64),
-            Schedule(curriculum.levels, stages),
+            schedule_of(curriculum),
             global_batch_size,
             total_steps,
             seed,

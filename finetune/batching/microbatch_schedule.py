@@ -77,18 +77,18 @@ class MicrobatchSchedule:
     @property
     def imbalance(self) -> float:
         """Tokens that the busiest rank computes / mean of the ranks; 1 is perfect."""
-        return _over_mean(
-            self.computed_tokens.sum(axis=1).max(), self.computed_tokens, self.world_size
-        )
+        return self._over_mean(self.computed_tokens.sum(axis=1).max())
 
     @property
     def lockstep_imbalance(self) -> float:
         """The same where ranks wait after every microbatch (ZeRO-3): largest of each micro-step /
         mean of the ranks.
         """
-        return _over_mean(
-            self.computed_tokens.max(axis=0).sum(), self.computed_tokens, self.world_size
-        )
+        return self._over_mean(self.computed_tokens.max(axis=0).sum())
+
+    def _over_mean(self, tokens: np.ndarray) -> float:
+        total = int(self.computed_tokens.sum())
+        return float(tokens) * self.world_size / total if total else 1.0
 
     @property
     def largest_microbatch_tokens(self) -> int:
@@ -234,15 +234,16 @@ def _spread(
     micro-step, and so on.
     """
     sizes = np.bincount(microbatch_of, minlength=microbatch_count)
-    tokens = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count).astype(
-        np.int64
-    )
+    sums = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count)
+    tokens = sums.astype(np.int64)
     if token_budget is None:
         longest = np.zeros(microbatch_count, dtype=np.int64)
         np.maximum.at(longest, microbatch_of, lengths)
-        computed, capacity = longest * sizes, int((longest * sizes).sum())
+        computed = longest * sizes
+        capacity = int(computed.sum())
     else:
-        computed, capacity = tokens, microbatch_count * token_budget
+        computed = tokens
+        capacity = microbatch_count * token_budget
     slots = np.argsort(-computed, kind="stable").reshape(-1, world_size)
     if token_budget is None:
         slots = _lightest_rank_first(slots, computed)
@@ -320,21 +321,20 @@ def summarise(
         schedule_microbatches(step, world_size, samples_per_microbatch=samples_per_microbatch)
         for step in steps
     ]
-    plans = (
-        [schedule_microbatches(step, world_size, token_budget=token_budget) for step in steps]
-        if packing
-        else padded
-    )
+    plans = padded
+    if packing:
+        plans = [
+            schedule_microbatches(step, world_size, token_budget=token_budget) for step in steps
+        ]
     if not plans:
         raise ValueError("there is no global batch to summarise")
+    tokens = [plan.tokens for plan in plans]
     microbatches = [plan.micro_steps for plan in plans]
     return PlanSummary(
         steps=len(plans),
         rows_per_rank=(min(microbatches), float(np.mean(microbatches)), max(microbatches)),
-        tokens=float(np.mean([plan.tokens for plan in plans])),
-        fill=_ratio(
-            sum(plan.tokens for plan in plans), sum(plan.capacity_tokens for plan in plans)
-        ),
+        tokens=float(np.mean(tokens)),
+        fill=_ratio(sum(tokens), sum(plan.capacity_tokens for plan in plans)),
         imbalance=float(np.mean([plan.imbalance for plan in plans])),
         lockstep_imbalance=float(np.mean([plan.lockstep_imbalance for plan in plans])),
         heaviest_row_tokens=max(plan.largest_microbatch_tokens for plan in plans),
@@ -350,11 +350,6 @@ def _padding_share(plans: list[MicrobatchSchedule]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _over_mean(most: np.ndarray, tokens: np.ndarray, world_size: int) -> float:
-    total = int(tokens.sum())
-    return float(most) * world_size / total if total else 1.0
 
 
 def _multiple(count: int, world_size: int) -> int:

@@ -26,9 +26,8 @@ def random_words(count: int, *key: int) -> np.ndarray:
     NumPy version.
     """
     text = "finetune/1:" + ",".join(str(int(part)) for part in key)
-    philox_key = np.frombuffer(
-        hashlib.sha256(text.encode("ascii")).digest()[:16], dtype="<u8"
-    ).astype(np.uint64)
+    digest = hashlib.sha256(text.encode("ascii")).digest()
+    philox_key = np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
     return np.random.Philox(key=philox_key).random_raw(count)
 
 
@@ -91,11 +90,10 @@ class Permutation:
         """
         bits = max(2, (self.size - 1).bit_length())
         low_bits = bits // 2
-        low_mask, high_mask = (
-            np.uint64((1 << low_bits) - 1),
-            np.uint64((1 << (bits - low_bits)) - 1),
-        )
-        high, low = values >> np.uint64(low_bits), values & low_mask
+        low_mask = np.uint64((1 << low_bits) - 1)
+        high_mask = np.uint64((1 << (bits - low_bits)) - 1)
+        high = values >> np.uint64(low_bits)
+        low = values & low_mask
         for number, round_key in enumerate(self._round_keys):
             if number % 2:
                 low = low ^ (_mix(high ^ round_key) & low_mask)

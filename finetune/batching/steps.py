@@ -114,11 +114,8 @@ class LossGroups:
     source_starts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return (
-            len(self.sources) * (len(self.difficulties) + 1)
-            if self.sources
-            else len(self.difficulties)
-        )
+        difficulties = len(self.difficulties)
+        return len(self.sources) * (difficulties + 1) if self.sources else difficulties
 
     def of(self, indices: np.ndarray, difficulty_ids: np.ndarray) -> np.ndarray:
         """The group of each sample: int64 like `indices`; -1 for none.
@@ -126,32 +123,26 @@ class LossGroups:
         Args:
             difficulty_ids: of these samples, -1 for none.
         """
+        count = len(self.difficulties)
         if not self.sources:
-            return np.where(difficulty_ids < len(self.difficulties), difficulty_ids, -1).astype(
-                np.int64
-            )
+            return np.where(difficulty_ids < count, difficulty_ids, -1).astype(np.int64)
         sources = np.searchsorted(self.source_starts, indices, side="right") - 1
         # Without difficulty: the last of its source.
-        return sources * (len(self.difficulties) + 1) + difficulty_ids % (
-            len(self.difficulties) + 1
-        )
+        return sources * (count + 1) + difficulty_ids % (count + 1)
 
     def by_difficulty(self, values: Sequence[float]) -> dict[str, float]:
         """Sums over the groups of each difficulty, by its name."""
-        sums = (
-            self._table(values).sum(axis=0)[: len(self.difficulties)]
-            if self.sources
-            else np.asarray(values)
-        )
+        sums = np.asarray(values)
+        if self.sources:
+            sums = self._table(values).sum(axis=0)[:-1]
         return dict(zip(self.difficulties, sums.tolist(), strict=True))
 
     def by_source(self, values: Sequence[float]) -> dict[str, float]:
         """Sums over the groups of each source, by its name; empty without sources."""
-        return (
-            dict(zip(self.sources, self._table(values).sum(axis=1).tolist(), strict=True))
-            if self.sources
-            else {}
-        )
+        if not self.sources:
+            return {}
+        sums = self._table(values).sum(axis=1)
+        return dict(zip(self.sources, sums.tolist(), strict=True))
 
     def _table(self, values: Sequence[float]) -> np.ndarray:
         return np.asarray(values).reshape(len(self.sources), len(self.difficulties) + 1)
@@ -188,7 +179,8 @@ class StepBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, step: int) -> StepBatch:
         indices = self.batches.indices(step)
-        supervised, groups = self.samples.supervised_counts[indices], self._groups_of(indices)
+        supervised = self.samples.supervised_counts[indices]
+        groups = self._groups_of(indices)
         known = groups >= 0
         group_tokens = np.bincount(groups[known], supervised[known], minlength=len(self.groups))
         return StepBatch(
@@ -230,7 +222,8 @@ class StepBatches(torch.utils.data.Dataset):
         The last one of an evaluation has fewer, or none: a compiled model would be compiled anew
         for it, with sizes that are not known, and training with it.
         """
-        count, window = self.execution.samples_per_microbatch, self.samples[0]
+        count = self.execution.samples_per_microbatch
+        window = self.samples[0]
         if count is None or window[1] is not None:
             return microbatch
         whole = collate([(*window, -1)] * count, packing=False, pad_token_id=self.pad_token_id)
@@ -282,24 +275,22 @@ class AnswerBatches(StepBatches):
     samples: AnswerSource
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
-        lengths, first = self.samples.lengths[indices], self.samples.first_lengths[indices]
+        lengths = self.samples.lengths[indices]
+        if packing:
+            return lengths
         # Padded, the documents of a pair are two lines, as long as the longer of them.
-        return (
-            lengths
-            if packing
-            else np.where(first > 0, 2 * np.maximum(first, lengths - first), lengths)
-        )
+        first = self.samples.first_lengths[indices]
+        return np.where(first > 0, 2 * np.maximum(first, lengths - first), lengths)
 
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
-        groups, documents = self._groups_of(indices), []
+        groups = self._groups_of(indices)
+        documents = []
         for index, group in zip(indices.tolist(), groups.tolist(), strict=True):
             ids, supervised = self.samples[index]
             first = int(self.samples.first_lengths[index])
-            cuts = [0, first, len(ids)] if first else [0, len(ids)]
-            documents += [
-                (ids[begin:end], supervised[begin:end], group)
-                for begin, end in zip(cuts, cuts[1:], strict=False)
-            ]
+            if first:
+                documents.append((ids[:first], supervised[:first], group))
+            documents.append((ids[first:], supervised[first:], group))
         targets = tuple(int(supervised[1:].sum()) for _, supervised, _ in documents)
         answers = Answers(
             targets=targets,

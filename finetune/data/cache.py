@@ -25,8 +25,7 @@ from typing import IO, Any
 from finetune.errors import DataError
 from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.process_start import process_start
-from finetune.storage import durable_files
-from finetune.storage.durable_files import hash_files, replace_file
+from finetune.storage.durable_files import hash_files, move, remove_tree, replace_file
 from finetune.storage.run_lock import claimed, try_flock
 from finetune.storage.shared_storage import has_name, make_folder, poll_attempts
 
@@ -88,7 +87,7 @@ def open_or_make(
                         why = fault or _what_changed(cache_dir, parts)
                         logger.info("%s: making %s (%s)", what, folder, why)
                         if fault:
-                            durable_files.remove_tree(folder)
+                            remove_tree(folder)
                         _make(cache_dir, key, parts, make)
             _note_verified(note, folder)
     return folder
@@ -125,11 +124,9 @@ def this_start() -> list[Any] | None:
     if launch_world().world_size == 1:
         return None
     launcher = process_start(os.getppid())
-    return (
-        None
-        if launcher.start_ticks is None
-        else [os.getppid(), launcher.boot_id, launcher.start_ticks]
-    )
+    if launcher.start_ticks is None:
+        return None
+    return [os.getppid(), launcher.boot_id, launcher.start_ticks]
 
 
 def _seen(folder: Path) -> dict[str, list[int]]:
@@ -171,11 +168,10 @@ def _make(
     except DataError:
         shutil.rmtree(temporary)
         raise
-    known = meta.get("files", {})
-    rest = [path for path in sorted(temporary.iterdir()) if path.name not in known]
-    files = known | dict(
-        zip((path.name for path in rest), durable_files.hash_files(rest), strict=True)
-    )
+    files = dict(meta.get("files", {}))
+    rest = [path for path in sorted(temporary.iterdir()) if path.name not in files]
+    for path, digest in zip(rest, hash_files(rest), strict=True):
+        files[path.name] = digest
     meta |= {"parts": dict(parts), "files": files}
     (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
     _publish(temporary, cache_dir / key)
@@ -186,49 +182,41 @@ def _publish(temporary: Path, folder: Path) -> None:
     it already.
     """
     try:
-        durable_files.move(temporary, folder)
+        move(temporary, folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _fault(folder) is not None:
             raise
-        durable_files.remove_tree(temporary)
+        remove_tree(temporary)
 
 
 def _fault(folder: Path) -> str | None:
     """None: the folder is whole. "": there is none. Else what is wrong with it."""
     if not has_name(folder):
         return ""
-    fault: str | None = ""
-    for _ in poll_attempts(
-        folder
-    ):  # over a network, what another node has made may not be seen yet
+    fault = ""
+    # over a network, what another node has made may not be seen yet
+    for _ in poll_attempts(folder):
         try:
-            return _damage(folder)
+            files = read_meta(folder)["files"]
+            digests = hash_files([folder / name for name in files])
+            damaged = [
+                name for name, digest in zip(files, digests, strict=True) if digest != files[name]
+            ]
+            return f"{damaged[0]} was damaged" if damaged else None
         except FileNotFoundError as error:
             fault = f"{Path(error.filename).name} was missing"
         except OSError:
             fault = f"{META_FILE} was unreadable"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{META_FILE} was unreadable"
     return fault
-
-
-def _damage(folder: Path) -> str | None:
-    try:
-        files = read_meta(folder)["files"]
-        for name, digest in zip(
-            files, durable_files.hash_files([folder / name for name in files]), strict=True
-        ):
-            if digest != files[name]:
-                return f"{name} was damaged"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{META_FILE} was unreadable"
-    return None
 
 
 def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     """How the nearest older entry differs, for people who wonder why the cache was not used."""
     nearest: list[str] | None = None
-    for path in sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)[
-        :_COMPARED_ENTRIES
-    ]:
+    entries = sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)
+    for path in entries[:_COMPARED_ENTRIES]:
         try:
             older = json.loads(path.read_text(encoding="utf-8"))["parts"]
             changed = [
@@ -319,12 +307,10 @@ def source_hashes(sources: Sequence[Path], cache_dir: Path) -> list[str]:
         DataError: a file cannot be read.
         OSError: the cache folder cannot be written.
     """
-    try:
+    notes = cache_dir / f"sources.{socket.gethostname()}.json"
+    with _wrap_source_errors():
         paths = [path.resolve(strict=True) for path in sources]
-        notes = cache_dir / f"sources.{socket.gethostname()}.json"
         known = _known(_read(notes), paths)
-    except OSError as error:
-        raise _unreadable(error) from error
     if len(known) < len(set(paths)):
         with locked(notes.with_suffix(".lock")):
             known = _hash_the_rest(notes, paths)
@@ -336,12 +322,10 @@ def _hash_the_rest(notes: Path, paths: Sequence[Path]) -> dict[Path, str]:
     known = _known(written, paths)
     rest = sorted(set(paths) - set(known))
     now = time.time_ns()
-    try:
+    with _wrap_source_errors():
         before = [state_of(path) for path in rest]
         digests = hash_files(rest)
         after = [state_of(path) for path in rest]
-    except OSError as error:
-        raise _unreadable(error) from error
     for path, state, digest, later in zip(rest, before, digests, after, strict=True):
         if state != later:
             raise DataError(
@@ -377,6 +361,11 @@ def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
     return found
 
 
-def _unreadable(error: OSError) -> DataError:
-    what = f"the file cannot be read: {error.strerror}"
-    return DataError(what, where=str(error.filename), fix="check its permissions")
+@contextlib.contextmanager
+def _wrap_source_errors() -> Iterator[None]:
+    """Turn the system's errors into DataError."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the file cannot be read: {error.strerror}"
+        raise DataError(what, where=str(error.filename), fix="check its permissions") from error

@@ -16,9 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.fields import DataSource
 from finetune.data import cache
-from finetune.data.cache import source_hashes
 from finetune.data.encoding.render import Renderer
-from finetune.data.encoding.templates import template_source
 from finetune.data.passes import Preparation
 from finetune.data.preference.reader import PreferenceForm
 from finetune.data.preference.render import PreferenceRenderer
@@ -40,7 +38,6 @@ def prepare_samples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     cutoff_len: int,
-    template: str | None = None,
     difficulties: Sequence[str] | None = None,
     difficulty_field: str = "difficulty",
     on_bad_row: str = "refuse",
@@ -61,7 +58,6 @@ def prepare_samples(
         entries: files, folders and globs, in order, or sources that say more of theirs.
         tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
         cutoff_len: maximum tokens of a sample.
-        template: a template's name or file, set on the tokenizer first; None: as it is.
         difficulties: the difficulties' names, in order; None: difficulties are ignored.
         difficulty_field: the key that holds a record's difficulty.
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
@@ -80,13 +76,10 @@ def prepare_samples(
     """
     if on_bad_row not in ("refuse", "drop"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
-    if template is not None:
-        tokenizer.chat_template = template_source(template)
+    make_renderer = PreferenceRenderer if preference else Renderer
     task = Preparation(
         files=expand_sources(entries),
-        renderer=(PreferenceRenderer if preference else Renderer)(
-            tokenizer, cutoff_len, train_thinking=train_thinking
-        ),
+        renderer=make_renderer(tokenizer, cutoff_len, train_thinking=train_thinking),
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
@@ -96,44 +89,31 @@ def prepare_samples(
         preference=preference,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
-    prepared = _load_or_prepare(task, tokenizer, folder_of_caches)
-    for warning in prepared.report.warnings():
-        logger.warning("%s", warning)
-    return prepared
-
-
-def _load_or_prepare(
-    task: Preparation, tokenizer: PreTrainedTokenizerBase, folder_of_caches: Path
-) -> Samples:
-    """The samples of a task, of data files that do not change while they are read."""
     with cache.wrap_write_errors(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
-        hashes = source_hashes(task.paths, folder_of_caches)
+        hashes = cache.source_hashes(task.paths, folder_of_caches)
 
     def make(folder: Path) -> dict[str, Any]:
         made = task.write_samples(folder)
-        if source_hashes(task.paths, folder_of_caches) != hashes:
+        if cache.source_hashes(task.paths, folder_of_caches) != hashes:
             raise DataError(
                 "the data files were changed while they were read",
                 fix="start again when they are whole",
             )
         return made
 
-    folder = cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make)
-    return (PreferenceSamples if task.preference else Samples)(folder, task.files)
-
-
-def _cache_key(
-    task: Preparation, tokenizer: PreTrainedTokenizerBase, hashes: Sequence[str]
-) -> dict[str, str]:
-    """All that samples depend on, of data files with these hashes."""
-    return {
+    key = {
         "data": _hash(*hashes),
         "tokenizer": _tokenizer_hash(tokenizer),
         "template": _hash(task.renderer.template.source),
         "options": task.options(),
         "code": _code_hash(),
     }
+    folder = cache.open_or_make(folder_of_caches, key, make)
+    samples = (PreferenceSamples if preference else Samples)(folder, task.files)
+    for warning in samples.report.warnings():
+        logger.warning("%s", warning)
+    return samples
 
 
 def samples_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,15 +50,9 @@ def _holds_media(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return any(
-            inner is not None and (_is_number(inner) or _holds_media(inner)) for inner in value
-        )
+        # A number is a pixel or a sound's sample, which may be 0.
+        return any(isinstance(inner, (int, float)) or _holds_media(inner) for inner in value)
     return holds_something(value)
-
-
-def _is_number(value: Any) -> bool:
-    """A pixel or a sound's sample, which may be 0."""
-    return isinstance(value, (int, float))
 
 
 def _is_media_part(part: Mapping[str, Any]) -> bool:
@@ -162,7 +156,7 @@ class Conversation:
         return self.messages[0].content if self.messages[0].role == "text" else None
 
 
-def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
+def detect_format(record: Any, columns: Container[str] = ()) -> str:
     """Which of `FORMATS` a record has, by its key; of `columns`, which a mapping names, if there is
     a key among them.
 
@@ -171,9 +165,8 @@ def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
     """
     if not isinstance(record, Mapping):
         raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
-    mapped = set(columns)
     known = {name: key for name, (key, _reader) in FORMATS.items()}
-    known = {name: key for name, key in known.items() if key in mapped} or known
+    known = {name: key for name, key in known.items() if key in columns} or known
     for name, key in known.items():
         if record.get(key) is not None:
             return name
@@ -183,7 +176,7 @@ def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
 
 
 def to_conversation(
-    record: Any,
+    record: Mapping[str, Any],
     format_name: str,
     difficulties: Sequence[str] | None = None,
     difficulty_field: str = "difficulty",
@@ -194,8 +187,6 @@ def to_conversation(
     Raises:
         RecordProblem: anything that makes the record unfit for training, by kind.
     """
-    if not isinstance(record, Mapping):
-        raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
     key, reader = FORMATS[format_name]
     if record.get(key) is None:
         raise RecordProblem(
@@ -239,12 +230,11 @@ def with_matched_results(messages: Sequence[Message]) -> list[Message]:
         RecordProblem: a call without result, a result of no call, an id that comes twice.
     """
     found = list(messages)
-    for number, message in enumerate(messages):
-        results = list(
-            itertools.takewhile(lambda other: other.role == "tool", messages[number + 1 :])
-        )
-        if not message.calls or number + 1 == len(messages):
+    for number, message in enumerate(messages[:-1]):
+        if not message.calls:
             continue
+        following = messages[number + 1 :]
+        results = itertools.takewhile(lambda other: other.role == "tool", following)
         calls = match_results(message.calls, [result.call_id for result in results], number + 1)
         for place, call in enumerate(calls, number + 1):
             found[place] = replace(found[place], call_id=call.id, name=call.name)
@@ -265,15 +255,13 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
     if history is not None and not isinstance(history, (list, tuple)):
         raise RecordProblem("wrong type", f"'history' is {kind_of(history)}, not a list of pairs")
     for pair in history or ():
-        if (
-            not isinstance(pair, (list, tuple))
-            or len(pair) != 2
-            or not all(isinstance(text, str) for text in pair)
-        ):
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise RecordProblem(
                 "wrong type", "'history' must be a list of [question, answer] pairs of texts"
             )
-        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+        question, answer = pair
+        messages += [Message("user", question), Message("assistant", answer)]
     return [*messages, Message("user", "\n".join(part for part in parts if part))]
 
 
@@ -300,15 +288,9 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
 
 def _if_preference(record: Mapping[str, Any]) -> str:
     """What to add about a record of another kind of run."""
-    return (
-        ", but 'chosen': a pair of answers, for python -m finetune.dpo"
-        if record.get("chosen") is not None
-        else ""
-    )
-
-
-def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:
-    return [Message("text", _text(record, key))]
+    if record.get("chosen") is None:
+        return ""
+    return ", but 'chosen': a pair of answers, for python -m finetune.dpo"
 
 
 def leading_system(record: Mapping[str, Any]) -> list[Message]:
@@ -340,9 +322,9 @@ def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Mes
 def _turn(turn: Any, where: str, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise RecordProblem("wrong type", f"{where} is {kind_of(turn)}, not an object")
-    role_key, content_key = (
-        ("role", "content") if turn.get("role") is not None else ("from", "value")
-    )
+    role_key, content_key = "role", "content"
+    if turn.get("role") is None:
+        role_key, content_key = "from", "value"
     given = turn.get(role_key)
     if not isinstance(given, str):
         raise RecordProblem("wrong type", f"{where} has no role (a text under 'role' or 'from')")
@@ -353,9 +335,8 @@ def _turn(turn: Any, where: str, number: int) -> Message:
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
         raise RecordProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
-    calls, content = _calls(turn, given, content_key, where, number), turn.get(content_key)
-    if given.lower() == "function_call":
-        content = ""
+    calls = _calls(turn, given, content_key, where, number)
+    content = "" if given.lower() == "function_call" else turn.get(content_key)
     if isinstance(content, (list, tuple)):
         content = "".join(_part(part, where) for part in content)
     if content is None and role == "assistant":
@@ -404,17 +385,11 @@ def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: 
 
 
 def _part(part: Any, where: str) -> str:
-    if (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    ):
+    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+    if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return part["text"]
     if has_media(part):
-        raise RecordProblem(
-            "unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}"
-        )
-    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+        raise RecordProblem("unsupported key", f"{where} has a part of type {kind!r}; {_MEDIA}")
     raise RecordProblem(
         "wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained"
     )
@@ -427,7 +402,7 @@ FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]
     "sharegpt": ("conversations", read_turns),
     "alpaca": ("instruction", _alpaca),
     "prompt-completion": ("prompt", _prompt_completion),
-    "text": ("text", _plain_text),
+    "text": ("text", lambda record, key: [Message("text", _text(record, key))]),
 }
 _EMPTY = {"user": "empty question", "assistant": "empty answer", "text": "empty text"}
 _TRAINED_ROLES = ("assistant", "text")

@@ -81,9 +81,9 @@ class Tokenized:
     records: int  # of the part, kept or not
     report: DataReport  # of what is kept; `dropped` has only NO_ROOM and NO_DIFFERENCE
     refused: Lines  # by the chat template or the renderer
-    rows: np.ndarray  # ROW (N,)
     tokens: np.ndarray  # int32 (T,), of all samples one after the other
     supervised: np.ndarray  # bool (T,)
+    rows: np.ndarray  # ROW (N,)
 
 
 @dataclass
@@ -131,8 +131,11 @@ class PartJob:
     def _tokenize(self, part: Part, wanted: Wanted) -> Tokenized:
         """Raises DataError: a record that was chosen cannot be used any more."""
         records = part.read()[0]
-        kept = _Kept(self.difficulties)
+        report = DataReport()
         refused: Lines = []
+        rows: list[tuple[int, ...]] = []
+        tokens = [np.zeros(0, np.int32)]
+        supervised = [np.zeros(0, np.bool_)]
         numbers: Sequence[int] = range(len(records))
         if wanted.chosen is not None:
             numbers = np.flatnonzero(wanted.chosen).tolist()
@@ -158,69 +161,61 @@ class PartJob:
             except RecordProblem as problem:
                 refused.append((line, problem))
                 continue
-            place = (wanted.first_record + number, part.file, line)
-            kept.add(samples, place, found.difficulty)
+            with_room = [sample for sample in samples if sample.supervised.any()]
+            if not with_room:
+                reason = NO_ROOM if samples else NO_DIFFERENCE
+                report.dropped[reason] = report.dropped.get(reason, 0) + 1
+                continue
+            report.records_kept += 1
+            level = NO_DIFFICULTY
+            if found.difficulty is not None:
+                level = self.difficulties.index(found.difficulty)
+                counts = report.records_per_difficulty
+                counts[found.difficulty] = counts.get(found.difficulty, 0) + 1
+            for sample in with_room:
+                _count(report, sample)
+                rows.append(
+                    (
+                        wanted.first_record + number,
+                        part.file,
+                        line,
+                        level,
+                        len(sample.input_ids),
+                        int(sample.supervised.sum()),
+                        sample.first_length,
+                        sample.first_targets,
+                        sample.label,
+                    )
+                )
+                tokens.append(sample.input_ids)
+                supervised.append(sample.supervised)
         return Tokenized(
             len(records),
-            kept.report,
+            report,
             refused,
-            np.array(kept.rows, dtype=ROW),
-            np.concatenate(kept.tokens),
-            np.concatenate(kept.supervised),
+            np.concatenate(tokens),
+            np.concatenate(supervised),
+            np.array(rows, dtype=ROW),
         )
 
 
-class _Kept:
-    """The samples of a part that are kept, and their counts in the report."""
-
-    def __init__(self, difficulties: tuple[str, ...]) -> None:
-        self._levels = {name: number for number, name in enumerate(difficulties)}
-        self.report = DataReport()
-        self.rows: list[tuple[int, ...]] = []
-        self.tokens = [np.zeros(0, np.int32)]
-        self.supervised = [np.zeros(0, np.bool_)]
-
-    def add(
-        self, samples: list[Rendered], place: tuple[int, int, int], difficulty: str | None
-    ) -> None:
-        """Take the samples of a record that have a target.
-
-        Args:
-            place: number of the record in the data, number of its file, line in its file.
-        """
-        report = self.report
-        with_room = [sample for sample in samples if sample.supervised.any()]
-        if not with_room:
-            reason = NO_ROOM if samples else NO_DIFFERENCE
-            report.dropped[reason] = report.dropped.get(reason, 0) + 1
-            return
-        report.records_kept += 1
-        level = NO_DIFFICULTY
-        if difficulty is not None:
-            level = self._levels[difficulty]
-            counts = report.records_per_difficulty
-            counts[difficulty] = counts.get(difficulty, 0) + 1
-        for sample in with_room:
-            length, targets = len(sample.input_ids), int(sample.supervised.sum())
-            of_preference = (sample.first_length, sample.first_targets, sample.label)
-            self.rows.append((*place, level, length, targets, *of_preference))
-            self.tokens.append(sample.input_ids)
-            self.supervised.append(sample.supervised)
-            report.samples += 1
-            report.pairs += sample.first_length > 0
-            report.good_answers += sample.label == 1
-            report.bad_answers += sample.label == 0
-            report.tokens += length
-            report.supervised_tokens += targets
-            report.longest_tokens = max(report.longest_tokens, length)
-            report.trimmed_records += sample.trimmed_tokens > 0
-            report.trimmed_tokens += sample.trimmed_tokens
-            report.dropped_turns += sample.dropped_turns
-            report.cut_answers += sample.cut_answer
-            report.cut_texts += sample.cut_text_tokens > 0
-            report.cut_text_tokens += sample.cut_text_tokens
-            report.unended_samples += not sample.ends
-            report.off_prompt_samples += not sample.follows_prompt
+def _count(report: DataReport, sample: Rendered) -> None:
+    """Count a sample that is kept."""
+    report.samples += 1
+    report.pairs += sample.first_length > 0
+    report.good_answers += sample.label == 1
+    report.bad_answers += sample.label == 0
+    report.tokens += len(sample.input_ids)
+    report.supervised_tokens += int(sample.supervised.sum())
+    report.longest_tokens = max(report.longest_tokens, len(sample.input_ids))
+    report.trimmed_records += sample.trimmed_tokens > 0
+    report.trimmed_tokens += sample.trimmed_tokens
+    report.dropped_turns += sample.dropped_turns
+    report.cut_answers += sample.cut_answer
+    report.cut_texts += sample.cut_text_tokens > 0
+    report.cut_text_tokens += sample.cut_text_tokens
+    report.unended_samples += not sample.ends
+    report.off_prompt_samples += not sample.follows_prompt
 
 
 @dataclass

@@ -15,6 +15,7 @@ from finetune.data.formats import (
     MediaLeftOut,
     detect_format,
     has_media,
+    kind_of,
     to_conversation,
     without_media,
 )
@@ -71,25 +72,25 @@ class RecordReader:
                 found = problem
             yield line, record, found
 
-    def _conversation(self, record: Any, form: str) -> Conversation:
-        if self.on_media == "refuse" or not isinstance(record, Mapping) or not has_media(record):
-            return self._read(record, form)
-        if self.on_media == "drop-row":
+    def _conversation(self, record: Mapping[str, Any], form: str) -> Conversation:
+        had_media = self.on_media != "refuse" and has_media(record)
+        if had_media and self.on_media == "drop-row":
             raise MediaLeftOut
-        return replace(self._read(without_media(record), form), had_media=True)
-
-    def _read(self, record: Any, form: str) -> Conversation:
+        if had_media:
+            record = without_media(record)
         difficulty = self.source.difficulty if self.source else None
         if difficulty is None or self.difficulties is None:
-            return self._to_conversation(record, form, self.difficulties)
-        return replace(self._to_conversation(record, form, None), difficulty=difficulty)
+            found = self._to_conversation(record, form, self.difficulties)
+        else:
+            found = replace(self._to_conversation(record, form, None), difficulty=difficulty)
+        return replace(found, had_media=True) if had_media else found
 
     def _to_conversation(
-        self, record: Any, form: str, difficulties: Sequence[str] | None
+        self, record: Mapping[str, Any], form: str, difficulties: Sequence[str] | None
     ) -> Conversation:
         return to_conversation(record, form, difficulties, self.difficulty_field)
 
-    def _detect(self, record: Any) -> str:
+    def _detect(self, record: Mapping[str, Any]) -> str:
         return detect_format(record, self.columns)
 
     def form_shown(self, records: Iterable[tuple[int, Any]]) -> str | None:
@@ -102,7 +103,7 @@ class RecordReader:
                 continue
         return None
 
-    def _form_of(self, record: Any) -> str:
+    def _form_of(self, record: Mapping[str, Any]) -> str:
         """The format of a record with the names that our formats know.
 
         Raises:
@@ -118,11 +119,7 @@ class RecordReader:
 
     def mapped_in(self, record: Any) -> set[str]:
         """The keys of the mapping that a record, as `conversations` gives it, has."""
-        return (
-            set()
-            if not self.columns or not isinstance(record, Mapping)
-            else set(self.columns) & record.keys()
-        )
+        return set(self.columns) & record.keys() if isinstance(record, Mapping) else set()
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
         """What the data has under a key of its own, of a record as `conversations` gives it.
@@ -136,8 +133,15 @@ class RecordReader:
             next((ours for ours, theirs in self.columns.items() if theirs == name), name)
         )
 
-    def _renamed(self, record: Any) -> Any:
-        if not self.columns or not isinstance(record, Mapping):
+    def _renamed(self, record: Any) -> Mapping[str, Any]:
+        """The record with the names that our formats know.
+
+        Raises:
+            RecordProblem: it is not an object.
+        """
+        if not isinstance(record, Mapping):
+            raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
+        if not self.columns:
             return record
         theirs = set(self.columns.values())
         kept = {

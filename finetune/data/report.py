@@ -101,6 +101,7 @@ class ProblemLog:
             location, _, reason = line.partition(": ")
             shown.append(f"    {location}: {'as above' if reason == before else reason}")
             before = reason
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
         more = self.total - len(shown)
         listed = "\n".join(shown)
         rest = f"\n    ... and {more} more" if more else ""
@@ -111,7 +112,7 @@ class ProblemLog:
         )
         raise DataError(
             f"{self.total} of {records_read} records cannot be trained on"
-            f" ({_by_kind(self.counts)}):\n{listed}{rest}",
+            f" ({by_kind}):\n{listed}{rest}",
             fix=(
                 f"{named}correct these records, or pass --on-bad-row drop to train without them"
                 " (they are counted)"
@@ -120,10 +121,6 @@ class ProblemLog:
 
     def _shorten(self) -> None:
         self.first = sorted(self.first)[:LISTED_RECORDS]
-
-
-def _by_kind(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 # Why a record that is right has no sample.
@@ -214,45 +211,36 @@ class DataReport:
         """The table's lines as (name, value) texts; what is zero is left out where it is only bad
         news.
         """
+        answers = self.good_answers + self.bad_answers
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
-        lines = [
+        one_per_answer = f"{self.samples:,} (one per answer where the template asks for it)"
+        trimmed = f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)"
+        turns = f"{self.dropped_turns:,} (ends of long conversations)"
+        optional = [  # (shown where this is not zero, name, value)
+            (self.samples - self.records_kept, "samples", one_per_answer),
+            (self.pairs, "pairs", f"{self.pairs:,}"),
+            (answers, "labels", f"{self.good_answers:,} true, {self.bad_answers:,} false"),
+            (self.trimmed_records, "prompts trimmed", trimmed),
+            (self.dropped_turns, "turns dropped", turns),
+            (self.cut_answers, "answers cut", f"{self.cut_answers:,}"),
+            (self.cut_texts, "texts cut", f"{self.cut_texts:,} ({self.cut_text_tokens:,} tokens)"),
+            *((1, f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()),
+            (self.left_out_media, "left out: images, video or sound", f"{self.left_out_media:,}"),
+            (self.without_media, "read without images, video or sound", f"{self.without_media:,}"),
+            (self.duplicates, "duplicates dropped", f"{self.duplicates:,}"),
+            (self.other_side, "on the other side of the split", f"{self.other_side:,}"),
+        ]
+        return [
             ("records read", f"{self.records_read:,}"),
             ("records kept", f"{self.records_kept:,}"),
-        ]
-        if self.samples != self.records_kept:
-            lines.append(
-                ("samples", f"{self.samples:,} (one per answer where the template asks for it)")
-            )
-        if self.pairs:
-            lines.append(("pairs", f"{self.pairs:,}"))
-        if self.good_answers or self.bad_answers:
-            lines.append(("labels", f"{self.good_answers:,} true, {self.bad_answers:,} false"))
-        if self.trimmed_records:
-            lines.append(
-                ("prompts trimmed", f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)")
-            )
-        if self.dropped_turns:
-            lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
-        if self.cut_answers:
-            lines.append(("answers cut", f"{self.cut_answers:,}"))
-        if self.cut_texts:
-            lines.append(("texts cut", f"{self.cut_texts:,} ({self.cut_text_tokens:,} tokens)"))
-        lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
-        if self.left_out_media:
-            lines.append(("left out: images, video or sound", f"{self.left_out_media:,}"))
-        if self.without_media:
-            lines.append(("read without images, video or sound", f"{self.without_media:,}"))
-        if self.duplicates:
-            lines.append(("duplicates dropped", f"{self.duplicates:,}"))
-        if self.other_side:
-            lines.append(("on the other side of the split", f"{self.other_side:,}"))
-        lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
-        lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
-        for name, records in self.records_per_difficulty.items():
-            lines.append(
+            *((name, value) for shown, name, value in optional if shown),
+            ("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"),
+            ("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"),
+            *(
                 (f"difficulty {name}", f"{records:,} ({records / max(self.records_kept, 1):.1%})")
-            )
-        return lines
+                for name, records in self.records_per_difficulty.items()
+            ),
+        ]
 
     def table(self, title: str = "data") -> Table:
         """The start-up table, for rich."""

@@ -143,12 +143,16 @@ class SampleWriter:
         """
         shards = range(len(self.states))
         rows = [_map_shard(self.folder, f"{SCRATCH}/rows", shard) for shard in shards]
+
+        def save(name: str, array: np.ndarray) -> None:
+            save_array(self.folder / f"{name}.npy", array)
+
         for name in ROW.fields or ():
             if of_preferences or name not in _PREFERENCE_FIELDS:
-                self._save(name, np.concatenate([shard[name] for shard in rows]))
+                save(name, np.concatenate([shard[name] for shard in rows]))
         lengths = _map_array(self.folder, "lengths")
-        self._save("offsets", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-        self._save("order", np.argsort(_map_array(self.folder, "levels"), kind="stable"))
+        save("offsets", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+        save("order", np.argsort(_map_array(self.folder, "levels"), kind="stable"))
         digest = hashlib.sha256()
         for name in (*_HASHED, *(_PREFERENCE_FIELDS if of_preferences else ())):
             digest.update(name.encode())
@@ -158,9 +162,6 @@ class SampleWriter:
             else:
                 digest.update(_map_array(self.folder, name).data)
         return digest.hexdigest()
-
-    def _save(self, name: str, array: np.ndarray) -> None:
-        save_array(self.folder / f"{name}.npy", array)
 
     def _begin(self) -> None:
         self._files = []
@@ -202,10 +203,9 @@ class Samples:
         # of each shard, and the end
         self._first_samples = [0, *accumulate(samples for samples, _ in meta["shards"])]
         self._first_tokens = [0, *accumulate(tokens for _, tokens in meta["shards"])]
-        self._tokens, self._supervised = (
-            [_map_shard(folder, name, shard) for shard in range(len(meta["shards"]))]
-            for name in ("tokens", "supervised")
-        )
+        shards = range(len(meta["shards"]))
+        self._tokens = [_map_shard(folder, "tokens", shard) for shard in shards]
+        self._supervised = [_map_shard(folder, "supervised", shard) for shard in shards]
         self.lengths = _map_array(folder, "lengths")
         self.supervised_counts = _map_array(folder, "supervised_counts")
         self.difficulties = _map_array(folder, "levels")
@@ -215,11 +215,11 @@ class Samples:
         self.fingerprint: str = meta["fingerprint"]
         self.highest_id: int = meta["highest_id"]
         self.report = DataReport(**meta["report"])
-        first_files = [
-            bisect_left(files, number, key=lambda file: file.number)
-            for number in range(files[-1].number + 2)
-        ]
-        self.source_starts = tuple(bisect_left(self._file_numbers, file) for file in first_files)
+        starts = []
+        for entry in range(files[-1].number + 2):
+            first_file = bisect_left(files, entry, key=lambda file: file.number)
+            starts.append(bisect_left(self._file_numbers, first_file))
+        self.source_starts = tuple(starts)
 
     def __len__(self) -> int:
         return len(self.difficulties)

@@ -112,12 +112,9 @@ def _call(given: Any, where: str, turn: int, number: int) -> Call:
     identity = given.get("id")
     if identity is not None and not isinstance(identity, str):
         raise RecordProblem("wrong type", f"{where}.id is not a text")
-    return Call(function["name"], arguments, identity or _made_id(turn, number))
-
-
-def _made_id(turn: int, number: int) -> str:
-    """Nine letters and digits, because Mistral's templates take no other."""
-    return f"c{turn % 100_000:05d}{number % 1000:03d}"
+    # Nine letters and digits, because Mistral's templates take no other.
+    made = f"c{turn % 100_000:05d}{number % 1000:03d}"
+    return Call(function["name"], arguments, identity or made)
 
 
 def _json(text: str, where: str) -> Any:
@@ -136,22 +133,20 @@ def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[
     """
     where = f"the calls of turn {turn}"
     known = {call.id: call for call in calls}
-    if len(known) < len(calls) or len(set(filter(None, ids))) < len(list(filter(None, ids))):
+    given = [identity for identity in ids if identity]
+    if len(known) < len(calls) or len(set(given)) < len(given):
         raise RecordProblem("duplicate id", where)
-    if not any(ids):
+    if not given:
         found = list(calls[: len(ids)])
-    elif all(ids) and not set(ids) - known.keys():
+    elif len(given) == len(ids) and set(ids) <= known.keys():
         found = [known[identity] for identity in ids]
     else:
         raise RecordProblem(
             "result of no call", f"a result after turn {turn} has an id that no call of it has"
         )
-    if len(ids) > len(calls):
-        raise RecordProblem("result of no call", f"{where}: {len(calls)}, with {len(ids)} results")
-    if len(ids) < len(calls):
-        raise RecordProblem(
-            "call without result", f"{where}: {len(calls)}, with {len(ids)} results"
-        )
+    if len(ids) != len(calls):
+        kind = "result of no call" if len(ids) > len(calls) else "call without result"
+        raise RecordProblem(kind, f"{where}: {len(calls)}, with {len(ids)} results")
     return found
 
 
@@ -187,14 +182,8 @@ def squeezed(text: str) -> str:
 
 def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """As the OpenAI protocol has them: the arguments as a JSON text."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
+    found = [call.for_template() for call in calls]
+    for call in found:
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return found

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from rich.console import Console
 from schedules import GUIDE, exact_targets, schedules
 
@@ -30,6 +31,7 @@ from finetune.batching.curriculum import (
     uniform_schedule,
 )
 from finetune.commands.curriculum import command
+from finetune.config.fields import CurriculumConfig
 from finetune.errors import ConfigError, DataError, FinetuneError
 
 # Largest fractions first runs into a corner with these: too many levels must stay up, and too few
@@ -189,33 +191,28 @@ def test_a_million_steps_take_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("difficulties", "stages", "said"),
+    ("levels", "stages", "said"),
     [
-        ((), (Stage(1.0, ()),), "difficulties are []"),
-        (("a", "a"), (Stage(1.0, (1, 1)),), "each once"),
-        (("a",), (), "must end at progress 1"),
-        (("a",), (Stage(0.9, (1,)),), "must end at progress 1"),
-        (("a",), (Stage(0.5, (1,)), Stage(0.5, (1,)), Stage(1.0, (1,))), "stages[1].until"),
-        (("a",), (Stage(1.5, (1,)), Stage(1.0, (1,))), "until is 1.5"),
-        (("a",), (Stage(float("nan"), (1,)), Stage(1.0, (1,))), "until is nan"),
-        (("a", "b"), (Stage(1.0, (1,)),), "1 weights for 2 difficulties"),
-        (("a", "b"), (Stage(1.0, (1, -1)),), "none negative"),
-        (("a", "b"), (Stage(1.0, (0, 0)),), "one above 0"),
-        (("a", "b"), (Stage(1.0, (1, float("inf"))),), "finite"),
-        (("a",), (Stage(1.0, (1,), "cosine"),), "'cosine'"),
-        (("a",), (Stage(1.0, (1,), "linear"),), "no mix before it"),
+        ([], [(1.0, [])], "at least 1 item"),
+        (["a", "a"], [(1.0, [1, 1])], "more than once"),
+        (["a"], [], "at least 1 item"),
+        (["a"], [(0.9, [1])], "not at 1.0"),
+        (["a"], [(0.5, [1]), (0.5, [1]), (1.0, [1])], "does not increase"),
+        (["a"], [(1.5, [1]), (1.0, [1])], "less than or equal to 1"),
+        (["a"], [(float("nan"), [1]), (1.0, [1])], "finite number"),
+        (["a", "b"], [(1.0, [1])], "1 weights for 2 difficulties"),
+        (["a", "b"], [(1.0, [1, -1])], "greater than or equal to 0"),
+        (["a", "b"], [(1.0, [0, 0])], "all zero"),
+        (["a", "b"], [(1.0, [1, float("inf")])], "finite number"),
+        (["a"], [(1.0, [1], "cosine")], "'step' or 'linear'"),
+        (["a"], [(1.0, [1], "linear")], "no mix before it"),
     ],
 )
-def test_broken_schedules_are_refused(difficulties: tuple, stages: tuple, said: str) -> None:
-    with pytest.raises(FinetuneError) as caught:
-        Schedule(difficulties, stages)
-    assert caught.value.exit_code == 2
-    assert said in str(caught.value)
-
-
-def test_several_problems_are_reported_together() -> None:
-    with pytest.raises(FinetuneError, match=r"(?s)1\. .*2\. .*3\. "):
-        Schedule(("a", "b"), (Stage(0.5, (0, 0)), Stage(0.4, (1,)), Stage(1.0, (1, 1), "up")))
+def test_broken_curricula_make_no_schedule(levels: list, stages: list, said: str) -> None:
+    names = ("until", "mix", "ramp")
+    given = [dict(zip(names, stage, strict=False)) for stage in stages]
+    with pytest.raises(ValidationError, match=said):
+        CurriculumConfig.model_validate({"levels": levels, "stages": given})
 
 
 # --- the schedule of a run ------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from finetune.config.fields import DataSource
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.templates import template_source
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
-from finetune.storage import durable_files
 
 LEVELS = ("explain", "reasoning", "topology")
 QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP use? " * 5)
@@ -296,11 +296,9 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
         assert not caplog.records, "what is right is silent"
 
 
-def test_the_template_may_be_named(tmp_path: Path, prepare: Any) -> None:
-    tokenizer = make_tokenizer(None, SPECIALS["chatml"])
-    samples = prepare(
-        write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer, template="alpaca"
-    )
+def test_the_template_is_the_tokenizers(tmp_path: Path, prepare: Any) -> None:
+    tokenizer = make_tokenizer(template_source("alpaca"), SPECIALS["chatml"])
+    samples = prepare(write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer)
     assert tokenizer.decode(samples[0][0]).startswith("<s>### Instruction:\n0 What is a router?")
 
 
@@ -481,7 +479,7 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     cache.socket.gethostname = lambda: node
-    plain = durable_files.hash_files
+    plain = cache.hash_files
 
     def noted(paths: list[Path]) -> list[str]:
         for path in paths:
@@ -491,7 +489,7 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
                 meet.wait(60)
         return plain(paths)
 
-    durable_files.hash_files = noted
+    cache.hash_files = noted
     cache.open_or_make(cache_dir, {"data": "1"}, _make_two)
 
 
@@ -548,9 +546,9 @@ def test_a_start_without_launcher_trusts_nobody(
 ) -> None:
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     hashed = []
-    plain = durable_files.hash_files
+    plain = cache.hash_files
     monkeypatch.setattr(
-        durable_files,
+        cache,
         "hash_files",
         lambda paths: hashed.extend(p.name for p in paths) or plain(paths),
     )

@@ -85,7 +85,8 @@ def reference(files: list[Path], drop: bool) -> dict[str, Any]:
             try:
                 if isinstance(record, RecordProblem):
                     raise record
-                form = form or detect_format(record)
+                if form is None or not isinstance(record, dict):
+                    form = detect_format(record)
                 conversation = to_conversation(record, form, LEVELS, "difficulty")
             except RecordProblem as problem:
                 problems.add(*place, problem)

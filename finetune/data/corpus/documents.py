@@ -31,7 +31,6 @@ from finetune.data.report import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 if TYPE_CHECKING:
-    from pyarrow import Array
     from pyarrow.parquet import FileMetaData
 
 logger = logging.getLogger("finetune")
@@ -51,7 +50,9 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
             for several.
     """
     problems: list[FinetuneError] = []
-    records = groups = size_bytes = 0
+    records = 0
+    groups = 0
+    size_bytes = 0
     large = []
     for path in files:
         try:
@@ -60,7 +61,8 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
         except DataError as problem:
             problems.append(problem)
             continue
-        records, groups = records + metadata.num_rows, groups + row_groups(path)
+        records += metadata.num_rows
+        groups += row_groups(path)
         sizes = [
             metadata.row_group(group).column(column).total_uncompressed_size
             for group in range(metadata.num_row_groups)
@@ -117,8 +119,8 @@ def _footer(path: Path, modified: int, size_bytes: int) -> FileMetaData:
         return pyarrow.parquet.read_metadata(path)
 
 
-def read_texts(path: Path, group: int, text_field: str) -> Iterator[tuple[int, Any]]:
-    """(number of the record in its file from 1, value of the column) of a row group;
+def read_column(path: Path, group: int, text_field: str) -> Iterator[tuple[int, Any]]:
+    """(number of the record in its file from 1, record with the column of texts) of a row group;
     `RecordProblem` for no UTF-8.
 
     Raises:
@@ -134,23 +136,12 @@ def read_texts(path: Path, group: int, text_field: str) -> Iterator[tuple[int, A
             path, metadata=metadata, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
         )
         for batch in file.iter_batches(BATCH_RECORDS, row_groups=[group], columns=[text_field]):
-            for value in _values(batch.column(0)):
+            for scalar in batch.column(0):
                 record += 1
-                yield record, value
-
-
-def _values(column: Array) -> list[Any]:
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [_value(scalar) for scalar in column]
-
-
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return RecordProblem("not UTF-8", f"byte {error.start + 1} of the text")
+                try:
+                    yield record, {text_field: scalar.as_py()}
+                except UnicodeDecodeError as error:
+                    yield record, RecordProblem("not UTF-8", f"byte {error.start + 1} of the text")
 
 
 def _column_of_texts(path: Path, metadata: FileMetaData, text_field: str) -> int:
@@ -308,13 +299,11 @@ def _parts(path: Path) -> Iterator[Part]:
         yield from byte_parts(path, "lines", UNIT_BYTES)
 
 
-# file, line (record for parquet) from 1; 0 where it is the file as a whole
-Location = tuple[str, int]
-
-
-def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | RecordProblem]]:
-    """The documents of a unit in order, each with its location; `RecordProblem` for a record that
-    is none.
+def documents_of(
+    unit: Unit, text_field: str
+) -> Iterator[tuple[tuple[str, int], str | RecordProblem]]:
+    """The documents of a unit in order, each with its file and its line (record for parquet) from
+    1, or 0 where it is the file as a whole; `RecordProblem` for a record that is no document.
 
     A document with nothing but white space is given too: the caller leaves it out and counts it.
 
@@ -323,11 +312,30 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | 
     """
     for part in unit:
         with wrap_read_errors(part.path):
-            for line, found in _READERS[part.kind](part, text_field):
+            read = _read_text(part) if part.kind == "text" else _read_texts(part, text_field)
+            for line, found in read:
                 yield (str(part.path), line), found
 
 
-def _read_text(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+def _read_texts(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    """The texts of a part with records."""
+    if part.kind == "parquet":
+        records = read_column(part.path, part.start, text_field)
+    elif part.kind == "array":
+        records = read_records(part.path)
+    else:
+        lines = lines_between(part.path, part.start, part.stop)
+        records = line_records(lines, is_start=part.start == 0)
+    before: int | None = None  # lines before the part; counted when a problem needs its line
+    for line, record in records:
+        found = _text_of(record, text_field)
+        if part.kind == "lines" and isinstance(found, RecordProblem) and before is None:
+            before = sum(1 for _ in lines_between(part.path, 0, part.start))
+        yield line + (before or 0), found
+
+
+def _read_text(part: Part) -> Iterator[tuple[int, str | RecordProblem]]:
+    """The document of a part of a text file, if one is in it."""
     with part.path.open("rb") as file:
         start, stop = _cut(file, part.start), _cut(file, part.stop)
         file.seek(start)
@@ -362,35 +370,6 @@ def _cut(file: Any, nominal: int) -> int:
     return nominal + inside
 
 
-def _read_lines(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    before: int | None = None  # lines before the part; counted when a problem needs its line
-    lines = lines_between(part.path, part.start, part.stop)
-    for line, record in line_records(lines, is_start=part.start == 0):
-        found = _text_of(record, text_field)
-        if isinstance(found, RecordProblem) and before is None:
-            before = sum(1 for _ in lines_between(part.path, 0, part.start))
-        yield line + (before or 0), found
-
-
-def _read_array(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    for line, record in read_records(part.path):
-        yield line, _text_of(record, text_field)
-
-
-def _read_parquet(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    for number, value in read_texts(part.path, part.start, text_field):
-        is_bad = isinstance(value, RecordProblem)
-        yield number, value if is_bad else _text_of({text_field: value}, text_field)
-
-
-_READERS = {
-    "text": _read_text,
-    "lines": _read_lines,
-    "array": _read_array,
-    "parquet": _read_parquet,
-}
-
-
 def _text_of(record: Any, text_field: str) -> str | RecordProblem:
     if isinstance(record, RecordProblem):
         return record
@@ -398,9 +377,9 @@ def _text_of(record: Any, text_field: str) -> str | RecordProblem:
         return RecordProblem("not an object", f"a {type(record).__name__}")
     if text_field not in record:
         fields = ", ".join(map(str, record))
-        return RecordProblem(
-            f"no field {text_field}", f"its fields are {fields}{_meant(text_field, record)}"
-        )
+        guess = nearest(text_field, map(str, record))
+        meant = f"; did you mean --text-field {guess}?" if guess else ""
+        return RecordProblem(f"no field {text_field}", f"its fields are {fields}{meant}")
     value = record[text_field]
     if not isinstance(value, str):
         return RecordProblem(f"{text_field} is no text", f"a {type(value).__name__}")
@@ -409,8 +388,3 @@ def _text_of(record: Any, text_field: str) -> str | RecordProblem:
     except UnicodeEncodeError as error:  # JSON can write what UTF-8 cannot
         return RecordProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
     return value
-
-
-def _meant(text_field: str, known: Sequence[str] | dict[str, Any]) -> str:
-    guess = nearest(text_field, map(str, known))
-    return f"; did you mean --text-field {guess}?" if guess else ""

@@ -10,11 +10,14 @@ was stopped.
 
 Nothing here depends on how many processes work, where the files are, or how often the work was
 stopped: the same documents in the same files and the same settings give the same bytes.
+`prepare.json` records which settings and data a folder was started with, and whether it is
+finished.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -33,16 +36,21 @@ from finetune.data.corpus.documents import (
     size_of,
     units_of,
 )
-from finetune.data.corpus.shard_writer import (
+from finetune.data.corpus.token_shards import (
+    LIMIT_BYTES,
+    PLAN_FILE,
+    PLAN_FORMAT,
+    PLAN_VERSION,
+    SHARD_NAME,
     SPLITS,
-    Plan,
+    TOKENIZER_FOLDER,
     ShardKind,
     ShardWriter,
+    TokenHeader,
+    dtype_for,
     finished_shards,
-    read_plan,
     remove_unfinished,
 )
-from finetune.data.corpus.token_shards import TOKENIZER_FOLDER, TokenHeader, dtype_for
 from finetune.data.corpus.tokenizer import (
     DocumentEncoder,
     open_tokenizer,
@@ -56,7 +64,8 @@ from finetune.data.corpus.tokenizer import (
 from finetune.data.report import ProblemLog, RecordProblem
 from finetune.data.worker_pool import ordered_map, worker_count
 from finetune.errors import DataError, FinetuneError, StateError
-from finetune.storage.run_lock import RunLock
+from finetune.storage.durable_files import is_still_open, read_bytes, replace_file
+from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,9 +78,13 @@ _LOCK_WAIT_SECONDS = 5.0
 KEYS = 1 << 64
 # Text of a unit that is encoded at a time: a row group may have gigabytes.
 _ENCODED_BYTES = 8 << 20
+_PLAN_TEMPORARY = f".{PLAN_FILE}.tmp"
+_STARTED = {LOCK_NAME, CLAIM_NAME, _PLAN_TEMPORARY}  # what a folder without a plan may hold
+_OURS = _STARTED | {PLAN_FILE, TOKENIZER_FOLDER, f".{TOKENIZER_FOLDER}.tmp"}
 
 # Called with (what is being done, bytes of input done, bytes of input in all).
 Progress = Callable[[str, int, int], None]
+Splits = dict[str, list[TokenHeader]]  # "train" and "val" -> headers of the shards
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class Prepared:
     scan: Scan
     tokenizer_hash: str
     vocabulary: int
-    splits: dict[str, list[TokenHeader]]  # "train" and "val" -> headers of the shards
+    splits: Splits
     made: int  # how many shards this call made
 
 
@@ -133,42 +146,7 @@ def prepare_tokens(
             ) from error
 
 
-def document_keys(text: bytes, seed: int) -> tuple[int, int]:
-    """Two numbers in [0, 2^64) that follow from a document's content and the seed alone: for split
-    and sampling.
-    """
-    content = hashlib.sha256(text).digest()
-    digest = hashlib.sha256(content + seed.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
-
-
-@dataclass
-class UnitReader:
-    """Reads a unit's documents, and knows afterwards what was read."""
-
-    text_field: str
-    seed: int
-    empty: int = 0
-    problems: ProblemLog = field(default_factory=ProblemLog)
-    records: int = 0
-    # over the documents; two readings of one unit agree, or its file was changed between them
-    digest: bytes = b""
-
-    def read(self, unit: Unit, number: int = 0) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
-        """(text, its UTF-8, its keys) of every document that has more than white space."""
-        total = hashlib.sha256()
-        for (path, line), found in documents_of(unit, self.text_field):
-            self.records += 1
-            if isinstance(found, RecordProblem):
-                self.problems.add((number, self.records), f"{path}:{line}" if line else path, found)
-                continue
-            if not found.strip():
-                self.empty += 1
-                continue
-            raw = found.encode()
-            total.update(len(raw).to_bytes(8, "little") + raw)
-            yield found, raw, document_keys(raw, self.seed)
-        self.digest = total.digest()
+# ---------------------------------------------------------------- reading documents
 
 
 @dataclass
@@ -180,45 +158,76 @@ class Scan:
     input_bytes: int = 0
     empty: int = 0
     records: int = 0
-    below: int = 0  # documents whose split key is below the bound that was asked for
+    below: int = 0  # documents whose split key is below the reader's bound
     lowest: int = KEYS  # split key
     highest: int = -1
     problems: ProblemLog = field(default_factory=ProblemLog)
+    # of each unit; two readings agree, or its file was changed between them
     digests: list[bytes] = field(default_factory=list)
 
     def add(self, other: Scan) -> None:
         """Take in the scan of the next unit."""
         for name in ("documents", "text_bytes", "input_bytes", "empty", "records", "below"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+        self.lowest = min(self.lowest, other.lowest)
+        self.highest = max(self.highest, other.highest)
         self.problems.merge(other.problems)
         self.digests += other.digests
 
-    @property
-    def sha256(self) -> str:
-        """The content of the corpus, in order, as 64 hexadecimal digits."""
-        return hashlib.sha256(b"".join(self.digests)).hexdigest()
 
-
-@dataclass
-class ScanJob:
-    """(number, unit) -> Scan of it."""
+@dataclass(frozen=True)
+class UnitReader:
+    """Reads the documents of units."""
 
     text_field: str
     seed: int
-    bound: int
+    bound: int  # documents whose split key is below this are for validation
 
-    def __call__(self, item: tuple[int, Unit]) -> Scan:
-        number, unit = item
-        reader = UnitReader(self.text_field, self.seed)
-        scan = Scan(input_bytes=size_of(unit), problems=reader.problems)
-        for _, raw, (key, _) in reader.read(unit, number):
+    def read(
+        self, unit: Unit, scan: Scan, number: int = 0
+    ) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+        """Yield (text, its UTF-8, its keys) of every document that has more than white space.
+
+        Args:
+            scan: an empty one, which has what the unit holds when all of it was read.
+            number: the unit's, which orders the problems.
+        """
+        total = hashlib.sha256()
+        for (path, line), found in documents_of(unit, self.text_field):
+            scan.records += 1
+            if isinstance(found, RecordProblem):
+                scan.problems.add((number, scan.records), f"{path}:{line}" if line else path, found)
+                continue
+            if not found.strip():
+                scan.empty += 1
+                continue
+            raw = found.encode()
+            total.update(len(raw).to_bytes(8, "little") + raw)
+            key, sampling_key = _document_keys(raw, self.seed)
             scan.documents += 1
             scan.text_bytes += len(raw)
             scan.below += key < self.bound
-            scan.lowest, scan.highest = min(scan.lowest, key), max(scan.highest, key)
-        scan.empty, scan.records, scan.digests = reader.empty, reader.records, [reader.digest]
+            scan.lowest = min(scan.lowest, key)
+            scan.highest = max(scan.highest, key)
+            yield found, raw, (key, sampling_key)
+        scan.digests.append(total.digest())
+
+    def scan(self, item: tuple[int, Unit]) -> Scan:
+        """(number, unit) -> what the unit holds."""
+        number, unit = item
+        scan = Scan(input_bytes=size_of(unit))
+        for _document in self.read(unit, scan, number):
+            pass
         return scan
+
+
+def _document_keys(text: bytes, seed: int) -> tuple[int, int]:
+    """Two numbers in [0, 2^64) that follow from a document's content and the seed alone: for split
+    and sampling.
+    """
+    content = hashlib.sha256(text).digest()
+    digest = hashlib.sha256(content + seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
 
 def split_bound(fraction: float) -> int:
@@ -226,7 +235,7 @@ def split_bound(fraction: float) -> int:
     return int(fraction * KEYS)
 
 
-def final_bound(scan: Scan, fraction: float) -> int:
+def _final_bound(scan: Scan, fraction: float) -> int:
     """The bound with which neither split is empty, where there are two different documents at all.
 
     It differs from `split_bound` only where that would leave a split empty: then the document with
@@ -239,89 +248,70 @@ def final_bound(scan: Scan, fraction: float) -> int:
     return scan.highest if scan.below == scan.documents else split_bound(fraction)
 
 
-@dataclass(frozen=True)
-class UnitTokens:
-    """The wanted documents of a unit: number in the unit, whether it is for validation, ids."""
-
-    digest: bytes
-    documents: list[tuple[int, bool, np.ndarray]]
+def tokenizer_texts(units: Iterable[Unit], reader: UnitReader, share: float) -> Iterator[str]:
+    """Training documents for the tokenizer: that share of them, chosen by content and seed; none
+    for validation.
+    """
+    for unit in units:
+        for text, _, (split, sampling) in reader.read(unit, Scan()):
+            if split >= reader.bound and sampling < share * KEYS:
+                yield text
 
 
 @dataclass
 class EncodeJob:
-    """(number, unit) -> UnitTokens."""
+    """(number, unit) -> digest of the unit's documents; of each document that is wanted its number
+    in the unit, whether it is for validation, and its ids.
+    """
 
-    text_field: str
-    seed: int
-    bound: int
+    reader: UnitReader
     positions: list[tuple[int, int]]  # (unit, document) from which each split is wanted
-    tokenizer_json: str
-    separator_id: int
+    encoder: DocumentEncoder
     dtype: str
-    special_tokens: bool
-    _encoder: DocumentEncoder | None = None
 
-    def __call__(self, item: tuple[int, Unit]) -> UnitTokens:
+    def __call__(self, item: tuple[int, Unit]) -> tuple[bytes, list[tuple[int, bool, np.ndarray]]]:
         number, unit = item
-        reader = UnitReader(self.text_field, self.seed)
+        scan = Scan()
         places: list[tuple[int, bool]] = []
         encoded: list[np.ndarray] = []
         texts: list[str] = []
         text_bytes = 0
-        for document, (text, raw, (key, _)) in enumerate(reader.read(unit)):
-            is_valid = key < self.bound
+        for document, (text, raw, (key, _)) in enumerate(self.reader.read(unit, scan)):
+            is_valid = key < self.reader.bound
             if (number, document) >= self.positions[is_valid]:
                 places.append((document, is_valid))
                 texts.append(text)
                 text_bytes += len(raw)
             if text_bytes > _ENCODED_BYTES:
-                encoded += self._encode(texts)
+                encoded += self.encoder.encode(texts, self.dtype)
                 texts, text_bytes = [], 0
-        encoded += self._encode(texts)
+        encoded += self.encoder.encode(texts, self.dtype)
         documents = [(*place, ids) for place, ids in zip(places, encoded, strict=True)]
-        return UnitTokens(reader.digest, documents)
-
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        if self._encoder is None:
-            self._encoder = DocumentEncoder(
-                self.tokenizer_json, self.separator_id, self.special_tokens
-            )
-        ids, lengths = self._encoder.encode(texts, self.dtype)
-        return np.split(ids, np.cumsum(lengths))[:-1]
+        return scan.digests[0], documents
 
 
-def tokenizer_texts(
-    units: Iterable[Unit], text_field: str, seed: int, bound: int, share: float
-) -> Iterator[str]:
-    """Training documents for the tokenizer: that share of them, chosen by content and seed; none
-    for validation.
-    """
-    for unit in units:
-        for text, _, (split, sampling) in UnitReader(text_field, seed).read(unit):
-            if split >= bound and sampling < share * KEYS:
-                yield text
+# ---------------------------------------------------------------- the preparation
 
 
+@dataclass
 class _Preparation:
-    def __init__(
-        self,
-        data: tuple[str, ...],
-        folder: Path,
-        settings: PrepareSettings,
-        num_workers: int | None,
-        progress: Progress,
-    ) -> None:
-        self.folder = folder
-        self.settings = settings
-        self.progress = progress
-        self.begun = read_plan(folder)
+    data: tuple[str, ...]
+    folder: Path
+    settings: PrepareSettings
+    num_workers: int | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.begun = _read_plan(self.folder)
         # our own files are no data, even if the output folder is inside the data folder
-        inside = folder.resolve()
+        inside = self.folder.resolve()
         self.files = tuple(
-            path for path in find_files(data) if inside not in path.resolve().parents
+            path for path in find_files(self.data) if inside not in path.resolve().parents
         )
         self.input_bytes = sum(path.stat().st_size for path in self.files)
-        self.num_workers = worker_count(num_workers, self.input_bytes, BYTES_PER_WORKER)
+        self.workers = worker_count(self.num_workers, self.input_bytes, BYTES_PER_WORKER)
+        bound = split_bound(self.settings.valid_fraction)
+        self.reader = UnitReader(self.settings.text_field, self.settings.seed, bound)
 
     def run(self) -> Prepared:
         check_parquet(
@@ -336,30 +326,41 @@ class _Preparation:
             self.begun.check_settings(self.folder, settings)
         self.scan = self._scan()
         self._check_scan()
-        self.plan = Plan(settings, self._corpus())  # as long as it is not finished
+        corpus = {
+            "sha256": hashlib.sha256(b"".join(self.scan.digests)).hexdigest(),
+            "documents": self.scan.documents,
+            "bytes": self.scan.text_bytes,
+            "empty": self.scan.empty,
+            "dropped": self.scan.problems.total,
+        }
+        self.plan = _Plan(settings, corpus)  # as long as it is not finished
         if self.begun is None:
             self.plan.write(self.folder)
         else:
-            self.begun.check_corpus(self.folder, self.plan.corpus)
-        self.bound = final_bound(self.scan, self.settings.valid_fraction)
+            self.begun.check_corpus(self.folder, corpus)
+        self.reader = replace(
+            self.reader, bound=_final_bound(self.scan, self.settings.valid_fraction)
+        )
         tokenizer = self._tokenizer(borrowed)
-        kind = _kind(tokenizer, self.settings.shard_tokens)
+        vocabulary = vocabulary_of(tokenizer)
+        kind = ShardKind(
+            dtype_for(vocabulary),
+            vocabulary,
+            tokenizer_hash(tokenizer),
+            separator_of(tokenizer),
+            self.settings.shard_tokens,
+        )
         splits = {split: finished_shards(self.folder, split, kind) for split in SPLITS}
         found = sum(map(len, splits.values()))
         if self.begun is None or not self.begun.is_whole(splits):
             splits = self._make_shards(tokenizer, kind, splits)
             replace(self.plan, finished=_finished(kind, splits)).write(self.folder)
         made = sum(map(len, splits.values())) - found
-        return Prepared(self.folder, self.scan, kind.tokenizer_hash, kind.vocabulary, splits, made)
-
-    # ------------------------------------------------------------------ the documents
+        return Prepared(self.folder, self.scan, kind.tokenizer_hash, vocabulary, splits, made)
 
     def _scan(self) -> Scan:
         total = Scan()
-        job = ScanJob(
-            self.settings.text_field, self.settings.seed, split_bound(self.settings.valid_fraction)
-        )
-        with ordered_map(job, self.num_workers) as apply:
+        with ordered_map(self.reader.scan, self.workers) as apply:
             for _, scan in apply(enumerate(units_of(self.files))):
                 total.add(scan)
                 self.progress("reading", total.input_bytes, self.input_bytes)
@@ -367,16 +368,17 @@ class _Preparation:
 
     def _check_scan(self) -> None:
         scan = self.scan
+        dropped = scan.problems.total
         if not self.settings.drop_bad_rows:
             scan.problems.refuse(scan.records)
         if not scan.documents:
-            also = f" ({scan.problems.total} were dropped)" if scan.problems.total else ""
+            also = f" ({dropped} were dropped)" if dropped else ""
             raise DataError(
                 f"there is no document with text in {len(self.files)} files{also}",
                 "--data",
                 "give files with text; in records, --text-field names the field that holds it",
             )
-        if dropped := scan.problems.total:
+        if dropped:
             logger.warning(
                 "%d of %d records were dropped: %s",
                 dropped,
@@ -389,15 +391,6 @@ class _Preparation:
                 " file above 1 MiB, or every record of a JSONL file, would be a document of its own"
             )
 
-    def _corpus(self) -> dict[str, Any]:
-        return {
-            "sha256": self.scan.sha256,
-            "documents": self.scan.documents,
-            "bytes": self.scan.text_bytes,
-            "empty": self.scan.empty,
-            "dropped": self.scan.problems.total,
-        }
-
     def _settings_of_result(self, borrowed: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """The settings that the result depends on; a tokenizer counts by what it does, not by its
         path.
@@ -409,8 +402,6 @@ class _Preparation:
         if borrowed is not None:
             kept |= {"tokenizer": tokenizer_hash(borrowed), "vocab_size": None}
         return kept
-
-    # ------------------------------------------------------------------ the tokenizer
 
     def _tokenizer(self, borrowed: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
         folder = self.folder / TOKENIZER_FOLDER
@@ -428,9 +419,7 @@ class _Preparation:
     def _train(self) -> PreTrainedTokenizerBase:
         self.progress("training the tokenizer", 0, self.input_bytes)
         share = min(1.0, TOKENIZER_TEXT_BYTES / self.scan.text_bytes)
-        texts = tokenizer_texts(
-            self._counted_units(), self.settings.text_field, self.settings.seed, self.bound, share
-        )
+        texts = tokenizer_texts(self._counted_units(), self.reader, share)
         if self.settings.special_tokens:
             # they have their own ids and must not be merged from pieces
             texts = map(without_special_tokens, texts)
@@ -443,14 +432,9 @@ class _Preparation:
             done += size_of(unit)
             self.progress("training the tokenizer", done, self.input_bytes)
 
-    # ------------------------------------------------------------------ the tokens
-
     def _make_shards(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        kind: ShardKind,
-        splits: dict[str, list[TokenHeader]],
-    ) -> dict[str, list[TokenHeader]]:
+        self, tokenizer: PreTrainedTokenizerBase, kind: ShardKind, splits: Splits
+    ) -> Splits:
         """Make what is missing after the finished shards, and return all."""
         if self.begun is not None and self.begun.finished is not None:
             # the folder must not look complete while it is repaired
@@ -458,28 +442,26 @@ class _Preparation:
         for split, kept in splits.items():
             remove_unfinished(self.folder, split, len(kept))
         writers = [ShardWriter(self.folder, split, kind, splits[split]) for split in SPLITS]
-        job = EncodeJob(
-            self.settings.text_field,
-            self.settings.seed,
-            self.bound,
-            [writer.position for writer in writers],
-            tokenizer.backend_tokenizer.to_str(),
-            kind.separator_id,
-            kind.dtype,
-            self.settings.special_tokens,
+        encoder = DocumentEncoder(
+            tokenizer.backend_tokenizer.to_str(), kind.separator_id, self.settings.special_tokens
         )
+        positions = [writer.position for writer in writers]
+        job = EncodeJob(self.reader, positions, encoder, kind.dtype)
         with ExitStack() as stack:
             for writer in writers:
                 stack.callback(writer.close)
-            apply = stack.enter_context(ordered_map(job, self.num_workers))
-            begin = min(job.positions)[0]
+            apply = stack.enter_context(ordered_map(job, self.workers))
+            items = islice(enumerate(units_of(self.files)), min(positions)[0], None)
             done = 0
-            for (number, unit), tokens in apply(
-                islice(enumerate(units_of(self.files)), begin, None)
-            ):
-                if tokens.digest != self.scan.digests[number]:
-                    raise _changed(unit)
-                for document, is_valid, ids in tokens.documents:
+            for (number, unit), (digest, documents) in apply(items):
+                if digest != self.scan.digests[number]:
+                    raise DataError(
+                        "a file was changed while it was prepared",
+                        ", ".join(dict.fromkeys(str(part.path) for part in unit)),
+                        "leave the files alone meanwhile; prepare into another --output-dir, or"
+                        " delete this one",
+                    )
+                for document, is_valid, ids in documents:
                     writers[is_valid].add(ids, number, document)
                 done += size_of(unit)
                 self.progress("encoding", done, self.input_bytes)
@@ -488,17 +470,15 @@ class _Preparation:
         return {writer.split: writer.headers for writer in writers}
 
 
-def _kind(tokenizer: PreTrainedTokenizerBase, shard_tokens: int) -> ShardKind:
-    ids = vocabulary_of(tokenizer)
-    return ShardKind(
-        dtype_for(ids), ids, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens
-    )
+# ---------------------------------------------------------------- prepare.json
 
 
-def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str, Any]:
+def _finished(kind: ShardKind, splits: Splits) -> dict[str, Any]:
     """What the plan of a finished folder records."""
     facts: dict[str, Any] = {
-        name: getattr(kind, name) for name in ("tokenizer_hash", "vocabulary", "separator_id")
+        "tokenizer_hash": kind.tokenizer_hash,
+        "vocabulary": kind.vocabulary,
+        "separator_id": kind.separator_id,
     }
     for split, headers in splits.items():
         facts[split] = {
@@ -509,9 +489,89 @@ def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str
     return facts
 
 
-def _changed(unit: Unit) -> DataError:
-    return DataError(
-        "a file was changed while it was prepared",
-        ", ".join(dict.fromkeys(str(part.path) for part in unit)),
-        "leave the files alone meanwhile; prepare into another --output-dir, or delete this one",
+@dataclass(frozen=True)
+class _Plan:
+    """What a folder's content follows from."""
+
+    settings: dict[str, Any]  # those that the result depends on, by name
+    corpus: dict[str, Any]  # its SHA-256, documents and bytes
+    finished: dict[str, Any] | None = None  # what there is; None until everything is written
+
+    def write(self, folder: Path) -> None:
+        """Put the plan into its folder, replacing an older one."""
+        content = {"format": PLAN_FORMAT, "version": PLAN_VERSION, **asdict(self)}
+        replace_file(folder / PLAN_FILE, (json.dumps(content, indent=1) + "\n").encode())
+
+    def is_whole(self, splits: Splits) -> bool:
+        """Whether these shards are all that the finished folder had."""
+        return self.finished is not None and all(
+            self.finished[split]["shards"] == len(headers) for split, headers in splits.items()
+        )
+
+    def check_settings(self, folder: Path, now: dict[str, Any]) -> None:
+        """StateError: the folder was started with other settings."""
+        before = self.settings
+        changed = [
+            f"{name} was {before.get(name)}, now {now.get(name)}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise StateError(
+                f"the output folder was begun with other settings: {'; '.join(changed)}",
+                str(folder),
+                "give the same settings to resume it, or choose another --output-dir",
+            )
+
+    def check_corpus(self, folder: Path, now: dict[str, Any]) -> None:
+        """StateError: the folder was started with other documents."""
+        if self.corpus != now:
+            raise StateError(
+                f"the output folder was begun with other data: {_described(self.corpus)} then,"
+                f" {_described(now)} now",
+                str(folder),
+                "give the same --data (the order of the files counts), or choose another"
+                " --output-dir",
+            )
+
+
+def _described(corpus: dict[str, Any]) -> str:
+    return (
+        f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes"
+        f" ({str(corpus.get('sha256'))[:8]})"
     )
+
+
+def _read_plan(folder: Path) -> _Plan | None:
+    """Read the plan of a folder; None for an empty one.
+
+    Raises:
+        StateError: the folder holds other things, or a damaged plan.
+    """
+    names = {path.name for path in folder.iterdir() if not is_still_open(path.name)}
+    begun = PLAN_FILE in names
+    ours = _OURS if begun else _STARTED
+    others = sorted(name for name in names - ours if not (begun and SHARD_NAME.fullmatch(name)))
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise StateError(
+            f"the output folder already holds other things: {', '.join(others[:3])}{more}",
+            str(folder),
+            "choose another --output-dir",
+        )
+    if not begun:
+        return None
+    try:
+        content = json.loads(read_bytes(folder / PLAN_FILE, LIMIT_BYTES))
+        known = (content.pop("format"), content.pop("version")) == (PLAN_FORMAT, PLAN_VERSION)
+        plan = _Plan(**content)
+        known = known and isinstance(plan.settings, dict) and isinstance(plan.corpus, dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise StateError(
+            f"{PLAN_FILE} is damaged, or of another version",
+            str(folder),
+            "delete the folder, or choose another",
+        )
+    return plan

@@ -1,5 +1,5 @@
-"""Token shards, a public file format (frozen by a test), as one stream: found, mapped into memory,
-and checked before and while they are read.
+"""Token shards, a public file format (frozen by a test): written one after another, each
+atomically, and read as one stream, checked before and while they are read.
 
 NAME.bin    the ids, one after another, little-endian: uint16 if every id is below 65,536, else
             uint32
@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -26,9 +28,17 @@ import numpy as np
 
 from finetune.config.names import nearest
 from finetune.data.reading.files import expand_each, glob_files, named_twice
-from finetune.data.shards import damage
-from finetune.errors import DataError, FinetuneError, raise_problems
-from finetune.storage.durable_files import hash_file, read_bytes
+from finetune.data.shards import ShardFile, damage
+from finetune.errors import DataError, FinetuneError, StateError, raise_problems
+from finetune.storage.durable_files import (
+    hash_file,
+    read_bytes,
+    remove_tree,
+    replace_file,
+    sync_folder,
+)
+
+logger = logging.getLogger("finetune")
 
 FORMAT = "finetune tokens"
 # What `python -m finetune prepare` writes next to the shards; its "finished" is null until all is
@@ -39,7 +49,10 @@ VERSION = 1
 IDS_OF_UINT16 = 1 << 16
 INDEX_DTYPE = "<i8"
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-_LIMIT_BYTES = 1 << 20
+LIMIT_BYTES = 1 << 20  # of a header or a plan
+SPLITS = ("train", "val")
+SHARD_NAME = re.compile(r"\.?(train|val)-\d{5}\.(bin|index|json)(\.tmp)?")
+_MAX_SHARDS = 100_000  # five digits: names sort as numbers do
 _MAKE_AGAIN = "delete the shard's .bin, .index and .json and run `python -m finetune prepare` again"
 
 
@@ -50,7 +63,7 @@ def dtype_for(vocabulary: int) -> str:
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What is known of one shard, or of several as one."""
+    """What is known of one shard."""
 
     dtype: str  # uint16 or uint32
     tokens: int
@@ -58,7 +71,7 @@ class TokenHeader:
     vocabulary: int  # number of ids; every id is below it
     tokenizer_hash: str = ""  # see `tokenizer.tokenizer_hash`; empty where it is unknown
     separator_id: int | None = None  # the id every document starts with; None where it is unknown
-    sha256: str = ""  # of the .bin; of several shards, of their list
+    sha256: str = ""  # of the .bin
     index_sha256: str = ""  # of the .index
     # (unit, document in it) of the input after the last document; for restarts
     continues_at: tuple[int, int] = (0, 0)
@@ -93,7 +106,7 @@ def read_header(path: Path) -> TokenHeader | None:
     """
     source = header_path(path)
     try:
-        content = json.loads(read_bytes(source, _LIMIT_BYTES))
+        content = json.loads(read_bytes(source, LIMIT_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -330,13 +343,15 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
         raise DataError(
             f"the document index cannot be read: {error.strerror}", str(source), fix
         ) from error
-    size_bytes, wanted_bytes = source.stat().st_size, 8 * (header.documents + 1)
+    size_bytes = source.stat().st_size
+    wanted_bytes = 8 * (header.documents + 1)
     if size_bytes != wanted_bytes:
-        what = (
-            f"has {size_bytes} bytes, and {header.documents} documents in the header need"
-            f" {wanted_bytes}"
+        raise DataError(
+            f"the document index has {size_bytes} bytes, and {header.documents} documents in the"
+            f" header need {wanted_bytes}",
+            str(source),
+            fix,
         )
-        raise DataError(f"the document index {what}", str(source), fix)
     if starts[0] != 0 or starts[-1] != header.tokens or (np.diff(starts) <= 0).any():
         raise DataError("the document index does not fit its shard", str(source), fix)
     return starts
@@ -413,20 +428,6 @@ class TokenShards:
         return {**self.__dict__, "_maps": {}}
 
     @cached_property
-    def header(self) -> TokenHeader:
-        """The stream as if it were one shard; `sha256` is the fingerprint."""
-        first = self.headers[0]
-        return TokenHeader(
-            first.dtype,
-            self.tokens,
-            sum(header.documents for header in self.headers),
-            first.vocabulary,
-            first.tokenizer_hash,
-            first.separator_id,
-            self.fingerprint,
-        )
-
-    @cached_property
     def fingerprint(self) -> str:
         """What the stream holds, as 64 hexadecimal digits: from the headers, not from names and
         places.
@@ -470,7 +471,7 @@ class TokenShards:
             end = min(stop, int(self._ends[number]))
             parts.append(self._part(number, start - begin, end - begin))
             start, number = end, number + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def verify(self) -> None:
         """Read everything once: the SHA-256 of every headed shard and its index, and every id.
@@ -494,18 +495,16 @@ class TokenShards:
 
     def _part(self, number: int, start: int, stop: int) -> np.ndarray:
         header = self.headers[number]
+        path = str(self.paths[number])
         if number not in self._maps:
-            shape = (header.tokens,)
             try:
                 self._maps[number] = np.memmap(
-                    self.paths[number], DTYPES[header.dtype], "r", shape=shape
+                    path, DTYPES[header.dtype], "r", shape=(header.tokens,)
                 )
             # ValueError: shorter than when it was opened first
             except (OSError, ValueError) as error:
                 raise DataError(
-                    f"the shard cannot be read: {error}",
-                    str(self.paths[number]),
-                    "do not change shards in use",
+                    f"the shard cannot be read: {error}", path, "do not change shards in use"
                 ) from error
         ids = self._maps[number][start:stop]
         known = min(header.vocabulary, self.embeddings or header.vocabulary)
@@ -514,7 +513,7 @@ class TokenShards:
             raise DataError(
                 f"token {start + position} is {int(ids[position])}, and the vocabulary has"
                 f" {known} ids",
-                str(self.paths[number]),
+                path,
                 "use the vocabulary size of the tokenizer that made the file, or prepare the data"
                 " again",
             )
@@ -527,3 +526,145 @@ def tokenizer_folder(
     """The tokenizer that `prepare` saved next to the shards, or None."""
     folder = find_shards(source, split)[0].parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class ShardKind:
+    """What all shards of one preparation share; see `TokenHeader`."""
+
+    dtype: str
+    vocabulary: int
+    tokenizer_hash: str
+    separator_id: int
+    shard_tokens: int
+
+
+def shard_path(folder: Path, split: str, number: int) -> Path:
+    """`train-00000.bin`, `val-00000.bin`, ..."""
+    return folder / f"{split}-{number:05d}.bin"
+
+
+class ShardWriter:
+    """Documents -> shards of one split, in order.
+
+    A shard ends before the document that would bring it above `shard_tokens`; a longer document
+    fills a shard alone.
+
+    Args:
+        folder: where the shards go; only this writer writes shards of its split there.
+        finished: headers of the existing shards; writing resumes after them.
+    """
+
+    _file: ShardFile | None  # of the unfinished shard
+    _tokens: int
+    _starts: array[int]
+
+    def __init__(
+        self, folder: Path, split: str, kind: ShardKind, finished: list[TokenHeader]
+    ) -> None:
+        self.folder = folder
+        self.split = split
+        self.kind = kind
+        self.headers = list(finished)
+        self._begin()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(unit, document in it) of the input from which this split resumes."""
+        return self.headers[-1].continues_at if self.headers else (0, 0)
+
+    def add(self, ids: np.ndarray, unit: int, document: int) -> None:
+        """Append one document (its separator included) that is number `document` of an input
+        unit.
+        """
+        if self._tokens and self._tokens + len(ids) > self.kind.shard_tokens:
+            self.finish()
+        if self._file is None:
+            self._file = ShardFile(shard_path(self.folder, self.split, len(self.headers)))
+        self._file.write(ids.astype(DTYPES[self.kind.dtype], copy=False))
+        self._starts.append(self._tokens)
+        self._tokens += len(ids)
+        self._continues_at = (unit, document + 1)
+
+    def finish(self) -> None:
+        """Give the shard its name, durably: index, header, then the tokens. Nothing without a
+        document.
+        """
+        if self._file is None:
+            return
+        index = np.array([*self._starts, self._tokens], dtype=INDEX_DTYPE).tobytes()
+        header = TokenHeader(
+            self.kind.dtype,
+            self._tokens,
+            len(self._starts),
+            self.kind.vocabulary,
+            self.kind.tokenizer_hash,
+            self.kind.separator_id,
+            self._file.finish(),
+            hashlib.sha256(index).hexdigest(),
+            self._continues_at,
+        )
+        replace_file(index_path(self._file.path), index)
+        replace_file(header_path(self._file.path), header.to_json().encode())
+        self._file.publish()
+        self.headers.append(header)
+        self._begin()
+
+    def close(self) -> None:
+        """Let go of a shard that is not finished."""
+        if self._file is not None:
+            self._file.close()
+
+    def _begin(self) -> None:
+        if len(self.headers) >= _MAX_SHARDS:
+            raise DataError(
+                f"more than {_MAX_SHARDS} shards are needed",
+                str(self.folder),
+                "raise --shard-tokens",
+            )
+        self._file = None
+        self._tokens = 0
+        self._starts = array("q")
+
+
+def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
+    """The finished shards of a split up to the first that is missing or damaged, by SHA-256.
+
+    A damaged shard is logged; it and all after it are to be made again: each begins where the one
+    before it ended.
+
+    Raises:
+        StateError: shards of another tokenizer.
+    """
+    kept: list[TokenHeader] = []
+    while (path := shard_path(folder, split, len(kept))).is_file():
+        header = None
+        try:
+            header = read_header(path)
+            fault = "its header is missing" if header is None else shard_damage(path, header)
+        except DataError as problem:
+            fault = problem.what
+        if header is None or fault:
+            logger.warning("%s is made again: %s", path, fault)
+            break
+        if (header.tokenizer_hash, header.vocabulary) != (kind.tokenizer_hash, kind.vocabulary):
+            raise StateError(
+                "the tokenizer in the output folder is not the one the shards were made with",
+                str(path),
+                "put the tokenizer folder back as it was, or prepare into another --output-dir",
+            )
+        kept.append(header)
+    return kept
+
+
+def remove_unfinished(folder: Path, split: str, kept: int) -> None:
+    """Remove the files of all shards of a split but the first `kept` ones."""
+    whole = {shard_path(folder, split, number).stem for number in range(kept)}
+    for file in sorted(folder.iterdir()):
+        is_of_split = SHARD_NAME.fullmatch(file.name) and file.name.lstrip(".").startswith(split)
+        if is_of_split and file.stem not in whole:
+            remove_tree(file, missing_ok=True)
+    sync_folder(folder)

@@ -50,11 +50,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         DataError: a tokenizer without a `tokenizers` backend.
     """
-    return backend_hash(json.loads(_backend(tokenizer).to_str()))
-
-
-def backend_hash(content: dict[str, Any]) -> str:
-    """The hash, from the content of a tokenizer.json."""
+    content = json.loads(_backend(tokenizer).to_str())
     kept = {name: value for name, value in content.items() if name not in _NOT_HASHED}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
@@ -209,6 +205,7 @@ class DocumentEncoder:
     ) -> None:
         from tokenizers import Tokenizer
 
+        self._arguments = (tokenizer_json, separator_id, special_tokens)
         backend = Tokenizer.from_str(tokenizer_json)
         backend.no_truncation()
         backend.no_padding()
@@ -217,15 +214,13 @@ class DocumentEncoder:
         self._backend = backend
         self._separator_id = separator_id
 
-    def encode(self, texts: list[str], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all documents one after another, and the length of each with its separator,
-        int64.
-        """
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a Tokenizer that is sent to another process forgets `encode_special_tokens`
+        return type(self), self._arguments
+
+    def encode(self, texts: list[str], dtype: str) -> list[np.ndarray]:
+        """The ids of each document, its separator included."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        parts, lengths = [], np.empty(len(texts), dtype=np.int64)
-        separator = np.array([self._separator_id], dtype=dtype)
-        for number, encoding in enumerate(encodings):
-            ids = np.array(encoding.ids, dtype=dtype)
-            parts += [separator, ids]
-            lengths[number] = 1 + len(ids)
-        return (np.concatenate(parts) if parts else np.empty(0, dtype=dtype)), lengths
+        return [
+            np.array([self._separator_id, *encoding.ids], dtype=dtype) for encoding in encodings
+        ]

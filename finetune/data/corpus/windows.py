@@ -54,9 +54,9 @@ def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
         windows = min(left[length] // number for length, number in uses.items())
         columns = []
         for length, number in pattern:
-            taken = following[length] + windows * number
-            columns.append(by_length[following[length] : taken].reshape(windows, number))
-            following[length] = taken
+            first = following[length]
+            following[length] += windows * number
+            columns.append(by_length[first : following[length]].reshape(windows, number))
         for length, number in uses.items():
             left[length] -= windows * number
             if not left[length]:
@@ -75,7 +75,8 @@ def _next_pattern(present: list[int], left: list[int], size: int) -> Pattern:
     Empty where what is left fills no window.
     """
     pattern: Pattern = []
-    room, shorter = size, len(present)
+    room = size
+    shorter = len(present)
     while room and (shorter := bisect_right(present, room, 0, shorter) - 1) >= 0:
         length = present[shorter]
         number = min(room // length, left[length])
@@ -129,11 +130,11 @@ class Windows:
     ) -> None:
         self.stream = stream
         self.max_seq_len = max_seq_len
-        starts = (
-            _aligned_starts(stream.documents, max_seq_len)
-            if document_aligned
-            else np.arange(0, max(0, stream.tokens - max_seq_len), max_seq_len, dtype=np.int64)
-        )
+        if document_aligned:
+            starts = _aligned_starts(stream.documents, max_seq_len)
+        else:
+            end = max(0, stream.tokens - max_seq_len)
+            starts = np.arange(0, end, max_seq_len, dtype=np.int64)
         self.starts = starts[:limit]
         self.cut_tokens = stream.tokens - 1 - len(starts) * max_seq_len
         self._count(len(self.starts), name)
@@ -180,11 +181,14 @@ class BestFitWindows(Windows):
         self._count(len(self._firsts) - 1, name)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
-        starts, parts, room = self.stream.documents, [], self.max_seq_len + 1
-        for document in self._documents[self._firsts[index] : self._firsts[index + 1]].tolist():
+        starts = self.stream.documents
+        parts = []
+        room = self.max_seq_len + 1
+        for document in self._documents[self._firsts[index] : self._firsts[index + 1]]:
             start = int(starts[document])
-            parts.append(self.stream.slice(start, min(int(starts[document + 1]), start + room)))
-            room -= len(parts[-1])
+            stop = min(int(starts[document + 1]), start + room)
+            parts.append(self.stream.slice(start, stop))
+            room -= stop - start
         return np.concatenate(parts), None
 
 
@@ -228,13 +232,11 @@ def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWi
         DataError: no window; or they are to begin at documents, and the files do not say where
             those do.
     """
-    sources = (
-        [(path,) for path in config.train_data_path]
-        if config.data_weights
-        else [config.train_data_path]
-    )
-    parts = [_windows_of(TokenShards(source, split="train", **known), config) for source in sources]
-    windows = JoinedWindows(parts) if config.data_weights else parts[0]
+    if config.data_weights:
+        parts = [_windows_of((path,), config, known) for path in config.train_data_path]
+        windows: Windows | JoinedWindows = JoinedWindows(parts)
+    else:
+        windows = _windows_of(config.train_data_path, config, known)
     cut = windows.cut_tokens / windows.tokens
     if config.windows != "stream" and cut > MUCH_CUT:
         logger.warning(
@@ -247,21 +249,19 @@ def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWi
     return windows
 
 
-def _windows_of(stream: TokenShards, config: PretrainConfig) -> Windows:
+def _windows_of(source: Sequence[str], config: PretrainConfig, known: dict[str, Any]) -> Windows:
+    stream = TokenShards(source, split="train", **known)
     kind, name = config.windows, "--train-data-path"
     if kind != "stream":
-        lacking = [
-            p
-            for p, h in zip(stream.paths, stream.headers, strict=True)
-            if not h.sha256 or h.separator_id is None
-        ]
-        if lacking:
-            raise DataError(
-                "the file does not say where its documents begin, or they begin with no token of"
-                " their own",
-                where=str(lacking[0]),
-                fix="prepare the texts with python -m finetune prepare, or take --windows stream",
-            )
+        for path, header in zip(stream.paths, stream.headers, strict=True):
+            if not header.sha256 or header.separator_id is None:
+                raise DataError(
+                    "the file does not say where its documents begin, or they begin with no token"
+                    " of their own",
+                    where=str(path),
+                    fix="prepare the texts with python -m finetune prepare, or take --windows"
+                    " stream",
+                )
     if kind == "best-fit":
         return BestFitWindows(stream, config.max_seq_len, name=name)
     return Windows(stream, config.max_seq_len, document_aligned=kind == "document", name=name)

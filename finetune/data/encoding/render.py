@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -75,11 +76,13 @@ class Encoder:
         if not cuts:
             return whole
         pieces = [
-            self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+            self._piece(text[start:end], start)
+            for start, end in itertools.pairwise([0, *cuts, len(text)])
         ]
-        names = ("ids", "starts", "ends")
         cut = Encoded(
-            *(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names)
+            np.concatenate([piece.ids for piece in pieces]),
+            np.concatenate([piece.starts for piece in pieces]),
+            np.concatenate([piece.ends for piece in pieces]),
         )
         return cut if self._text(cut.ids) == self._text(whole.ids) else whole
 
@@ -108,12 +111,10 @@ def trained_tokens(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[n
     """For each turn the indices of its tokens, int64, in order."""
     spans = []
     for turn in turns:
-        inside = (
-            (encoded.starts >= turn.start)
-            & (encoded.starts < turn.end)
-            & (encoded.starts < encoded.ends)
-        )
-        spans.append(np.flatnonzero(inside & (encoded.ends <= _past_space(text, turn.end))))
+        starts_inside = (encoded.starts >= turn.start) & (encoded.starts < turn.end)
+        ends_inside = encoded.ends <= _past_space(text, turn.end)
+        is_text = encoded.starts < encoded.ends
+        spans.append(np.flatnonzero(starts_inside & ends_inside & is_text))
     return spans
 
 
@@ -229,15 +230,11 @@ def _middle(encoded: Encoded, content: np.ndarray, keep: int) -> np.ndarray:
     """The tokens between the first half and the second half of what is kept; no character is torn
     apart.
     """
-    head, tail = content[: (keep + 1) // 2], content[len(content) - keep // 2 :]
-    first, last = len(head), len(content) - len(tail)
+    first = (keep + 1) // 2
+    last = len(content) - keep // 2
     while 0 < first < len(content) and _same_character(encoded, content[first - 1], content[first]):
         first -= 1
-    while (
-        first <= last < len(content)
-        and last > 0
-        and _same_character(encoded, content[last - 1], content[last])
-    ):
+    while 0 < last < len(content) and _same_character(encoded, content[last - 1], content[last]):
         last += 1
     return content[first:last]
 
@@ -266,10 +263,12 @@ def without_reasoning(rendering: Rendering) -> Rendering:
         message for message in rendering.messages if message.role == "assistant" and message.trained
     ]
     # A rendering for one answer of several has the turn of the last.
-    turns = zip(rendering.turns, answers[-len(rendering.turns) :], strict=True)
-    return replace(
-        rendering, turns=tuple(_behind(rendering.text, turn, answer) for turn, answer in turns)
-    )
+    answers = answers[-len(rendering.turns) :]
+    turns = [
+        _behind(rendering.text, turn, answer)
+        for turn, answer in zip(rendering.turns, answers, strict=True)
+    ]
+    return replace(rendering, turns=tuple(turns))
 
 
 def _behind(text: str, turn: Turn, answer: Message) -> Turn:
@@ -356,13 +355,9 @@ class Renderer:
         self.cutoff_len = cutoff_len
         self.train_thinking = train_thinking  # else think blocks are context
         self._encoder = Encoder(tokenizer)
-        begins = (
-            tokenizer.bos_token_id is not None
-            and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
-        )
-        self._begin_id = (
-            tokenizer.bos_token_id if begins else None
-        )  # where the tokenizer itself writes it before a text
+        begin_id = tokenizer.bos_token_id
+        # the tokens with which the tokenizer itself begins a text
+        self._begin = [begin_id] if tokenizer("x")["input_ids"][:1] == [begin_id] else []
         self._end_id = tokenizer.eos_token_id
         self._check_cutoff(str(tokenizer.name_or_path))
 
@@ -386,12 +381,10 @@ class Renderer:
         """Whether a text of the record spells a special token, which the tokenizer will read as
         one.
         """
-        texts = [message.content for message in conversation.messages]
-        texts += [
-            json.dumps(call.arguments)
-            for message in conversation.messages
-            for call in message.calls
-        ]
+        texts = []
+        for message in conversation.messages:
+            texts.append(message.content)
+            texts += [json.dumps(call.arguments) for call in message.calls]
         return any(map(self.template.has_special, texts))
 
     def _text(self, text: str) -> Rendered:
@@ -402,8 +395,7 @@ class Renderer:
             raise RecordProblem(
                 "no end token", "a plain text ends with the tokenizer's eos_token, and it has none"
             )
-        begin = [] if self._begin_id is None else [self._begin_id]
-        ids = np.array([*begin, *self._encoder.encode(text).ids.tolist()], dtype=np.int32)
+        ids = np.array([*self._begin, *self._encoder.encode(text).ids.tolist()], dtype=np.int32)
         if not len(ids) or ids[-1] != self._end_id:  # a text may spell it
             ids = np.append(ids, np.int32(self._end_id))
         kept = ids[: self.cutoff_len]
@@ -414,12 +406,8 @@ class Renderer:
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)
         answers, supervised = self._targets(rendering, encoded)
-        kept = fit(
-            encoded,
-            self._prompt_contents(template, rendering, encoded, supervised),
-            answers,
-            self.cutoff_len,
-        )
+        contents = self._prompt_contents(template, rendering, encoded, supervised)
+        kept = fit(encoded, contents, answers, self.cutoff_len)
         return self._rendered(rendering, encoded, supervised, kept)
 
     def _targets(
@@ -465,21 +453,19 @@ class Renderer:
         if len(encoded.ids) <= self.cutoff_len:
             return []
         contents = []
+        untrained = ~supervised & (encoded.starts < encoded.ends)
         for number, message in enumerate(rendering.messages):
             if message.role == "assistant" and message.trained:
                 continue
             span = content_span(template, rendering.text, rendering.messages, number)
-            # else the template rewrites it, and it is kept like the template's own text
-            if span is not None:
-                inside = (
-                    (encoded.starts >= span[0])
-                    & (encoded.ends <= span[1])
-                    & (encoded.starts < encoded.ends)
-                )
-                contents.append(np.flatnonzero(inside & ~supervised))
-        return sorted(
-            (content for content in contents if len(content)), key=lambda content: content[0]
-        )
+            if span is None:
+                continue  # the template rewrites it, and it is kept like the template's own text
+            start, end = span
+            inside = (encoded.starts >= start) & (encoded.ends <= end)
+            content = np.flatnonzero(inside & untrained)
+            if len(content):
+                contents.append(content)
+        return sorted(contents, key=lambda content: content[0])
 
     def _check_cutoff(self, where: str) -> None:
         try:

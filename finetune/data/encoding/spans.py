@@ -173,9 +173,8 @@ def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rend
     _check_tools(template, messages)
     turns = [_find(template, text, messages, answer) for answer in answers]
     found = tuple(turn for turn in turns if turn is not None)
-    if len(found) == len(answers) and all(
-        a.end <= b.start for a, b in zip(found, found[1:], strict=False)
-    ):
+    in_order = all(before.end <= after.start for before, after in itertools.pairwise(found))
+    if len(found) == len(answers) and in_order:
         return [Rendering(text, messages, found)]
     return [_alone(template, messages[: answer + 1]) for answer in answers]
 
@@ -184,11 +183,9 @@ def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
     """A template that leaves tools, calls or results out would train answers to what is not
     there.
     """
-    prompt = messages[
-        : next(number for number, message in enumerate(messages) if message.role == "assistant")
-    ]
     names = [str(tool["function"]["name"]) for tool in template.tools]
     if names:
+        prompt = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", messages))
         with_tools = template.render(prompt)
         without = template.with_tools(()).render(prompt)
         if any(with_tools.count(name) <= without.count(name) for name in names):
@@ -199,7 +196,8 @@ def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
     for number, message in enumerate(messages):
         if not message.calls:
             continue
-        before, after = template.render(messages[:number]), template.render(messages[: number + 1])
+        before = template.render(messages[:number])
+        after = template.render(messages[: number + 1])
         written = squeezed(after[len(os.path.commonprefix([before, after])) :])
         if not all(written_out(call, written) for call in message.calls):
             raise RecordProblem(
@@ -329,7 +327,8 @@ def _by_marks(
     span_alone = content_span(template, alone, messages[: answer + 1], answer)
     if span is None or span_alone is None:
         return None
-    (start, end), (start_alone, end_alone) = span, span_alone
+    start, end = span
+    start_alone, end_alone = span_alone
     follows_prompt = alone.startswith(prompt) and len(prompt) <= start_alone
     if follows_prompt and text.endswith(lead := alone[len(prompt) : start_alone], 0, start):
         start -= len(lead)

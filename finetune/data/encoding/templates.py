@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import jinja2
@@ -141,9 +142,9 @@ def template_source(template: str) -> str:
         )
     try:
         source = path.read_text(encoding="utf-8")
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-            _without_generation_tags(source)
-        )
+        # `{% generation %}` is transformers' own tag, which plain Jinja does not know.
+        plain = re.sub(r"{%-? (end)?generation -?%}", "", source)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
         line = f":{error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise DataError(
@@ -151,17 +152,6 @@ def template_source(template: str) -> str:
             where=f"{path}{line}",
             fix="correct the Jinja template",
         ) from error
-    return source
-
-
-def _without_generation_tags(source: str) -> str:
-    """`{% generation %}` is transformers' own tag; plain Jinja need not know it to check the
-    rest.
-    """
-    for tag in ("generation", "endgeneration"):
-        for opening in ("{%", "{%-"):
-            for closing in ("%}", "-%}"):
-                source = source.replace(f"{opening} {tag} {closing}", "")
     return source
 
 
@@ -211,11 +201,8 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _from_folder(folder, trust_remote_code)
-    if (
-        folder.is_absolute()
-        or model.startswith((".", "~"))
-        or model.partition("@")[0].count("/") > 1
-    ):
+    is_path = folder.is_absolute() or model.startswith((".", "~"))
+    if is_path or model.partition("@")[0].count("/") > 1:
         raise DataError(
             "no such model folder",
             where=model,
@@ -240,11 +227,8 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    if (
-        not any(folder.glob("tokenizer*"))
-        and not any(folder.glob("vocab*"))
-        and not any(folder.glob("*.py"))
-    ):
+    patterns = ("tokenizer*", "vocab*", "*.py")
+    if not any(any(folder.glob(pattern)) for pattern in patterns):
         raise DataError(
             "the model folder has no tokenizer (no tokenizer.json or tokenizer.model)",
             where=str(folder),

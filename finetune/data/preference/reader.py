@@ -62,21 +62,17 @@ class PreferenceReader(RecordReader):
 
     preference: PreferenceForm = "pairs"
 
-    def _renamed(self, record: Any) -> Any:
+    def _renamed(self, record: Any) -> Mapping[str, Any]:
         """A side that is one turn becomes a list of it: like the lists of other formats, it is
         searched for media.
         """
-        record = super()._renamed(record)
-        if not isinstance(record, Mapping):
-            return record
-        return {
-            k: [value] if k in _SIDE_KEYS and isinstance(value, Mapping) else value
-            for k, value in record.items()
-        }
+        renamed = dict(super()._renamed(record))
+        for key in _SIDE_KEYS:
+            if isinstance(renamed.get(key), Mapping):
+                renamed[key] = [renamed[key]]
+        return renamed
 
-    def _detect(self, record: Any) -> str:
-        if not isinstance(record, Mapping):
-            return detect_format(record)
+    def _detect(self, record: Mapping[str, Any]) -> str:
         self._refuse_other_kind(record)
         if self.preference == "pairs" and not _has(record, _OTHER_KEYS):
             if not _has(record, _BOTH_KEYS):
@@ -95,21 +91,17 @@ class PreferenceReader(RecordReader):
         return name
 
     def _to_conversation(
-        self, record: Any, form: str, difficulties: Sequence[str] | None
+        self, record: Mapping[str, Any], form: str, difficulties: Sequence[str] | None
     ) -> Conversation:
-        if not isinstance(record, Mapping):
-            raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
         self._refuse_other_kind(record)
-        if self.preference == "labels":
-            return _labelled(
-                record, to_conversation(record, form, difficulties, self.difficulty_field), form
-            )
         if form == _CHOSEN:
             refuse_media(record)
             difficulty = difficulty_of(record, difficulties, self.difficulty_field)
             return _pair(_both_sides(record), difficulty, record)
-        chosen = to_conversation(record, form, difficulties, self.difficulty_field)
-        return _pair(_with_rejected(record, chosen.messages), chosen.difficulty, record)
+        found = to_conversation(record, form, difficulties, self.difficulty_field)
+        if self.preference == "labels":
+            return _labelled(record, found, form)
+        return _pair(_with_rejected(record, found.messages), found.difficulty, record)
 
     def _refuse_other_kind(self, record: Mapping[str, Any]) -> None:
         pair, label = _has(record, _SIDE_KEYS), _has(record, _LABEL_KEYS)
@@ -150,16 +142,21 @@ def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) 
     label = texts.get(given[0].strip().lower()) if isinstance(given[0], str) else given[0]
     if not isinstance(label, bool):
         raise RecordProblem("wrong type", f"the label is {kind_of(given[0])}; it is true or false")
-    messages, answer_turns = conversation.messages, 1
+    answer_turns = 1
     if form == "prompt-completion":
-        completion = (
-            record["response"] if record.get("completion") is None else record["completion"]
-        )
-        answer_turns = 1 if isinstance(completion, str) else len(completion)
-    prompt_turns = len(messages) - answer_turns
-    found = _answered(messages, prompt_turns, "the record")
+        completion = record.get("completion")
+        if completion is None:
+            completion = record["response"]
+        if not isinstance(completion, str):
+            answer_turns = len(completion)
+    prompt_turns = len(conversation.messages) - answer_turns
+    messages = _answered(conversation.messages, prompt_turns, "the record")
     return Preference(
-        found, conversation.difficulty, conversation.tools, False, prompt_turns, label=label
+        messages,
+        conversation.difficulty,
+        conversation.tools,
+        prompt_turns=prompt_turns,
+        label=label,
     )
 
 
@@ -187,15 +184,23 @@ def _pair(sides: _Sides, difficulty: str | None, record: Mapping[str, Any]) -> P
             raise RecordProblem(
                 "prompt mismatch", f"'chosen' and 'rejected' answer different prompts: {what}"
             )
-    found, other = _answered(chosen, shared, "'chosen'"), _answered(rejected, shared, "'rejected'")
-    return Preference(found, difficulty, tools_of(record), prompt_turns=shared, rejected=other)
+    return Preference(
+        _answered(chosen, shared, "'chosen'"),
+        difficulty,
+        tools_of(record),
+        prompt_turns=shared,
+        rejected=_answered(rejected, shared, "'rejected'"),
+    )
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """How many turns both begin with; an answer of a prompt is context, whatever its weight."""
-    pairs = zip(chosen, rejected, strict=False)
-    same = [replace(one, trained=True) == replace(other, trained=True) for one, other in pairs]
-    return [*same, False].index(False)
+    shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if replace(one, trained=True) != replace(other, trained=True):
+            break
+        shared += 1
+    return shared
 
 
 def _answered(messages: Sequence[Message], prompt_turns: int, where: str) -> tuple[Message, ...]:
@@ -204,10 +209,8 @@ def _answered(messages: Sequence[Message], prompt_turns: int, where: str) -> tup
         raise RecordProblem(
             "no answer", f"{where}: the first answer behind the prompt has weight 0"
         )
-    return (
-        *(replace(message, trained=False) for message in messages[:prompt_turns]),
-        *messages[prompt_turns:],
-    )
+    prompt = [replace(message, trained=False) for message in messages[:prompt_turns]]
+    return (*prompt, *messages[prompt_turns:])
 
 
 def _both_sides(record: Mapping[str, Any]) -> _Sides:
@@ -217,10 +220,11 @@ def _both_sides(record: Mapping[str, Any]) -> _Sides:
     for key in _BOTH_KEYS:
         if record.get(key) is None:
             raise RecordProblem("missing side", f"no '{key}'")
-        sides.append(_checked(_whole(record, key, prompt), key))
+        sides.append(_whole(record, key, prompt))
+    chosen, rejected = sides
     if prompt:
-        _check_prompt(prompt, sides[0][: _shared(*sides)])
-    return sides[0], sides[1]
+        _check_prompt(prompt, chosen[: _shared(chosen, rejected)])
+    return chosen, rejected
 
 
 def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sides:
@@ -230,26 +234,26 @@ def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sid
         what = "'rejected_messages' and 'rejected_response'" if keys else "no 'rejected_response'"
         raise RecordProblem("two answers" if keys else "missing side", what)
     prompt = [replace(message, trained=True) for message in chosen[:-1]]
-    return chosen, _checked(_whole(record, keys[0], prompt), keys[0])
+    return chosen, _whole(record, keys[0], prompt)
 
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
     """What a record says that both sides answer; nothing where the sides say it."""
-    key = next(
-        (key for key in ("prompt", "conversations", "instruction", "messages") if record.get(key)),
-        None,
-    )
-    if key is None:
-        return []
-    if key == "instruction":
-        return alpaca_prompt(record)
-    if key == "prompt" and isinstance(record[key], str):
-        return [*leading_system(record), Message("user", record[key])]
-    return read_turns(record, key)
+    for key in ("prompt", "conversations", "instruction", "messages"):
+        if not record.get(key):
+            continue
+        if key == "instruction":
+            return alpaca_prompt(record)
+        if key == "prompt" and isinstance(record[key], str):
+            return [*leading_system(record), Message("user", record[key])]
+        return read_turns(record, key)
+    return []
 
 
 def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
-    """The prompt and a side's turns, or the side alone where it is a whole conversation."""
+    """The prompt and a side's turns, or the side alone where it is a whole conversation; in a
+    legal order.
+    """
     value = record[key]
     if isinstance(value, str):
         answer = [Message("assistant", value)]
@@ -266,16 +270,13 @@ def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[M
             raise RecordProblem(
                 "no prompt", f"'{key}' is an answer, and the record has no 'prompt'"
             )
-        return [*prompt, *answer]
-    answer = read_turns({**record, key: value}, key)
-    return (
-        [prompt[0], *answer] if prompt and prompt[0].role == "system" != answer[0].role else answer
-    )
-
-
-def _checked(messages: list[Message], key: str) -> list[Message]:
+        turns = [*prompt, *answer]
+    else:
+        turns = read_turns(record, key)
+        if prompt and prompt[0].role == "system" != turns[0].role:
+            turns.insert(0, prompt[0])
     try:
-        return checked(messages)
+        return checked(turns)
     except RecordProblem as problem:
         raise RecordProblem(problem.kind, f"'{key}': {problem.detail}") from None
 
@@ -286,17 +287,11 @@ def _check_prompt(prompt: Sequence[Message], shared: Sequence[Message]) -> None:
     """
     named = [replace(message, trained=True) for message in prompt if message.role != "system"]
     turns = [replace(message, trained=True) for message in shared if message.role != "system"]
-    systems = [
-        [message for message in messages if message.role == "system"]
-        for messages in (prompt, shared)
-    ]
+    named_systems = [message for message in prompt if message.role == "system"]
+    systems = [message for message in shared if message.role == "system"]
     places = range(len(turns) - len(named) + 1)
-    if not any(turns[place : place + len(named)] == named for place in places) or systems[
-        0
-    ] not in (
-        [],
-        systems[1],
-    ):
+    is_inside = any(turns[place : place + len(named)] == named for place in places)
+    if not is_inside or named_systems not in ([], systems):
         raise RecordProblem(
             "prompt mismatch",
             "the turns that 'chosen' and 'rejected' begin with are not the prompt",

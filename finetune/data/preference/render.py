@@ -52,21 +52,15 @@ class PreferenceRenderer(Renderer):
         template = self.template.with_tools(conversation.tools)
         chosen = _one_rendering(template, conversation.messages)
         if conversation.label is not None:
-            return [
-                replace(
-                    self._sample(template, self._trained(chosen)), label=int(conversation.label)
-                )
-            ]
-        documents = self._documents(
-            template, chosen, _one_rendering(template, conversation.rejected)
-        )
-        if not all(document.supervised.any() for document in documents):
-            return [replace(documents[0], supervised=np.zeros_like(documents[0].supervised))]
-        return (
-            []
-            if np.array_equal(documents[0].input_ids, documents[1].input_ids)
-            else [_joined(*documents)]
-        )
+            sample = self._sample(template, self._trained(chosen))
+            return [replace(sample, label=int(conversation.label))]
+        rejected = _one_rendering(template, conversation.rejected)
+        first, second = self._documents(template, chosen, rejected)
+        if not (first.supervised.any() and second.supervised.any()):
+            return [replace(first, supervised=np.zeros_like(first.supervised))]
+        if np.array_equal(first.input_ids, second.input_ids):
+            return []
+        return [_joined(first, second)]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
         """Whether a text of either side spells a special token, which the tokenizer will read as
@@ -142,15 +136,12 @@ def _fit_both(sides: list[_Side], prompt_tokens: int, cutoff_len: int) -> list[K
     Whichever document leaves its prompt less room decides: the other has room for that prompt, too.
     """
     kept = [fit(side.encoded, side.contents, side.answers, cutoff_len) for side in sides]
-    prompt = min((one.tokens[one.tokens < prompt_tokens] for one in kept), key=len)
-    return [
-        (
-            one
-            if np.array_equal(one.tokens[one.tokens < prompt_tokens], prompt)
-            else _refitted(side, prompt, prompt_tokens, cutoff_len)
-        )
-        for side, one in zip(sides, kept, strict=True)
-    ]
+    prompts = [one.tokens[one.tokens < prompt_tokens] for one in kept]
+    shortest = min(prompts, key=len)
+    for number, prompt in enumerate(prompts):
+        if not np.array_equal(prompt, shortest):
+            kept[number] = _refitted(sides[number], shortest, prompt_tokens, cutoff_len)
+    return kept
 
 
 def _refitted(side: _Side, prompt: np.ndarray, prompt_tokens: int, cutoff_len: int) -> Kept:

@@ -276,7 +276,12 @@ class _Text:
             try:
                 value, end = self._json.raw_decode(self.text, self.position)
             except (ValueError, RecursionError) as error:
-                if self._may_go_on(error) and self._extend():
+                # More text may make it right where it ends inside a text, or near the error.
+                may_go_on = isinstance(error, json.JSONDecodeError) and (
+                    error.msg.startswith("Unterminated string")
+                    or len(self.text) - error.pos < _TAIL
+                )
+                if may_go_on and self._extend():
                     continue
                 raise self.broken(
                     getattr(error, "pos", self.position), getattr(error, "msg", str(error))
@@ -307,14 +312,6 @@ class _Text:
                 " broken one"
             ),
         )
-
-    def _may_go_on(self, error: ValueError | RecursionError) -> bool:
-        """Whether more text may make it right: it ends inside a text, or near where the error
-        is.
-        """
-        if not isinstance(error, json.JSONDecodeError):
-            return False
-        return error.msg.startswith("Unterminated string") or len(self.text) - error.pos < _TAIL
 
     def _extend(self) -> bool:
         """Read on, as much again as is held; False at the end."""

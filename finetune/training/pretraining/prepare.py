@@ -106,7 +106,7 @@ def prepare_pretraining(config: PretrainConfig) -> PreparedTexts:
             "--train-data-path",
             f"give more data, or a --total-batch-size of at most {len(train) * config.max_seq_len}",
         )
-    vocabulary = max(*(stream.header.vocabulary for stream in streams), size or 0)
+    vocabulary = max(*(stream.headers[0].vocabulary for stream in streams), size or 0)
     if model_config is None:
         model_config = scratch_config(
             config.arch,

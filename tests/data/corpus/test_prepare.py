@@ -32,12 +32,18 @@ from finetune.data.corpus import preparation as tokens_prepare
 from finetune.data.corpus.preparation import (
     Prepared,
     PrepareSettings,
+    UnitReader,
     prepare_tokens,
     split_bound,
     tokenizer_texts,
 )
-from finetune.data.corpus.shard_writer import ShardKind, ShardWriter, finished_shards
-from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder
+from finetune.data.corpus.token_shards import (
+    ShardKind,
+    ShardWriter,
+    TokenShards,
+    finished_shards,
+    tokenizer_folder,
+)
 from finetune.data.corpus.tokenizer import (
     SMALLEST_VOCABULARY,
     bytes_per_token,
@@ -349,7 +355,9 @@ def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
     ids = tokenizer(text)["input_ids"]
     assert ids.count(tokenizer.eos_token_id) == 2 and tokenizer.bos_token_id not in ids
-    assert TokenShards(prepared, tokenizer_hash=tokenizer_hash(tokenizer)).header.separator_id == 1
+    assert (
+        TokenShards(prepared, tokenizer_hash=tokenizer_hash(tokenizer)).headers[0].separator_id == 1
+    )
 
 
 def test_bytes_per_token_add_up_to_the_text(prepared: Path):
@@ -408,9 +416,10 @@ def test_a_tokenizer_is_taken_over(tmp_path: Path):
 
 def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
     units = list(corpus.units_of([data]))
-    seen = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 1.0))
+    reader = UnitReader("text", 42, split_bound(0.2))
+    seen = list(tokenizer_texts(units, reader, 1.0))
     assert seen == texts_of(prepared, "train")
-    fewer = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 0.5))
+    fewer = list(tokenizer_texts(units, reader, 0.5))
     assert set(fewer) < set(seen) and len(fewer) > 5
 
 
@@ -422,7 +431,7 @@ def test_too_little_text_for_the_vocabulary_is_said(tmp_path: Path, caplog):
     write_jsonl(tmp_path / "d.jsonl", ["aab", "aac"])
     found = prepare(tmp_path / "d.jsonl", tmp_path / "out", vocab_size=5000)
     assert found.vocabulary < 300 and "no more pairs to merge" in caplog.text
-    assert TokenShards(tmp_path / "out").header.vocabulary == found.vocabulary
+    assert TokenShards(tmp_path / "out").headers[0].vocabulary == found.vocabulary
 
 
 # ---------------------------------------------------------------- kills, processes, damage

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.corpus.shard_writer import ShardKind, ShardWriter
 from finetune.data.corpus.token_shards import (
+    ShardKind,
+    ShardWriter,
     TokenHeader,
     TokenShards,
     dtype_for,
@@ -95,7 +96,7 @@ def test_ids_take_two_bytes_up_to_65536(
     write_shards(tmp_path, [[1, vocabulary - 1]], vocabulary=vocabulary)
     assert (tmp_path / "train-00000.bin").stat().st_size == 2 * item_bytes
     shards = TokenShards(tmp_path)
-    assert shards.header.dtype == dtype
+    assert shards.headers[0].dtype == dtype
     read = shards.slice(0, 2)
     assert read.dtype == np.int32 and read.tolist() == [1, vocabulary - 1]
 
@@ -186,7 +187,7 @@ def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path: Path):
     np.array([3, 70_000, 7], "<u4").tofile(tmp_path / "big.bin")
     shards = TokenShards(tmp_path / "train.bin", vocab_size=501)
     assert shards.slice(0, 3).tolist() == [3, 500, 7] and shards.documents.tolist() == [0, 3]
-    assert shards.header.tokenizer_hash == "" and shards.header.separator_id is None
+    assert shards.headers[0].tokenizer_hash == "" and shards.headers[0].separator_id is None
     assert TokenShards(tmp_path / "big.bin", vocab_size=100_000).slice(1, 2).tolist() == [70_000]
     assert "--vocab-size" in refused(tmp_path / "train.bin")
 
@@ -266,7 +267,9 @@ def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path: Path, posit
 def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
     write_shards(tmp_path, [[1, 2]])
     assert TokenShards(tmp_path, tokenizer_hash=HASH, vocab_size=1000).tokens == 2
-    assert TokenShards(tmp_path, vocab_size=1024).header.vocabulary == 1000  # a padded embedding
+    assert (
+        TokenShards(tmp_path, vocab_size=1024).headers[0].vocabulary == 1000
+    )  # a padded embedding
     said = refused(tmp_path, tokenizer_hash=OTHER_HASH)
     assert "another tokenizer" in said and HASH[:12] in said and OTHER_HASH[:12] in said
     assert "at least 1000" in refused(tmp_path, vocab_size=999)
