@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; a restart shrinks microbatches
 
 
-INTERRUPTED = 130  # by Ctrl-C, before or beside a run: what shells say of it
+INTERRUPTED = 130  # by Ctrl-C, before or next to a run: the exit code that shells give it
 
 
 class FinetuneError(Exception):

@@ -14,8 +14,8 @@ from finetune.runtime.device import DEVICE_KINDS
 
 @dataclass(frozen=True)
 class Answers:
-    """What a loss of preferences needs of a microbatch besides its targets: S samples, whose D
-    documents lie in order.
+    """What a preference loss needs of a microbatch besides its targets: S samples with D documents,
+    in order.
 
     A pair has two documents, the chosen answer's first; a record with a label has one.
     """
@@ -60,10 +60,10 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on `device`; neither host nor device waits for the copies."""
-        # Page-locked first, where that is what makes a copy asynchronous: CUDA stages others
-        # through a buffer of its own, torch_npu waits for the stream after each. Here and not in
-        # the loader: microbatches of evaluation, rehearsal and retries do not come through one, and
-        # torch keeps the few pages for the next.
+        # Page-locked first, if that makes a copy asynchronous: CUDA stages other memory through its
+        # own buffer, torch_npu waits for the stream after each copy. Not in the loader, because
+        # microbatches of evaluation, rehearsal and retries do not come through one. torch keeps the
+        # few pages for the next microbatch.
         kind = DEVICE_KINDS.get(device.type)
         pinned = kind is not None and kind.pinned_copies
 
@@ -118,7 +118,8 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
     forwards and backwards (collectives match), and its loss is 0.
     """
     if not samples:
-        samples = [(np.full(2, pad_token_id, dtype=np.int32), np.zeros(2, dtype=bool), -1)]
+        padding = np.full(2, pad_token_id, dtype=np.int32)
+        samples = [(padding, np.zeros(2, dtype=bool), -1)]
     masks = [supervised for _, supervised, _ in samples if supervised is not None]
     if not masks:
         return _whole(samples)
@@ -180,13 +181,15 @@ def _whole(samples: Sequence[Sample]) -> Microbatch:
     target.
     """
     block = _tensor(np.stack([ids for ids, _, _ in samples]))
-    inputs, targets = block[:, :-1], block[:, 1:]
+    inputs = block[:, :-1]
+    targets = block[:, 1:]
+    groups = np.array([group for _, _, group in samples])
     return Microbatch(
         input_ids=inputs.contiguous(),
         position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
         keep=None,
         targets=targets.flatten(),
-        groups=_tensor(np.repeat([group for _, _, group in samples], inputs.shape[1])),
+        groups=_tensor(np.repeat(groups, inputs.shape[1])),
         document_lengths=None,
     )
 

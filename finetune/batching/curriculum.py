@@ -68,7 +68,7 @@ class Schedule:
         return tuple(weight / sum(mix) for weight in mix)
 
     def stage_of_steps(self, total_steps: int) -> np.ndarray:
-        """The stage that the middle of each step lies in: int64[total_steps]."""
+        """Return the stage that contains the middle of each step: int64[total_steps]."""
         # A step k is before a boundary b when k + 1/2 < b T: those are the first ceil(b T - 1/2)
         # steps.
         half = Fraction(1, 2)
@@ -160,7 +160,7 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
 def build_schedule(
     config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
 ) -> tuple[Schedule, np.ndarray]:
-    """`choose_schedule`, with its warnings logged: for whoever trains, once."""
+    """Call `choose_schedule` for a run, and log its warnings."""
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     for warning in warnings:
         logger.warning("%s", warning)
@@ -236,7 +236,11 @@ def choose_schedule(
 
 
 def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
-    """Samples of each of so many difficulties, int64[difficulties], from their indices, int[N]."""
+    """Count the samples of each of `count` difficulties: int64[count].
+
+    Args:
+        difficulties: int[N], the index of each sample's difficulty.
+    """
     counts = np.zeros(count, dtype=np.int64)
     for portion in portions(difficulties):
         counts += np.bincount(portion.astype(np.int64), minlength=count)

@@ -186,9 +186,9 @@ def _min_microbatches(descending: np.ndarray, budget: int) -> int:
     """
     if not len(descending):
         return 0
-    # A sample above half the budget has a microbatch of its own. Beside it goes nothing that is
-    # longer than what it leaves: for every threshold, count the microbatches of the samples that
-    # leave less, and pour the samples from the threshold up to half into the room left.
+    # No two samples above half the budget share a microbatch, and nothing joins such a sample that
+    # is longer than the room it leaves. For every threshold: count the microbatches of the samples
+    # that leave less room, and pour the samples from the threshold up to half into the other room.
     sums = np.concatenate([[0], np.cumsum(descending)])
     rising = -descending
     above_half = int(np.searchsorted(rising, -(budget // 2)))
@@ -198,10 +198,14 @@ def _min_microbatches(descending: np.ndarray, budget: int) -> int:
     thresholds = descending[np.maximum(ends - 1, 0)]
     alone = np.minimum(np.searchsorted(rising, thresholds - budget), above_half)
     room = (above_half - alone) * budget - (sums[above_half] - sums[alone])
-    poured = above_half + np.maximum(0, -((room - (sums[ends] - sums[above_half])) // budget))
+    left_over = sums[ends] - sums[above_half] - room
+    poured = above_half + np.maximum(0, -(-left_over // budget))
+    bounds = [int(poured.max()), -(-int(sums[-1]) // budget)]
     # Of the samples above budget / (n + 1) at most n share a microbatch.
-    shared = [-(-int(np.searchsorted(rising, -(budget // (n + 1)))) // n) for n in range(2, 9)]
-    return max(int(poured.max()), -(-int(sums[-1]) // budget), *shared)
+    for number in range(2, 9):
+        longer = int(np.searchsorted(rising, -(budget // (number + 1))))
+        bounds.append(-(-longer // number))
+    return max(bounds)
 
 
 def _longest_first(items: np.ndarray, microbatch_count: int, budget: int) -> np.ndarray:

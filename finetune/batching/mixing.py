@@ -1,20 +1,21 @@
 """Sources mixed by weight: how many samples of each source and difficulty every global batch has.
 
-The curriculum comes first: what a global batch has of each difficulty is `plan_counts`, whatever
-the sources. Within a difficulty the sources that have samples of it share by their weights. The
-target of a source after a step is the sum of its shares in the samples of every difficulty so far;
-where every source has every difficulty that is used, that is its weight's share of all samples.
+The curriculum comes first: `plan_counts` decides how many samples of each difficulty a global batch
+has. Within a difficulty, the sources that have samples of it share them by their weights. After a
+step, the target of a source is the sum of its shares in each difficulty so far. If every source has
+every difficulty that is used, that is the share of all samples that its weight gives.
 
 Difficulties that the same sources have are one group, and `round_cumulative` deals the group's
-samples to them: each source has had the floor or the ceiling of its target in the group. Where no
-source shares two groups with others, that is the floor or the ceiling of its whole target. Else
-errors of several groups may add up to a sample: then samples are passed on between sources within
-the step (`_even_out`), which keeps all but rare steps below one sample. That has no proof: the
-tests hold random plans of such sources below two.
+samples to these sources: each source has had the floor or the ceiling of its target in the group.
+If no source shares two groups with others, that is the floor or the ceiling of its whole target.
+Otherwise errors of several groups may add up to a sample. Then `_even_out` passes samples on
+between sources within the step, which keeps all but rare steps below one sample. There is no proof:
+the tests hold random plans of such sources below two.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,30 +47,22 @@ class Mix:
     starts: tuple[int, ...]  # the first sample of each source, and the number of samples
 
     def __post_init__(self) -> None:
-        raise_problems(
-            [
-                DataError(
-                    "no sample of this source is left to be mixed",
-                    where=name,
-                    fix="remove it from data, or see above why its records were dropped",
-                )
-                for name, size in zip(self.names, self.sizes, strict=True)
-                if not size
-            ]
-        )
+        what = "no sample of this source is left to be mixed"
+        fix = "remove it from data, or see above why its records were dropped"
+        sizes = zip(self.names, self.sizes, strict=True)
+        raise_problems([DataError(what, name, fix) for name, size in sizes if not size])
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Samples of each source."""
-        return tuple(end - start for start, end in zip(self.starts, self.starts[1:], strict=False))
+        return tuple(end - start for start, end in itertools.pairwise(self.starts))
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
         """The weights as exact shares that sum to 1: of the decimals that the user wrote."""
-        pairs = zip(self.weights, self.sizes, strict=True)
         exact = [
             Fraction(size) if weight == "natural" else Fraction(repr(weight))
-            for weight, size in pairs
+            for weight, size in zip(self.weights, self.sizes, strict=True)
         ]
         return tuple(weight / sum(exact) for weight in exact)
 
@@ -105,8 +98,8 @@ class SourceDraws:
 
 @dataclass(frozen=True)
 class _Group:
-    """Difficulties that the same sources have, the share of each of those, and the samples of every
-    step.
+    """Difficulties that the same sources have, with the share of each source and the samples of
+    every step.
     """
 
     difficulties: np.ndarray  # int (k,)
@@ -129,11 +122,8 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
     """
     groups = list(_groups(counts, held, shares))
     drawn = [_deal(group) for group in groups]
-    several = sum(
-        np.bincount(group.sources, minlength=len(held))
-        for group in groups
-        if len(group.sources) > 1
-    )
+    shared = [group.sources for group in groups if len(group.sources) > 1]
+    several = sum(np.bincount(sources, minlength=len(held)) for sources in shared)
     if np.max(several) > 1:
         _even_out(groups, drawn, len(held))
     # As small as a global batch allows: of a long run this is the largest thing in memory.
@@ -161,54 +151,50 @@ def source_draws(
     for group in _groups(drawn.sum(axis=0)[None], held > 0, mix.shares):
         for source, share in zip(group.sources.tolist(), group.shares, strict=True):
             expected[source] += float(share * int(group.totals.sum()) / int(drawn.sum()))
-    return [
-        SourceDraws(
-            name=name,
-            samples=mix.sizes[source],
-            weight=float(mix.shares[source]),
-            expected=expected[source],
-            draws=int(drawn[source].sum()),
-            passes={
-                difficulties[at]: int(drawn[source, at]) / int(held[source, at])
-                for at in np.flatnonzero(drawn[source]).tolist()
-            },
-        )
-        for source, name in enumerate(mix.names)
-    ]
+    found = []
+    for source, name in enumerate(mix.names):
+        passes = {
+            difficulties[at]: int(drawn[source, at]) / int(held[source, at])
+            for at in np.flatnonzero(drawn[source]).tolist()
+        }
+        weight = float(mix.shares[source])
+        draws = int(drawn[source].sum())
+        found.append(SourceDraws(name, mix.sizes[source], weight, expected[source], draws, passes))
+    return found
 
 
 def source_line(draws: SourceDraws) -> str:
-    """What a table says of a source beside its name."""
+    """Describe a source in a table, next to its name."""
     passes = ", ".join(f"{name} {times:.2f}" for name, times in draws.passes.items())
     shares = f"weight {draws.weight:.1%}, share {draws.expected:.1%}"
     return f"{draws.samples:,}; {shares}; {draws.draws:,} drawn; passes {passes or 'none'}"
 
 
 def source_warnings(draws: Sequence[SourceDraws]) -> list[str]:
-    """Where the weights are not what the sources have of the run."""
-    found = []
-    off = [one for one in draws if abs(one.expected - one.weight) > 1e-9]
-    if off:
-        parts = ", ".join(
-            f"{one.name} is {one.expected:.1%} of the samples, not {one.weight:.1%}" for one in off
-        )
-        found.append(
-            "the weights of the sources hold within each difficulty, and not every source has"
-            f" samples of each that the curriculum uses: {parts}"
-        )
-    return found
+    """Warn if sources cannot have the share that their weight asks for."""
+    off = [
+        f"{one.name} is {one.expected:.1%} of the samples, not {one.weight:.1%}"
+        for one in draws
+        if abs(one.expected - one.weight) > 1e-9
+    ]
+    if not off:
+        return []
+    return [
+        "the weights of the sources hold within each difficulty, and not every source has"
+        f" samples of each that the curriculum uses: {', '.join(off)}"
+    ]
 
 
 def _groups(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction]) -> Iterator[_Group]:
-    used = np.flatnonzero(counts.any(axis=0)).tolist()
-    patterns = {
-        difficulty: tuple(np.flatnonzero(held[:, difficulty]).tolist()) for difficulty in used
-    }
-    for sources in dict.fromkeys(patterns.values()):
-        difficulties = np.array([one for one in used if patterns[one] == sources])
+    difficulties_of: dict[tuple[int, ...], list[int]] = {}
+    for difficulty in np.flatnonzero(counts.any(axis=0)).tolist():
+        sources = tuple(np.flatnonzero(held[:, difficulty]).tolist())
+        difficulties_of.setdefault(sources, []).append(difficulty)
+    for sources, difficulties in difficulties_of.items():
         whole = sum(shares[source] for source in sources)
         parts = tuple(shares[source] / whole for source in sources)
-        yield _Group(difficulties, np.array(sources), parts, counts[:, difficulties].sum(axis=1))
+        totals = counts[:, difficulties].sum(axis=1)
+        yield _Group(np.array(difficulties), np.array(sources), parts, totals)
 
 
 def _deal(group: _Group) -> np.ndarray:
@@ -219,27 +205,30 @@ def _deal(group: _Group) -> np.ndarray:
     units = [int(share * denominator) for share in group.shares]
     so_far = np.concatenate([[0], np.cumsum(group.totals)])
     dtype = np.int64 if int(so_far[-1]) * denominator < _INT64_ROOM else object
-    return round_cumulative(
-        so_far.astype(dtype)[:, None] * np.array(units, dtype=dtype), denominator
-    )
+    targets = so_far.astype(dtype)[:, None] * np.array(units, dtype=dtype)
+    return round_cumulative(targets, denominator)
 
 
 def _table(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Whole numbers with these sums in every step: int64[steps, m, k] of int64[steps, m] and
     int64[steps, k].
 
-    The samples of a step lie on a circle, by source; laid over it by difficulty, and turned a
-    little further in each step, they meet in proportion to both in the long run.
+    Imagine the samples of a step on a circle, sorted by source, and over it on a second circle,
+    sorted by difficulty. The second is turned a little further in each step, so in the long run
+    sources and difficulties meet in proportion to both.
     """
     totals = rows.sum(axis=1)
-    turns = np.arange(len(rows), dtype=np.uint64) * np.uint64(_GOLDEN) >> np.uint64(32)
-    turned = (turns * totals.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
-    row_ends, column_ends = np.cumsum(rows, axis=1), np.cumsum(columns, axis=1)
+    half = np.uint64(32)
+    turns = np.arange(len(rows), dtype=np.uint64) * np.uint64(_GOLDEN) >> half
+    turned = (turns * totals.astype(np.uint64) >> half).astype(np.int64)
+    row_ends = np.cumsum(rows, axis=1)
+    column_ends = np.cumsum(columns, axis=1)
     table = np.zeros((*rows.shape, columns.shape[1]), dtype=np.int64)
     for i in range(rows.shape[1]):
         end = row_ends[:, i] + turned
         for j in range(columns.shape[1]):
-            first, last = column_ends[:, j] - columns[:, j], column_ends[:, j]
+            last = column_ends[:, j]
+            first = last - columns[:, j]
             for row_end in (end, end - totals):
                 overlap = np.minimum(row_end, last) - np.maximum(row_end - rows[:, i], first)
                 table[:, i, j] += np.maximum(overlap, 0)
@@ -252,9 +241,8 @@ def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: in
     """
     errors = np.zeros((len(drawn[0]), sources))
     for group, rows in zip(groups, drawn, strict=True):
-        targets = np.cumsum(group.totals)[:, None] * np.array(
-            [float(share) for share in group.shares]
-        )
+        shares = np.array([float(share) for share in group.shares])
+        targets = np.cumsum(group.totals)[:, None] * shares
         errors[:, group.sources] += np.cumsum(rows, axis=0) - targets
     passed = np.zeros(sources)  # from each source to others so far, as what it has more of since
     step = _next_off(errors, passed, 0)
@@ -263,9 +251,8 @@ def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: in
         while path := _path(groups, drawn, step, now):
             for number, giver, taker in path:
                 places = groups[number].sources.tolist()
-                drawn[number][step, places.index(giver)] -= 1
-                drawn[number][step, places.index(taker)] += 1
                 for source, change in ((giver, -1), (taker, 1)):
+                    drawn[number][step, places.index(source)] += change
                     passed[source] += change
                     now[source] += change
         step = _next_off(errors, passed, step + 1)
@@ -274,7 +261,8 @@ def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: in
 def _next_off(errors: np.ndarray, passed: np.ndarray, first: int) -> int | None:
     """The first step from `first` on after which a source is a whole sample off."""
     for begin in range(first, len(errors), 1024):
-        off = (np.abs(errors[begin : begin + 1024] + passed) >= _ALMOST_ONE).any(axis=1)
+        here = np.abs(errors[begin : begin + 1024] + passed)
+        off = (here >= _ALMOST_ONE).any(axis=1)
         if off.any():
             return begin + int(off.argmax())
     return None

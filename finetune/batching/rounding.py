@@ -40,18 +40,9 @@ def round_cumulative(targets: np.ndarray, denominator: int) -> np.ndarray:
         has, each prefix sum is the floor or the ceiling of its target, and a difficulty has zero in
         every step in which its target does not grow.
     """
-    floors = targets // denominator
-    units = targets - floors * denominator
-    floors = floors.astype(np.int64)
-    rounding = _Rounding(
-        floors=floors,
-        fractions=(units / denominator).astype(np.float64),
-        partial=(units > 0).astype(bool),
-        grows=(targets[1:] > targets[:-1]).astype(bool),
-        ups=(units.sum(axis=1) // denominator).astype(np.int64),  # what the fractions make, whole
-    )
+    rounding = _Rounding(targets, denominator)
     rounding.solve()
-    return np.diff(floors + rounding.up, axis=0)
+    return np.diff(rounding.floors + rounding.up, axis=0)
 
 
 @dataclass(frozen=True)
@@ -73,22 +64,21 @@ class _Rounding:
     - 1 to row t.
     """
 
-    def __init__(
-        self,
-        floors: np.ndarray,
-        fractions: np.ndarray,
-        partial: np.ndarray,
-        grows: np.ndarray,
-        ups: np.ndarray,
-    ) -> None:
+    def __init__(self, targets: np.ndarray, denominator: int) -> None:
+        floors = targets // denominator
+        units = targets - floors * denominator
+        fractions = (units / denominator).astype(np.float64)
+        partial = (units > 0).astype(bool)
+        self.floors = floors.astype(np.int64)
         self.partial = partial
-        self.grows = grows
-        self.ups = ups
+        self.grows = (targets[1:] > targets[:-1]).astype(bool)
+        # what the fractions of a row make, whole
+        self.ups = (units.sum(axis=1) // denominator).astype(np.int64)
         # held[t - 1]: the sample that is begun but not whole before step t is still not whole after
         # it.
-        self.held = partial[:-1] & (floors[1:] == floors[:-1])
+        self.held = partial[:-1] & (self.floors[1:] == self.floors[:-1])
         self.ranks = np.argsort(np.where(partial, -fractions, 1.0), axis=1, kind="stable")
-        self.up = np.zeros(floors.shape, dtype=bool)
+        self.up = np.zeros(targets.shape, dtype=bool)
         self._ends: list[np.ndarray] | None = None
 
     def solve(self) -> None:
@@ -98,11 +88,13 @@ class _Rounding:
         first_ranks = np.arange(self.ranks.shape[1]) < self.ups[:, None]
         np.put_along_axis(self.up, self.ranks, first_ranks, axis=1)
         before = np.flatnonzero(self.held.any(axis=1))
-        held, grows = self.held[before].tolist(), self.grows[before].tolist()
-        partial, ranks, ups = (
-            table[before + 1].tolist() for table in (self.partial, self.ranks, self.ups)
-        )
-        chosen_row, bits = -1, []
+        held = self.held[before].tolist()
+        grows = self.grows[before].tolist()
+        partial = self.partial[before + 1].tolist()
+        ranks = self.ranks[before + 1].tolist()
+        ups = self.ups[before + 1].tolist()
+        chosen_row = -1
+        bits: list[bool] = []
         for index, row in enumerate(before.tolist()):
             if row != chosen_row:
                 bits = self.up[row].tolist()
@@ -122,7 +114,8 @@ class _Rounding:
         of its own on, until one that was handed out may wait instead. Too few can be: this step
         takes a sample from an earlier one, until one that waits can be used.
         """
-        too_many = int((self.up[row - 1] & self.held[row - 1]).sum()) > int(self.ups[row])
+        forced_up = self.up[row - 1] & self.held[row - 1]
+        too_many = int(forced_up.sum()) > int(self.ups[row])
         links: dict[int, tuple[int, _Sample] | None] = {row: None}
         queue = deque([row])
         while queue:
@@ -159,9 +152,7 @@ class _Rounding:
     def _assign(self, sample: _Sample, step: int | None) -> None:
         """Hand a sample out in `step` (None: let it wait)."""
         rows = np.arange(sample.first, sample.last + 1)
-        self.up[sample.first : sample.last + 1, sample.difficulty] = (
-            False if step is None else rows >= step
-        )
+        self.up[rows, sample.difficulty] = step is not None and rows >= step
 
     def _samples(self, step: int, row: int) -> Iterator[_Sample]:
         """The samples that `step` and other steps may hand out, as far as rows before `row`
@@ -170,11 +161,8 @@ class _Rounding:
         for difficulty in np.flatnonzero(self.grows[step - 1]).tolist():
             if self.partial[step - 1, difficulty]:
                 yield self._sample(difficulty, step - 1, row)
-            if (
-                step < row
-                and self.partial[step, difficulty]
-                and not self.held[step - 1, difficulty]
-            ):
+            is_begun = step < row and self.partial[step, difficulty]
+            if is_begun and not self.held[step - 1, difficulty]:
                 yield self._sample(difficulty, step, row)
 
     def _sample(self, difficulty: int, open_row: int, row: int) -> _Sample:
@@ -190,13 +178,9 @@ class _Rounding:
         steps = (np.flatnonzero(self.grows[first - 1 : last, difficulty]) + first).tolist()
         bits = self.up[first : last + 1, difficulty]
         step = first + int(bits.argmax()) if bits.any() else whole_at
-        return _Sample(
-            difficulty,
-            first,
-            last,
-            (*steps, whole_at) if whole_at is not None else tuple(steps),
-            step,
-        )
+        if whole_at is not None:
+            steps.append(whole_at)
+        return _Sample(difficulty, first, last, tuple(steps), step)
 
 
 def _choose(

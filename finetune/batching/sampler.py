@@ -31,8 +31,8 @@ _MARKED = 256  # steps between those before which it is noted what was taken
 
 @dataclass(frozen=True)
 class _Cell:
-    """Samples that have an order of their own: those of a difficulty or, of sources that are mixed,
-    of a source's.
+    """Samples that share one order: those of a difficulty or, if sources are mixed, those of a
+    difficulty within one source.
     """
 
     start: int  # its samples are `_members[start : start + size]`
@@ -43,20 +43,20 @@ class _Cell:
 class GlobalBatches:
     """The global batches of a run.
 
-    The k-th sample of a difficulty over the whole run is the one at position k mod n of the
-    difficulty's pass k div n, where n is the number of its samples and each pass is a permutation
-    of its own: no sample of a difficulty comes again before every other has come as often. Inside a
-    step the difficulties are shuffled. Of sources that are mixed the same holds for each difficulty
-    of each source: these are the cells below, which else are the difficulties.
+    A difficulty with n samples is passed through again and again. Each pass is a separate
+    permutation, so no sample of a difficulty comes again before every other has come as often: the
+    k-th sample over the whole run is at position k mod n of pass k div n. Inside a step the
+    difficulties are shuffled. If sources are mixed, the same holds for each difficulty within each
+    source. These are the cells below; without mixing, a cell is a difficulty.
 
     Args:
         difficulty_of_sample: int[N], the index of each sample's difficulty in
             `schedule.difficulties`.
         schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
-        total_steps: optimizer steps of the whole run, not of what is left of it.
+        total_steps: optimizer steps of the whole run, also when it is resumed.
         mix: sources and their weights; None: the samples are one whole.
-        by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` where that is
-            there already.
+        by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` if it is known
+            already.
         exact_limit: see `Permutation`; for tests.
 
     Raises:
@@ -113,11 +113,11 @@ class GlobalBatches:
         indices.
         """
         self._check(step)
-        counts, taken = self._cell_counts[step], self._taken_before(step)
+        counts = self._cell_counts[step]
+        taken = self._taken_before(step)
         cells = np.flatnonzero(counts).tolist()
-        batch = np.concatenate(
-            [self._take(cell, int(taken[cell]), int(counts[cell])) for cell in cells]
-        )
+        parts = [self._take(cell, int(taken[cell]), int(counts[cell])) for cell in cells]
+        batch = np.concatenate(parts)
         if len(cells) == 1:
             return batch
         # Slot i takes a cell from the shuffled multiset; the slots of a cell take its samples in
@@ -137,19 +137,17 @@ class GlobalBatches:
         return found
 
     def stage(self, step: int) -> int:
-        """The index of the stage that the middle of a step lies in."""
+        """Return the index of the stage that contains the middle of a step."""
         self._check(step)
         return int(self._stages[step])
 
     def passes(self) -> dict[str, float]:
         """How many times the whole run goes through each difficulty; 0 for one that no step has."""
-        taken = self.counts.sum(axis=0)
-        return {
-            name: int(count) / int(samples) if count else 0.0
-            for name, count, samples in zip(
-                self.schedule.difficulties, taken, self.samples_per_difficulty, strict=True
-            )
-        }
+        passes = {}
+        for number, name in enumerate(self.schedule.difficulties):
+            taken = int(self.counts[:, number].sum())
+            passes[name] = taken / int(self.samples_per_difficulty[number]) if taken else 0.0
+        return passes
 
     def source_draws(self) -> list[SourceDraws]:
         """What the run has of each source; empty where none are mixed."""
@@ -161,10 +159,9 @@ class GlobalBatches:
     def unused(self) -> dict[str, int]:
         """Samples by difficulty that no step can have, as its weight is zero in every stage."""
         used = self.schedule.ever_used()
-        counts = zip(
-            self.schedule.difficulties, self.samples_per_difficulty.tolist(), used, strict=True
-        )
-        return {name: samples for (name, samples, is_used) in counts if samples and not is_used}
+        samples = self.samples_per_difficulty.tolist()
+        names = self.schedule.difficulties
+        return {names[at]: samples[at] for at in np.flatnonzero(~used) if samples[at]}
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides the order. Equal fingerprints mean equal global
@@ -180,7 +177,8 @@ class GlobalBatches:
             "exact_limit": self._exact_limit,
         }
         if self.mix is not None:
-            facts["sources"] = [list(map(str, self.mix.shares)), list(map(int, self.mix.starts))]
+            shares = [str(share) for share in self.mix.shares]
+            facts["sources"] = [shares, [int(start) for start in self.mix.starts]]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
 
     def _check(self, step: int) -> None:
@@ -200,7 +198,7 @@ class GlobalBatches:
         """`count` samples of a cell, in order, from number `first` of the whole run:
         int64[count].
         """
-        size, start = self._cells[cell].size, self._cells[cell].start
+        size = self._cells[cell].size
         # Numbers over the whole run, so that a step may hold the end of one pass and the beginning
         # of the next.
         numbers = np.arange(first, first + count)
@@ -209,7 +207,7 @@ class GlobalBatches:
             self._pass(cell, number)(numbers[passes == number] - number * size)
             for number in range(int(passes[0]), int(passes[-1]) + 1)
         ]
-        places = start + np.concatenate(parts)
+        places = self._cells[cell].start + np.concatenate(parts)
         return places if self._members is None else self._members[places]
 
     def _pass(self, cell: int, number: int) -> Permutation:
@@ -229,10 +227,8 @@ class GlobalBatches:
 
 def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cell]:
     return [
-        _Cell(start, size, (_DIFFICULTY_KEY, difficulty))
-        for difficulty, (start, size) in enumerate(
-            zip(starts.tolist(), samples.tolist(), strict=False)
-        )
+        _Cell(int(starts[difficulty]), int(size), (_DIFFICULTY_KEY, difficulty))
+        for difficulty, size in enumerate(samples)
     ]
 
 
@@ -249,15 +245,17 @@ def _samples_per_cell(mix: Mix, starts: np.ndarray, members: np.ndarray | None) 
     """Samples of each source and difficulty: int64[sources, difficulties]."""
     if members is None:
         return np.array(mix.sizes, dtype=np.int64)[:, None]
-    spans = itertools.pairwise(starts.tolist())
-    return np.stack(
-        [np.diff(np.searchsorted(members[start:end], mix.starts)) for start, end in spans], axis=1
-    )
+    held = []
+    for start, end in itertools.pairwise(starts.tolist()):
+        ends = np.searchsorted(members[start:end], mix.starts)
+        held.append(np.diff(ends))
+    return np.stack(held, axis=1)
 
 
 def _taken_at_marks(counts: np.ndarray) -> np.ndarray:
     """Samples of each cell before every step that is a multiple of _MARKED: int64[marks, cells]."""
-    sums = np.add.reduceat(counts, np.arange(0, len(counts), _MARKED), axis=0, dtype=np.int64)
+    marks = np.arange(0, len(counts), _MARKED)
+    sums = np.add.reduceat(counts, marks, axis=0, dtype=np.int64)
     return np.cumsum(sums, axis=0) - sums
 
 
@@ -275,9 +273,8 @@ def count_steps(
 def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Samples of each difficulty, int64[difficulties], checked against the schedule."""
     count = len(schedule.difficulties)
-    if not all(
-        ((portion >= 0) & (portion < count)).all() for portion in portions(difficulty_of_sample)
-    ):
+    parts = portions(difficulty_of_sample)
+    if not all(((part >= 0) & (part < count)).all() for part in parts):
         outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
         first = int(outside[0])
         raise DataError(

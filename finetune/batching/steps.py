@@ -60,7 +60,7 @@ class Execution:
 
     rank: int
     world_size: int
-    # most tokens of a packed microbatch; None where microbatches are padded
+    # maximum tokens of a packed microbatch; None if microbatches are padded
     token_budget: int | None
     samples_per_microbatch: int | None  # of a padded microbatch; None where microbatches are packed
 
@@ -205,8 +205,8 @@ class StepBatches(torch.utils.data.Dataset):
         return execution.plan(self.tokens_of(indices, packing=execution.token_budget is not None))
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
-        """int `(n,)`: tokens that each sample takes of a microbatch, padding beside other samples
-        left out.
+        """Return how many tokens each sample takes of a microbatch, int `(n,)`, without padding to
+        the length of other samples.
         """
         return self.samples.lengths[indices]
 
@@ -216,11 +216,11 @@ class StepBatches(torch.utils.data.Dataset):
         return int(self.samples.lengths.max())
 
     def filled(self, microbatch: Microbatch) -> Microbatch:
-        """A microbatch of windows with as many lines as all others; the losses of those that were
-        added come last.
+        """Fill a microbatch of windows up to as many lines as all others; the losses of the added
+        lines come last.
 
-        The last one of an evaluation has fewer, or none: a compiled model would be compiled anew
-        for it, with sizes that are not known, and training with it.
+        The last microbatch of an evaluation has fewer lines, or none. A compiled model would be
+        compiled again for it, with dynamic sizes, and training would use that model too.
         """
         count = self.execution.samples_per_microbatch
         window = self.samples[0]

@@ -32,6 +32,7 @@ from finetune.storage.shared_storage import has_name, make_folder, poll_attempts
 logger = logging.getLogger("finetune")
 
 META_FILE = "meta.json"
+Make = Callable[[Path], Mapping[str, Any]]
 _COMPARED_ENTRIES = 50  # older entries that are compared to find what changed
 
 
@@ -43,13 +44,14 @@ def default_cache_dir() -> Path:
 
 def key_of(parts: Mapping[str, str]) -> str:
     """The entry's name: a hash of all the parts."""
-    return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:32]
+    text = json.dumps(dict(parts), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def open_or_make(
     cache_dir: Path,
     parts: Mapping[str, str],
-    make: Callable[[Path], Mapping[str, Any]],
+    make: Make,
     what: str = "tokenized data",
 ) -> Path:
     """The folder for `parts`: found and verified, or made by `make` once among all processes that
@@ -65,9 +67,9 @@ def open_or_make(
         what: is kept there, for messages.
 
     Raises:
-        DataError: the cache folder cannot be written. whatever `make` raises. After a DataError
-        nothing stays behind; else what lies in its folder is there again the
-            next time, and after a kill too.
+        DataError: the cache folder cannot be written. Nothing of the entry stays.
+        Exception: any error of `make`. After a DataError nothing of the entry stays. After other
+            errors, and after a kill, the next `make` finds what its folder holds.
     """
     key = key_of(parts)
     folder = cache_dir / key
@@ -118,7 +120,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def this_start() -> list[Any] | None:
-    """What the processes of one start on one node have in common: their launcher. None without
+    """Identify the launcher, which the processes of one start on one node share; None without
     one.
     """
     if launch_world().world_size == 1:
@@ -155,9 +157,7 @@ def _note_verified(note: IO[str], folder: Path) -> None:
     note.flush()
 
 
-def _make(
-    cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]
-) -> None:
+def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Make) -> None:
     """Fill a temporary folder and rename it; we hold the lock, so what is in it is of a process
     that was stopped.
     """
@@ -276,18 +276,17 @@ def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) ->
 
 # ---------------------------------------------------------------- hashes of the data files
 #
-# Remembered on each node, so that a start looks at the state of the files instead of reading them
-# all. As git's index does: a file counts as unchanged while its size, times and inode are what they
-# were when it was hashed. A file written to twice within one tick of its file system's clock would
-# look unchanged, so a file that was young when it was hashed is hashed again ("racy" in git's
-# words), but not by the processes of the same start.
+# Remembered on each node, so that a start checks the state of the files instead of reading them
+# all. As in git's index, a file counts as unchanged while its size, times and inode are what they
+# were when it was hashed. A file that is written to twice within one tick of its file system's
+# clock would look unchanged. So a file that was young when it was hashed ("racy" in git) is hashed
+# again, but not by the processes of the same start.
 
 # More than the ticks of file systems' clocks (two seconds on FAT), and some seconds for a server
 # whose clock is late.
 YOUNG_SECONDS = 10
 
-# Name of a file -> [its state, SHA-256, "old" or, of a young one, what the processes of that start
-# have in common].
+# Name of a file -> [its state, its SHA-256, "old" or, if it was young, `this_start()`].
 Notes = dict[str, list[Any]]
 
 

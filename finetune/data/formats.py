@@ -1,5 +1,5 @@
-"""Records -> conversations, in the forms that the field has, checked so that nothing wrong is
-trained on in silence.
+"""Records -> conversations, in the common formats, checked so that nothing wrong is silently
+trained on.
 
 Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of
 from/value) from FastChat, messages (role/content) from the OpenAI chat format; prompt and
@@ -37,15 +37,15 @@ class MediaLeftOut(RecordProblem):
 
 
 def holds_something(value: Any) -> bool:
-    """Whether a key's value says anything; some files write an empty list as a text."""
+    """Return whether a key has a value; some files write an empty list as a string."""
     return bool(value) and not (
         isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")
     )
 
 
 def _holds_media(value: Any) -> bool:
-    """As `holds_something`; a list or struct of nothing, as parquet has it of a missing image, says
-    nothing.
+    """As `holds_something`; a list or struct without a value, which parquet has for a missing
+    image, counts as empty.
     """
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -101,8 +101,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
     "function_call": "assistant",  # its text is the call
 }
-# Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold
-# something: without them the record says something else.
+# Parts of a record that nothing here trains, and how to keep their content. Refused if they hold
+# something: without them the record would mean something else.
 _MEDIA = (
     "only text is trained: --on-media drop-row leaves such records out, drop-media trains their"
     " text"
@@ -126,8 +126,8 @@ _MAY_FOLLOW = {
 class Message:
     """One turn."""
 
-    # system, user, assistant or tool; text: a plain text, which is trained whole and is the only
-    # message
+    # system, user, assistant or tool; text: a plain text, all of which is trained, and which is the
+    # only message
     role: str
     content: str
     # False for an answer with `"weight": 0`; without meaning for the other roles
@@ -139,10 +139,13 @@ class Message:
     name: str = ""  # of the tool
 
 
+ReadTurns = Callable[[Mapping[str, Any], str], list[Message]]  # of (record, key)
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """What one record says: turns in a legal order, ending with an answer; the difficulty where the
-    record has one.
+    """The content of one record: turns in a legal order, ending with an answer, and the difficulty
+    if the record has one.
     """
 
     messages: tuple[Message, ...]
@@ -182,7 +185,7 @@ def to_conversation(
     difficulty_field: str = "difficulty",
 ) -> Conversation:
     """Read one record of a format (see `detect_format`); without `difficulties`, difficulties are
-    not looked at.
+    ignored.
 
     Raises:
         RecordProblem: anything that makes the record unfit for training, by kind.
@@ -207,7 +210,15 @@ def checked(messages: Sequence[Message]) -> list[Message]:
         RecordProblem: they are not.
     """
     _check_order(messages)
-    _check_contents(messages)
+    for number, message in enumerate(messages, 1):
+        if message.role in _EMPTY and not message.content.strip() and not message.calls:
+            raise RecordProblem(_EMPTY[message.role], f"turn {number}")
+        try:
+            (message.reasoning + message.content).encode()
+        except UnicodeEncodeError:
+            raise RecordProblem(
+                "not UTF-8", f"turn {number} holds half of a surrogate pair"
+            ) from None
     return with_matched_results(messages)
 
 
@@ -217,10 +228,11 @@ def tools_of(record: Mapping[str, Any]) -> Tools:
     Raises:
         RecordProblem: as `read_tools`, or under two keys.
     """
-    tools = [read_tools(record.get(name), f"'{name}'") for name in ("tools", "functions")]
-    if all(tools):
+    tools = read_tools(record.get("tools"), "'tools'")
+    functions = read_tools(record.get("functions"), "'functions'")
+    if tools and functions:
         raise RecordProblem("unsupported key", "the record has 'tools' and 'functions'")
-    return tools[0] or tools[1]
+    return tools or functions
 
 
 def with_matched_results(messages: Sequence[Message]) -> list[Message]:
@@ -270,20 +282,22 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
     answers.
     """
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
-    if len(answer_keys) != 1:
-        what = "'completion' and 'response'" if answer_keys else "no 'completion' or 'response'"
-        raise RecordProblem(
-            "two answers" if answer_keys else "no answer", what + _if_preference(record)
-        )
-    prompt, completion = record[key], record[answer_keys[0]]
+    also = _if_preference(record)
+    if not answer_keys:
+        raise RecordProblem("no answer", f"no 'completion' or 'response'{also}")
+    if len(answer_keys) > 1:
+        raise RecordProblem("two answers", f"'completion' and 'response'{also}")
+    (answer_key,) = answer_keys
+    prompt = record[key]
+    completion = record[answer_key]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [*leading_system(record), Message("user", prompt), Message("assistant", completion)]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RecordProblem(
-            "wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none"
+            "wrong type", f"of '{key}' and '{answer_key}' one is a text and one is none"
         )
     context = [replace(message, trained=False) for message in read_turns(record, key)]
-    return context + read_turns({answer_keys[0]: completion}, answer_keys[0], len(context))
+    return context + read_turns({answer_key: completion}, answer_key, len(context))
 
 
 def _if_preference(record: Mapping[str, Any]) -> str:
@@ -397,7 +411,7 @@ def _part(part: Any, where: str) -> str:
 
 # name -> (the key it is known by, what reads a record of it). A format is added here; the first
 # that fits counts.
-FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]] = {
+FORMATS: dict[str, tuple[str, ReadTurns]] = {
     "messages": ("messages", read_turns),
     "sharegpt": ("conversations", read_turns),
     "alpaca": ("instruction", _alpaca),
@@ -421,7 +435,8 @@ def _check_order(messages: Sequence[Message]) -> None:
     """System first if at all, then question and answer in turn; tool results between answers; an
     answer last.
     """
-    if not any(message.role in _TRAINED_ROLES for message in messages):
+    answers = [message for message in messages if message.role in _TRAINED_ROLES]
+    if not answers:
         raise RecordProblem("no answer", "no turn is by the assistant")
     before = None
     for number, message in enumerate(messages):
@@ -435,20 +450,8 @@ def _check_order(messages: Sequence[Message]) -> None:
         raise RecordProblem(
             "no answer", f"the last turn is by the {before}, and nothing answers it"
         )
-    if not any(message.role in _TRAINED_ROLES and message.trained for message in messages):
+    if not any(answer.trained for answer in answers):
         raise RecordProblem("no answer", "every answer has weight 0")
-
-
-def _check_contents(messages: Sequence[Message]) -> None:
-    for number, message in enumerate(messages):
-        if message.role in _EMPTY and not message.content.strip() and not message.calls:
-            raise RecordProblem(_EMPTY[message.role], f"turn {number + 1}")
-        try:
-            (message.reasoning + message.content).encode()
-        except UnicodeEncodeError:
-            raise RecordProblem(
-                "not UTF-8", f"turn {number + 1} holds half of a surrogate pair"
-            ) from None
 
 
 def difficulty_of(
@@ -468,24 +471,26 @@ def difficulty_of(
         )
     difficulty = str(value).strip()
     if difficulty not in difficulties:
-        detail = (
+        raise RecordProblem(
+            "unknown difficulty",
             f"{difficulty[:60]!r}, not one of"
-            f" {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}"
+            f" {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}",
         )
-        raise RecordProblem("unknown difficulty", detail)
     return difficulty
+
+
+_KINDS = {
+    type(None): "null",
+    bool: "true/false",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+}
 
 
 def kind_of(value: Any) -> str:
     """What a value is, in the words of JSON."""
-    names = {
-        type(None): "null",
-        bool: "true/false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-    }
-    return names.get(
-        type(value), "an object" if isinstance(value, Mapping) else type(value).__name__
-    )
+    if isinstance(value, Mapping):
+        return "an object"
+    return _KINDS.get(type(value), type(value).__name__)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.reading.file_kinds import (
-    arrow_batches,
+    BATCHES,
     batch_records,
     file_kind,
     is_compressed,
-    parquet_batches,
     wrap_read_errors,
 )
 from finetune.data.reading.files import line_records, lines_between, read_records
@@ -99,10 +98,8 @@ def _parts(path: Path) -> Iterator[Part]:
             yield from byte_parts(path, kind, PART_BYTES)
             return
         batches: Iterable[Any]
-        if kind == "parquet":
-            batches = parquet_batches(path, PART_RECORDS)
-        elif kind == "arrow":
-            batches = arrow_batches(path, PART_RECORDS)
+        if kind in BATCHES:
+            batches = BATCHES[kind](path, PART_RECORDS)
         else:
             records = read_records(path)
             batches = iter(lambda: list(islice(records, PART_RECORDS)), [])

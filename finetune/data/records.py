@@ -33,8 +33,8 @@ class RecordReader:
         difficulty_field: the key that holds a record's difficulty.
         on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media"
             reads their text.
-        source: the entry of `data`: its names for the keys of our formats, and the difficulty of
-            all its records.
+        source: the entry of `data`, with its names for the keys of our formats and the difficulty
+            that all its records have.
     """
 
     difficulties: Sequence[str] | None = None
@@ -122,16 +122,14 @@ class RecordReader:
         return set(self.columns) & record.keys() if isinstance(record, Mapping) else set()
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
-        """What the data has under a key of its own, of a record as `conversations` gives it.
+        """Return what a record, as `conversations` yields it, has under a key of the data.
 
-        None where it has nothing, or has it under a name of our formats that the mapping gives to
-        another key.
+        None if it has nothing there, or if the mapping gives this name to another key.
         """
         if name in self.columns and name not in self.columns.values():
             return None
-        return record.get(
-            next((ours for ours, theirs in self.columns.items() if theirs == name), name)
-        )
+        names = {theirs: ours for ours, theirs in self.columns.items()}
+        return record.get(names.get(name, name))
 
     def _renamed(self, record: Any) -> Mapping[str, Any]:
         """The record with the names that our formats know.
@@ -143,12 +141,8 @@ class RecordReader:
             raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
         if not self.columns:
             return record
-        theirs = set(self.columns.values())
-        kept = {
-            name: value
-            for name, value in record.items()
-            if name not in theirs and name not in self.columns
-        }
+        left_out = {*self.columns, *self.columns.values()}
+        kept = {name: value for name, value in record.items() if name not in left_out}
         return kept | {ours: record[name] for ours, name in self.columns.items() if name in record}
 
 

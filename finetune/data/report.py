@@ -174,38 +174,40 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """What works but is probably wrong, each with its fix."""
-        found = []
-        if self.unended_samples:
-            found.append(
+        equal = self.dropped.get(NO_DIFFERENCE, 0)
+        found = [  # (shown where this is not zero, text)
+            (
+                self.unended_samples,
                 f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so"
                 " the model will not learn to stop there: the chat template ends answers with"
                 " nothing that is a special token of this tokenizer; pass --template with one that"
-                " does (alpaca ends with the tokenizer's own end token)"
-            )
-        if self.off_prompt_samples:
-            found.append(
+                " does (alpaca ends with the tokenizer's own end token)",
+            ),
+            (
+                self.off_prompt_samples,
                 f"{self.off_prompt_samples} of {self.samples} samples train answers that do not"
                 " follow the chat template's generation prompt (it opens a think block that the"
                 " records do not have, for instance), so inference will start differently; give"
-                " the records reasoning, or pass a --template whose prompt fits"
-            )
-        if self.control_token_records:
-            found.append(
+                " the records reasoning, or pass a --template whose prompt fits",
+            ),
+            (
+                self.control_token_records,
                 f"{self.control_token_records} of {self.records_read} records spell special tokens"
                 " of the tokenizer in their text, which are read as such; remove them unless they"
-                " are meant"
-            )
-        if equal := self.dropped.get(NO_DIFFERENCE, 0):
-            found.append(
+                " are meant",
+            ),
+            (
+                equal,
                 f"{equal} of {self.records_read} pairs differ only behind the cutoff and are left"
-                " out; a larger --cutoff-len keeps them"
-            )
-        if self.cut_answers:
-            found.append(
+                " out; a larger --cutoff-len keeps them",
+            ),
+            (
+                self.cut_answers,
                 f"{self.cut_answers} of {self.samples} samples lost the end of an answer to the"
-                " cutoff; a larger --cutoff-len keeps them whole"
-            )
-        return found
+                " cutoff; a larger --cutoff-len keeps them whole",
+            ),
+        ]
+        return [text for shown, text in found if shown]
 
     def lines(self) -> list[tuple[str, str]]:
         """The table's lines as (name, value) texts; what is zero is left out where it is only bad
@@ -260,13 +262,13 @@ class Pace:
     Args:
         what: the job, for people.
         total: how much there is to do, in bytes of input or in records.
-        begun: records that were done before.
+        done_before: records that an earlier start has finished.
     """
 
-    def __init__(self, what: str, total: int, begun: int = 0) -> None:
+    def __init__(self, what: str, total: int, done_before: int = 0) -> None:
         self._what = what
         self._total = total
-        self._begun = begun
+        self._done_before = done_before
         self._begin = self._logged = time.monotonic()
 
     def at(self, done: int, records: int, written_bytes: int | None = None) -> None:
@@ -280,7 +282,7 @@ class Pace:
         if now - self._logged < LOG_EVERY_SECONDS:
             return
         self._logged = now
-        left = (now - self._begin) * (self._total - done) / max(done - self._begun, 1)
+        left = (now - self._begin) * (self._total - done) / max(done - self._done_before, 1)
         facts = self._facts(records, written_bytes, now)
         logger.info(
             "%s: %.0f%%, %s, %s left",
@@ -297,7 +299,7 @@ class Pace:
         logger.info("%s: done in %s by %d processes, %s", self._what, seconds, processes, facts)
 
     def _facts(self, records: int, written_bytes: int | None, now: float) -> str:
-        rate = (records - self._begun) / max(now - self._begin, 1e-9)
+        rate = (records - self._done_before) / max(now - self._begin, 1e-9)
         size = (
             ""
             if written_bytes is None

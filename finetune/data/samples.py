@@ -28,8 +28,8 @@ logger = logging.getLogger("finetune")
 
 SHARD_TOKENS = 16 << 20  # at most, except for the last part that goes into it
 SCRATCH = "scratch"  # folder of what is removed at the end
-# What is known of a sample besides its tokens: number of its record; number and line of its file;
-# index of its difficulty; tokens; targets. For the rest see `PreferenceSamples`.
+# What is known of a sample besides its tokens: its record's number; number and line of the file;
+# the difficulty's index; how many tokens and targets. For the other fields see `PreferenceSamples`.
 ROW = np.dtype(
     [
         ("row_ids", "<i8"),
@@ -91,7 +91,8 @@ class SampleWriter:
         self._begin()
         while self._state_path.is_file():
             state = json.loads(self._state_path.read_bytes())
-            if fault := damage({folder / name: known for name, known in state["files"].items()}):
+            fault = damage({folder / name: known for name, known in state["files"].items()})
+            if fault:
                 logger.warning("a shard of samples is made again: %s", fault)
                 break
             self.states.append(state)
@@ -189,7 +190,7 @@ class Samples:
         fingerprint: hash of the samples themselves: equal for equal data, wherever it is stored.
         highest_id: of all tokens.
         report: what became of the records.
-        source_starts: the first sample of each entry of `data`, and the number of samples: the
+        source_starts: the first sample of each entry of `data`, and the number of samples. The
             samples of an entry are consecutive.
     """
 
@@ -232,7 +233,8 @@ class Samples:
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
         shard = bisect_right(self._first_samples, index) - 1
-        begin, end = (self._offsets[index : index + 2] - self._first_tokens[shard]).tolist()
+        offsets = self._offsets[index : index + 2] - self._first_tokens[shard]
+        begin, end = offsets.tolist()
         return self._tokens[shard][begin:end], self._supervised[shard][begin:end]
 
     def location(self, index: int) -> str:
@@ -242,9 +244,10 @@ class Samples:
     def first_above(self, limit: int) -> tuple[int, str]:
         """The first token id that is `limit` or more (see `highest_id`), and its record's place."""
         shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
-        place = int(np.argmax(self._tokens[shard] >= limit))
-        sample = int(np.searchsorted(self._offsets, self._first_tokens[shard] + place, "right")) - 1
-        return int(self._tokens[shard][place]), self.location(sample)
+        tokens = self._tokens[shard]
+        place = int(np.argmax(tokens >= limit))
+        sample = bisect_right(self._offsets, self._first_tokens[shard] + place) - 1
+        return int(tokens[place]), self.location(sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the maps are opened again, not copied through a pipe

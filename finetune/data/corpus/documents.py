@@ -120,8 +120,11 @@ def _footer(path: Path, modified: int, size_bytes: int) -> FileMetaData:
 
 
 def read_column(path: Path, group: int, text_field: str) -> Iterator[tuple[int, Any]]:
-    """(number of the record in its file from 1, record with the column of texts) of a row group;
-    `RecordProblem` for no UTF-8.
+    """Read one column of a row group.
+
+    Returns:
+        (number of the record in its file from 1, record with the column alone) pairs, with a
+        `RecordProblem` instead of a record that is not UTF-8.
 
     Raises:
         DataError: the row group cannot be read, or the column is missing.
@@ -302,10 +305,12 @@ def _parts(path: Path) -> Iterator[Part]:
 def documents_of(
     unit: Unit, text_field: str
 ) -> Iterator[tuple[tuple[str, int], str | RecordProblem]]:
-    """The documents of a unit in order, each with its file and its line (record for parquet) from
-    1, or 0 where it is the file as a whole; `RecordProblem` for a record that is no document.
+    """Read the documents of a unit in order; one with nothing but white space is yielded too.
 
-    A document with nothing but white space is given too: the caller leaves it out and counts it.
+    Returns:
+        ((file, line), text) pairs, with a `RecordProblem` instead of the text of a record that is
+        no document. The line (number of the record in parquet) counts from 1; it is 0 if the
+        document is a file, or a part of one, as a whole.
 
     Raises:
         DataError: a file that cannot be read, or a broken JSON array or parquet file.

@@ -258,18 +258,20 @@ def tokenizer_texts(units: Iterable[Unit], reader: UnitReader, share: float) -> 
                 yield text
 
 
+# number in its unit, whether it is for validation, ids
+WantedDocument = tuple[int, bool, np.ndarray]
+
+
 @dataclass
 class EncodeJob:
-    """(number, unit) -> digest of the unit's documents; of each document that is wanted its number
-    in the unit, whether it is for validation, and its ids.
-    """
+    """(number, unit) -> digest of the unit's documents, and those that are wanted."""
 
     reader: UnitReader
     positions: list[tuple[int, int]]  # (unit, document) from which each split is wanted
     encoder: DocumentEncoder
     dtype: str
 
-    def __call__(self, item: tuple[int, Unit]) -> tuple[bytes, list[tuple[int, bool, np.ndarray]]]:
+    def __call__(self, item: tuple[int, Unit]) -> tuple[bytes, list[WantedDocument]]:
         number, unit = item
         scan = Scan()
         places: list[tuple[int, bool]] = []

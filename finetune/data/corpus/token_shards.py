@@ -124,35 +124,30 @@ def read_header(path: Path) -> TokenHeader | None:
             str(source),
             "use the version of finetune that wrote it, or prepare the data again",
         )
-    values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(TokenHeader)}
-    wrong = [f"{name} is {value!r}" for name, value in values.items() if not _RULES[name](value)]
+    names = [field.name for field in fields(TokenHeader)]
+    values: dict[str, Any] = {name: content.get(name) for name in names}
+    wrong = [f"{name} is {value!r}" for name, value in values.items() if not _is_valid(name, value)]
     if wrong:
         raise DataError(f"the header is damaged: {', '.join(wrong)}", str(source), _MAKE_AGAIN)
     values["continues_at"] = tuple(values["continues_at"])
     return TokenHeader(**values)
 
 
-def _count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and value >= least
+def _is_valid(name: str, value: Any) -> bool:
+    """Return whether a field of a header may have this value."""
+    if name == "dtype":
+        return value in DTYPES
+    if name in ("tokenizer_hash", "sha256", "index_sha256"):
+        return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+    if name == "continues_at":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+    if name == "separator_id":
+        return value is None or _is_count(value)
+    return _is_count(value) and value > 0
 
 
-def _hash(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-_RULES = {
-    "dtype": lambda value: value in DTYPES,
-    "tokens": lambda value: _count(value, 1),
-    "documents": lambda value: _count(value, 1),
-    "vocabulary": lambda value: _count(value, 1),
-    "tokenizer_hash": _hash,
-    "separator_id": lambda value: value is None or _count(value),
-    "sha256": _hash,
-    "index_sha256": _hash,
-    "continues_at": lambda value: (
-        isinstance(value, list) and len(value) == 2 and all(map(_count, value))
-    ),
-}
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 # ---------------------------------------------------------------- files and their checks
@@ -300,8 +295,9 @@ def _refuse_foreign(path: Path, dtype: str) -> None:
             str(path),
             f"take it off: tail -c +{_FOREIGN_HEADER_BYTES + 1} {path.name} > bare-{path.name}",
         )
-    pairs = np.frombuffer(head[: len(head) // 4 * 4], dtype="<u2").reshape(-1, 2)
-    if dtype == "uint16" and len(pairs) >= 64 and not pairs[:, 1].any() and pairs[:, 0].any():
+    ids = np.frombuffer(head[: len(head) // 4 * 4], dtype="<u2")
+    is_32_bit = len(ids) >= 128 and not ids[1::2].any() and ids[::2].any()
+    if dtype == "uint16" and is_32_bit:
         raise DataError(
             "every second uint16 is 0: the file probably holds 32-bit ids",
             str(path),
@@ -352,7 +348,8 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
             str(source),
             fix,
         )
-    if starts[0] != 0 or starts[-1] != header.tokens or (np.diff(starts) <= 0).any():
+    rises = (np.diff(starts) > 0).all()
+    if starts[0] != 0 or starts[-1] != header.tokens or not rises:
         raise DataError("the document index does not fit its shard", str(source), fix)
     return starts
 

@@ -33,8 +33,7 @@ PAD, SEPARATOR, TURN_START, TURN_END = SPECIAL_TOKENS = (
 )
 BYTES = 256
 SMALLEST_VOCABULARY = BYTES + len(SPECIAL_TOKENS)
-# The word pattern of Qwen2.5 and Qwen3 (tokenizer.json of those models): every digit is a piece of
-# its own.
+# The word pattern of Qwen2.5 and Qwen3, from their tokenizer.json: every digit is a separate piece.
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -9,6 +9,7 @@ where a document begins, or each is filled with documents that fit.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -64,8 +65,9 @@ def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
         members.append(np.concatenate(columns, axis=1).ravel())
         widths.append(sum(uses.values()))
         repeats.append(windows)
-    firsts = np.concatenate([[0], np.cumsum(np.repeat(widths, repeats), dtype=np.int64)])
-    return np.concatenate(members), firsts.astype(np.int64)
+    ends = np.cumsum(np.repeat(widths, repeats), dtype=np.int64)
+    firsts = np.concatenate([[0], ends]).astype(np.int64)
+    return np.concatenate(members), firsts
 
 
 def _next_pattern(present: list[int], left: list[int], size: int) -> Pattern:
@@ -205,8 +207,7 @@ class JoinedWindows:
         self.parts = tuple(parts)
         counts = [len(part) for part in parts]
         self.sources = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
-        self._ends = np.cumsum(counts)
-        self.source_starts = (0, *self._ends.tolist())
+        self.source_starts = (0, *itertools.accumulate(counts))
         self.tokens = sum(part.tokens for part in parts)
         self.cut_tokens = sum(part.cut_tokens for part in parts)
         self.lengths = np.broadcast_to(np.int32(parts[0].max_seq_len), self.sources.shape)
@@ -218,12 +219,12 @@ class JoinedWindows:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
         source = int(self.sources[index])
-        return self.parts[source][index - int(self._ends[source]) + len(self.parts[source])]
+        return self.parts[source][index - self.source_starts[source]]
 
 
 def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWindows:
-    """The windows that a run trains on; with weights each entry is a stream of its own, and else
-    all are one.
+    """Make the windows that a run trains on: with weights each entry is a separate stream, without
+    weights all are one.
 
     Args:
         known: what `TokenShards` is to check the files against.

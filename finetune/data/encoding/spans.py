@@ -1,5 +1,5 @@
-"""Where in a rendered conversation the trained text lies: found by rendering, never by guessing at
-a template.
+"""Where in a rendered conversation the trained text is: found by rendering, never by guessing at a
+template.
 
 The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*,
 because that is what the model must write when it answers. So if a template lets an answer begin
@@ -180,8 +180,8 @@ def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rend
 
 
 def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
-    """A template that leaves tools, calls or results out would train answers to what is not
-    there.
+    """Refuse a template that leaves tools, calls or results out: answers would refer to what is
+    missing.
     """
     names = [str(tool["function"]["name"]) for tool in template.tools]
     if names:
@@ -333,7 +333,10 @@ def _by_marks(
     if follows_prompt and text.endswith(lead := alone[len(prompt) : start_alone], 0, start):
         start -= len(lead)
     tail = alone[end_alone:]
-    end += next((stop for stop in template.stops(tail) if text.startswith(tail[:stop], end)), 0)
+    for stop in template.stops(tail):
+        if text.startswith(tail[:stop], end):
+            end += stop
+            break
     return Turn(start, end, template.ends_with_special(text[start:end]), follows_prompt)
 
 

@@ -1,4 +1,4 @@
-"""Records of preferences -> conversations with two answers, or with one and what was thought of it.
+"""Records of preferences -> conversations with two answers, or with one answer and its label.
 
 Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as
 whole conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`);
@@ -138,8 +138,9 @@ def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) 
             "two labels" if given else "no label",
             f"a record needs one of {' or '.join(_LABEL_KEYS)}",
         )
-    texts = {"true": True, "false": False}  # as CSV has them
-    label = texts.get(given[0].strip().lower()) if isinstance(given[0], str) else given[0]
+    (label,) = given
+    if isinstance(label, str):  # as CSV has them
+        label = {"true": True, "false": False}.get(label.strip().lower())
     if not isinstance(label, bool):
         raise RecordProblem("wrong type", f"the label is {kind_of(given[0])}; it is true or false")
     answer_turns = 1
@@ -166,7 +167,7 @@ _Sides = tuple[Sequence[Message], Sequence[Message]]
 
 
 def _pair(sides: _Sides, difficulty: str | None, record: Mapping[str, Any]) -> Preference:
-    """Tell the prompt from the answers: it is the turns that both begin with."""
+    """Separate the prompt from the answers: the prompt is the turns that both begin with."""
     chosen, rejected = sides
     shared = _shared(chosen, rejected)
     if shared == len(chosen) == len(rejected):
@@ -194,7 +195,9 @@ def _pair(sides: _Sides, difficulty: str | None, record: Mapping[str, Any]) -> P
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many turns both begin with; an answer of a prompt is context, whatever its weight."""
+    """Count the turns that both begin with; an answer in a prompt is context, even if its weights
+    differ.
+    """
     shared = 0
     for one, other in zip(chosen, rejected, strict=False):
         if replace(one, trained=True) != replace(other, trained=True):
@@ -238,7 +241,7 @@ def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sid
 
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
-    """What a record says that both sides answer; nothing where the sides say it."""
+    """Return the prompt that both sides answer; empty if it is part of the sides."""
     for key in ("prompt", "conversations", "instruction", "messages"):
         if not record.get(key):
             continue

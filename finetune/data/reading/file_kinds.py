@@ -49,7 +49,9 @@ def _suffixes(path: Path) -> tuple[str, str]:
     file.
     """
     last = path.suffix.lower()
-    return (path.with_suffix("").suffix.lower(), last) if last in _COMPRESSIONS else (last, "")
+    if last not in _COMPRESSIONS:
+        return last, ""
+    return path.with_suffix("").suffix.lower(), last
 
 
 @contextlib.contextmanager
@@ -106,8 +108,8 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
     RecordProblem)`; all are texts.
 
     Raises:
-        DataError: no header, a name twice in it, broken quotes (records behind them cannot be told
-            apart), not UTF-8.
+        DataError: no header, a name twice in it, broken quotes (the records after them cannot be
+            separated), not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)  # of the process: a text is as long as it is
     with io.TextIOWrapper(open_text(path), encoding="utf-8-sig", newline="") as file:
@@ -176,7 +178,7 @@ def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
 
 def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
     """The records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at most
-    so many.
+    `records`.
 
     Raises:
         DataError: it is none.
@@ -195,21 +197,24 @@ def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
                 batches = iter(pyarrow.ipc.open_stream(source))
             for batch in batches:
                 for first in range(0, batch.num_rows, records):
+                    numbers = range(first, min(first + records, batch.num_rows))
                     # Copied: a slice sent to another process takes all of its batch along.
-                    yield batch.take(
-                        pyarrow.array(range(first, min(first + records, batch.num_rows)))
-                    )
+                    yield batch.take(pyarrow.array(numbers))
     except pyarrow.ArrowInvalid as error:
         raise DataError(
             f"is no Arrow file: {error}", where=str(path), fix="write the file again"
         ) from error
 
 
+# kind -> what reads such a file in batches: (path, maximum records of a batch)
+BATCHES = {"parquet": parquet_batches, "arrow": arrow_batches}
+
 # ---------------------------------------------------------------- JSON arrays
 
 CHUNK_BYTES = 1 << 20
-# What a text that goes on may still change: the end of a number ("1." of "1.5", "1e+" of "1e+5"),
-# and where an error is found that is none (before the rest of "-Infinity", of "\ud83d\ude00").
+# How close to the end of the text read so far a result may still change with more text: a number
+# ("1." may become "1.5", "1e+" may become "1e+5"), and an error that is none ("-Infinity" or
+# "\ud83d\ude00" of which the rest is missing).
 _TAIL = 16
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
@@ -218,7 +223,7 @@ def array_records(path: Path) -> Iterator[tuple[int, Any]]:
     """`(line, record)` of a file that begins with `[`; lines count from 1.
 
     Raises:
-        DataError: the array is broken (records after the break cannot be told apart), or not UTF-8.
+        DataError: the array is broken (the records after that cannot be separated), or not UTF-8.
         OSError: the file cannot be read.
     """
     with open_text(path) as file:
@@ -263,7 +268,7 @@ class _Text:
         self._counted = 0
 
     def skip_space(self) -> None:
-        """Go on to what is no white space, or to the end."""
+        """Move to the next character that is no white space, or to the end."""
         while True:
             found = _NO_SPACE.search(self.text, self.position)
             self.position = found.start() if found else len(self.text)
@@ -271,7 +276,7 @@ class _Text:
                 return
 
     def decode(self) -> Any:
-        """The value that begins here; go on to its end."""
+        """Return the value that begins here, and move to its end."""
         while True:
             try:
                 value, end = self._json.raw_decode(self.text, self.position)

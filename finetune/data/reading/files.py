@@ -17,15 +17,14 @@ from typing import Any
 from finetune.config.fields import DataSource
 from finetune.config.files import similar_files
 from finetune.data.reading.file_kinds import (
+    BATCHES,
     KINDS_IN_WORDS,
     array_records,
-    arrow_batches,
     batch_records,
     csv_records,
     file_kind,
     is_data_file,
     open_text,
-    parquet_batches,
     wrap_read_errors,
 )
 from finetune.data.reading.hub_data import hub_files
@@ -106,17 +105,18 @@ def visible_files(folder: Path) -> list[Path]:
     """The files of a folder down to the bottom, sorted by name, without hidden files and
     folders.
     """
-    inside = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        p for p in inside if not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    )
+    found = []
+    for path in folder.rglob("*"):
+        names = path.relative_to(folder).parts
+        if path.is_file() and not any(name.startswith(".") for name in names):
+            found.append(path)
+    return sorted(found)
 
 
 def glob_files(pattern: Path) -> list[Path]:
     """The files that a glob names, sorted by name; ** matches folders at any depth."""
-    return sorted(
-        path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file()
-    )
+    matches = map(Path, glob.glob(str(pattern), recursive=True))
+    return sorted(path for path in matches if path.is_file())
 
 
 def _expand(given: str) -> list[Path]:
@@ -132,12 +132,12 @@ def _expand(given: str) -> list[Path]:
         return files
     if path.exists():
         if not is_data_file(path):
-            text = path.suffix.lower() in (".txt", ".md")
-            plain = (
-                "plain text is for `python -m finetune prepare` and pretraining; for fine-tuning "
-                if text
-                else ""
-            )
+            plain = ""
+            if path.suffix.lower() in (".txt", ".md"):
+                plain = (
+                    "plain text is for `python -m finetune prepare` and pretraining; for"
+                    " fine-tuning "
+                )
             raise DataError(
                 f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
                 where=given,
@@ -157,9 +157,14 @@ def _is_data(path: Path) -> bool:
     """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data
     is none.
     """
-    about = path.name in (_STATE_FILE, _INFO_FILE) and (path.parent / _STATE_FILE).is_file()
-    about = about and (path.parent / _INFO_FILE).is_file()
-    return is_data_file(path) and path.name != _SPLITS_FILE and not about
+    if path.name in (_STATE_FILE, _INFO_FILE) and _is_saved(path.parent):
+        return False
+    return is_data_file(path) and path.name != _SPLITS_FILE
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote one data set there."""
+    return (folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -175,12 +180,10 @@ def _saved_files(folder: Path) -> list[Path]:
                     f"holds the splits {', '.join(splits) or 'none'}", where=str(folder), fix=fix
                 )
             folder = folder / splits[0]
-        if not ((folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()):
+        if not _is_saved(folder):
             return []
-        return [
-            folder / entry["filename"]
-            for entry in json.loads((folder / _STATE_FILE).read_bytes())["_data_files"]
-        ]
+        entries = json.loads((folder / _STATE_FILE).read_bytes())["_data_files"]
+        return [folder / entry["filename"] for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"looks like a saved data set and is none: {error!r}"
         raise DataError(what, where=str(folder), fix="save it again with save_to_disk") from error
@@ -194,17 +197,19 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     Lines, regardless of its suffix. All are streamed; blank lines are no records.
 
     Raises:
-        DataError: an array that is broken (records after the break cannot be told apart), or an
+        DataError: an array that is broken (the records after that cannot be separated), or an
             unreadable file.
     """
     with wrap_read_errors(path):
         kind = file_kind(path)
-        if kind in ("parquet", "arrow"):
-            read = parquet_batches if kind == "parquet" else arrow_batches
-            batches = (batch_records(batch, path) for batch in read(path, _BATCH_RECORDS))
-            yield from enumerate(itertools.chain.from_iterable(batches), 1)
-        elif kind in ("array", "csv"):
-            yield from (array_records if kind == "array" else csv_records)(path)
+        if kind in BATCHES:
+            batches = BATCHES[kind](path, _BATCH_RECORDS)
+            records = (batch_records(batch, path) for batch in batches)
+            yield from enumerate(itertools.chain.from_iterable(records), 1)
+        elif kind == "array":
+            yield from array_records(path)
+        elif kind == "csv":
+            yield from csv_records(path)
         else:
             with open_text(path) as file:
                 yield from line_records(file, path)
