@@ -8,8 +8,9 @@ from functools import cache
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
 
 _TEXTS = (
@@ -212,3 +213,10 @@ def marked(
         part = tokenizer.decode(input_ids[start:stop].tolist())
         text += f"«{part}»" if number % 2 else part
     return text
+
+
+def render(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
+) -> list[Rendered]:
+    """Render one conversation."""
+    return Renderer(tokenizer, cutoff_len)(conversation)

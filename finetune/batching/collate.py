@@ -161,7 +161,14 @@ def _joined(
     packing: bool,
     pad_token_id: int,
 ) -> Microbatch:
-    """Of each sample its inputs, where the next token is a target, those targets, and its group."""
+    """Make the microbatch of samples.
+
+    Args:
+        lines: int32 `(t,)` for each sample: its input ids.
+        kept: bool `(t,)` for each sample: whether the next token is a target.
+        targets: int32 `(n,)` for each sample: these targets.
+        groups: of each sample, see `LossGroups`.
+    """
     join = _packed if packing else _padded
     keep = join(kept, False)
     lengths = [len(line) for line in lines]

@@ -170,8 +170,7 @@ def build_schedule(
 def choose_schedule(
     config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
 ) -> tuple[Schedule, np.ndarray, list[str]]:
-    """The schedule of a run, the difficulty of each sample in it, and what is probably not as it
-    should be.
+    """Choose the schedule of a run, and warn of what is probably not as it should be.
 
     Args:
         config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and
@@ -258,8 +257,11 @@ _Polynomial = tuple[Fraction, Fraction, Fraction]
 def _target_pieces(
     schedule: Schedule, total_steps: int, global_batch_size: int
 ) -> list[tuple[int, int, list[_Polynomial]]]:
-    """The cumulative targets of each stage: (first step, last step, a polynomial of the step per
-    difficulty).
+    """Return the cumulative targets of each stage as polynomials of the step.
+
+    Returns:
+        For each stage its first step, its last step, and for each difficulty the factors of 1,
+        step and step squared.
     """
     pieces = []
     start = Fraction(0)

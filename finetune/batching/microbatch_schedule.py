@@ -141,8 +141,19 @@ def schedule_microbatches(
 def _pack(
     descending: np.ndarray, world_size: int, budget: int, order: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Pack samples that are sorted from long to short: (int64[G] microbatch of each, number of
-    microbatches).
+    """Pack samples that are sorted from long to short.
+
+    Args:
+        descending: int64[G], tokens of each sample.
+        budget: maximum tokens of a microbatch.
+        order: int64[G], the position of each sample in the global batch, for messages.
+
+    Returns:
+        int64[G], the microbatch of each sample; the number of microbatches, a multiple of
+        `world_size`.
+
+    Raises:
+        DataError: a sample is longer than the budget.
     """
     if len(descending) and descending[0] > budget:
         too_long = np.flatnonzero(descending > budget)
@@ -181,8 +192,9 @@ def _pack(
 
 
 def _min_microbatches(descending: np.ndarray, budget: int) -> int:
-    """No packing has fewer microbatches: the bound L2 of Martello and Toth (1990), and simpler
-    ones.
+    """Return a number of microbatches below which no packing exists.
+
+    Source: the bound L2 of Martello and Toth (1990), and simpler ones.
     """
     if not len(descending):
         return 0
@@ -209,8 +221,13 @@ def _min_microbatches(descending: np.ndarray, budget: int) -> int:
 
 
 def _longest_first(items: np.ndarray, microbatch_count: int, budget: int) -> np.ndarray:
-    """Microbatch of each item, long to short, the emptiest each time; ends before the first that
-    does not fit.
+    """Put each item into the microbatch that is emptiest at that time.
+
+    Args:
+        items: int64[G], tokens of each item, long to short.
+
+    Returns:
+        int64, the microbatch of each item up to the first that does not fit.
     """
     # A microbatch is one integer, tokens << shift | microbatch: comparing and adding integers is
     # twice as fast as tuples (25 ms of one core for 32,768 samples on 1,024 ranks).
@@ -236,6 +253,11 @@ def _spread(
 ) -> MicrobatchSchedule:
     """Give microbatches to ranks and micro-steps: the largest `world_size` are the first
     micro-step, and so on.
+
+    Args:
+        lengths: int64[G], tokens of each sample.
+        microbatch_of: int64[G], the microbatch of each sample.
+        token_budget: of a packed microbatch; None if microbatches are padded.
     """
     sizes = np.bincount(microbatch_of, minlength=microbatch_count)
     sums = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count)
@@ -264,8 +286,14 @@ def _spread(
 
 
 def _lightest_rank_first(micro_steps: np.ndarray, computed: np.ndarray) -> np.ndarray:
-    """int64[micro-steps, ranks], large to small -> the same at the ranks that take them, least busy
-    rank first.
+    """Give the larger microbatches of a micro-step to the ranks that have had less so far.
+
+    Args:
+        micro_steps: int64[micro-steps, ranks], microbatches from large to small.
+        computed: int64[microbatches], tokens that a device computes for each.
+
+    Returns:
+        int64[micro-steps, ranks], the microbatch that each rank takes.
     """
     totals = np.zeros(micro_steps.shape[1], dtype=np.int64)
     slots = np.empty_like(micro_steps)

@@ -198,7 +198,7 @@ def _groups(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction]) ->
 
 
 def _deal(group: _Group) -> np.ndarray:
-    """Samples of each source of the group in each step: int64[steps, m]."""
+    """Return the samples of each source of the group in each step: int64[steps, m]."""
     if len(group.sources) == 1:
         return group.totals[:, None].copy()
     denominator = math.lcm(*(share.denominator for share in group.shares))
@@ -210,8 +210,14 @@ def _deal(group: _Group) -> np.ndarray:
 
 
 def _table(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Whole numbers with these sums in every step: int64[steps, m, k] of int64[steps, m] and
-    int64[steps, k].
+    """Find whole numbers with these sums in every step.
+
+    Args:
+        rows: int64[steps, m], samples of each source.
+        columns: int64[steps, k], samples of each difficulty.
+
+    Returns:
+        int64[steps, m, k].
 
     Imagine the samples of a step on a circle, sorted by source, and over it on a second circle,
     sorted by difficulty. The second is turned a little further in each step, so in the long run
@@ -236,8 +242,12 @@ def _table(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: int) -> None:
-    """Pass samples on within a step, in place, where a source is a whole sample off its target over
+    """Pass samples on within a step, in place, if a source is a whole sample off its target over
     all groups.
+
+    Args:
+        drawn: for each group what `_deal` returned.
+        sources: how many there are.
     """
     errors = np.zeros((len(drawn[0]), sources))
     for group, rows in zip(groups, drawn, strict=True):
@@ -259,7 +269,12 @@ def _even_out(groups: Sequence[_Group], drawn: Sequence[np.ndarray], sources: in
 
 
 def _next_off(errors: np.ndarray, passed: np.ndarray, first: int) -> int | None:
-    """The first step from `first` on after which a source is a whole sample off."""
+    """Return the first step from `first` on after which a source is a whole sample off.
+
+    Args:
+        errors: float64[steps, sources], samples too many after each step.
+        passed: float64[sources], what was passed on in the steps before `first`.
+    """
     for begin in range(first, len(errors), 1024):
         here = np.abs(errors[begin : begin + 1024] + passed)
         off = (here >= _ALMOST_ONE).any(axis=1)
@@ -271,11 +286,14 @@ def _next_off(errors: np.ndarray, passed: np.ndarray, first: int) -> int | None:
 def _path(
     groups: Sequence[_Group], drawn: Sequence[np.ndarray], step: int, errors: np.ndarray
 ) -> list[tuple[int, int, int]] | None:
-    """(group, giver, taker) of each sample to pass on, from a source that has too many to one that
-    has too few.
+    """Find samples to pass on, from a source that has too many to one that has too few.
 
-    None where no source is a whole sample off, or none can be brought nearer without another going
-    further off.
+    Args:
+        errors: float64[sources], samples too many after this step.
+
+    Returns:
+        (group, giver, taker) of each sample. None if no source is a whole sample off, or none can
+        be brought nearer without moving another one further off.
     """
     order = np.argsort(-errors, kind="stable").tolist()
     for giver in order:

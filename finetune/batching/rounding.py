@@ -155,8 +155,8 @@ class _Rounding:
         self.up[rows, sample.difficulty] = step is not None and rows >= step
 
     def _samples(self, step: int, row: int) -> Iterator[_Sample]:
-        """The samples that `step` and other steps may hand out, as far as rows before `row`
-        know.
+        """Yield the samples that `step` and other steps may hand out, as far as the rows before
+        `row` determine.
         """
         for difficulty in np.flatnonzero(self.grows[step - 1]).tolist():
             if self.partial[step - 1, difficulty]:
@@ -191,8 +191,18 @@ def _choose(
     ranks: list[int],
     ups: int,
 ) -> list[bool] | None:
-    """The bits after a step from those before it, largest fractions first; None where no choice has
-    `ups` bits.
+    """Choose the bits after a step, largest fractions first.
+
+    Args:
+        before: the bits before the step.
+        held: whether the sample that is begun before the step is still not whole after it.
+        grows: whether the target grows in the step.
+        partial: whether the target after the step is no whole number.
+        ranks: the difficulties, largest fraction first.
+        ups: how many bits are set after the step.
+
+    Returns:
+        The bits; None if no choice has `ups` of them.
     """
     after = [was_up and is_held for was_up, is_held in zip(before, held, strict=True)]
     missing = ups - sum(after)

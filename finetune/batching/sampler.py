@@ -226,6 +226,7 @@ class GlobalBatches:
 
 
 def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cell]:
+    """Return the cells of int64[difficulties] samples."""
     return [
         _Cell(int(starts[difficulty]), int(size), (_DIFFICULTY_KEY, difficulty))
         for difficulty, size in enumerate(samples)
@@ -242,7 +243,12 @@ def _cells_of_sources(held: np.ndarray, starts: np.ndarray) -> list[_Cell]:
 
 
 def _samples_per_cell(mix: Mix, starts: np.ndarray, members: np.ndarray | None) -> np.ndarray:
-    """Samples of each source and difficulty: int64[sources, difficulties]."""
+    """Count the samples of each source and difficulty: int64[sources, difficulties].
+
+    Args:
+        starts: where each difficulty begins in `members`, and the number of samples.
+        members: the samples by difficulty; None if there is one difficulty.
+    """
     if members is None:
         return np.array(mix.sizes, dtype=np.int64)[:, None]
     held = []
@@ -291,6 +297,7 @@ def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule
 
 
 def _digest(difficulty_of_sample: np.ndarray) -> str:
+    """Return the SHA-256 of the difficulties as little-endian int64."""
     digest = hashlib.sha256()
     for portion in portions(difficulty_of_sample):
         digest.update(portion.astype("<i8").tobytes())

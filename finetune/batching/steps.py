@@ -65,6 +65,7 @@ class Execution:
     samples_per_microbatch: int | None  # of a padded microbatch; None where microbatches are packed
 
     def plan(self, lengths: np.ndarray) -> MicrobatchSchedule:
+        """Schedule a global batch of samples with these lengths, int `(G,)`."""
         return schedule_microbatches(
             lengths,
             self.world_size,
@@ -83,6 +84,7 @@ class Execution:
         return replace(self, samples_per_microbatch=samples) if samples else None
 
     def describe(self) -> str:
+        """Describe the microbatches for logs."""
         if self.token_budget is not None:
             return f"microbatches of at most {self.token_budget} tokens"
         return f"padded microbatches of {self.samples_per_microbatch} samples"
@@ -246,6 +248,7 @@ class StepBatches(torch.utils.data.Dataset):
         return self.groups.of(indices, self.difficulty_ids[indices])
 
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
+        """Make the microbatch of these samples."""
         pairs = zip(indices.tolist(), self._groups_of(indices).tolist(), strict=True)
         members = [(*self.samples[index], group) for index, group in pairs]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)
@@ -283,6 +286,9 @@ class AnswerBatches(StepBatches):
         return np.where(first > 0, 2 * np.maximum(first, lengths - first), lengths)
 
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
+        """Make the microbatch of these samples; a pair is two documents, the chosen answer's
+        first.
+        """
         groups = self._groups_of(indices)
         documents = []
         for index, group in zip(indices.tolist(), groups.tolist(), strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, render
 from file_system_calls import watched
 from rich.console import Console
 from sample_rows import write_rows as write
@@ -24,7 +24,7 @@ from sample_rows import write_rows as write
 from finetune.config.fields import DataSource
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
-from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.render import Renderer
 from finetune.data.encoding.templates import template_source
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.report import RecordProblem

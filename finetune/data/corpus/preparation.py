@@ -136,7 +136,7 @@ def prepare_tokens(
     """
     with RunLock(folder, _LOCK_WAIT_SECONDS):
         try:
-            return _Preparation(data, folder, settings, num_workers, progress).run()
+            return _CorpusPreparation(data, folder, settings, num_workers, progress).run()
         except OSError as error:
             raise FinetuneError(
                 f"a file could not be read or written: {error.strerror or error}",
@@ -296,7 +296,7 @@ class EncodeJob:
 
 
 @dataclass
-class _Preparation:
+class _CorpusPreparation:
     data: tuple[str, ...]
     folder: Path
     settings: PrepareSettings

@@ -519,10 +519,3 @@ def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         elif str(tokenizer.decode([token])).strip():
             break
     return tuple(sorted(ends))
-
-
-def render(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
-) -> list[Rendered]:
-    """Render one conversation; for many, make one `Renderer` and call it."""
-    return Renderer(tokenizer, cutoff_len)(conversation)

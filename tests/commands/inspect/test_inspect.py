@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, render
 from rich.console import Console
 
 from finetune.commands.inspect.command import main, marked_text, show
 from finetune.data.dataset import prepare_samples
-from finetune.data.encoding.render import render
 from finetune.errors import ConfigError, DataError, FinetuneError
 
 

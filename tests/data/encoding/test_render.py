@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, marked, talk
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, marked, render, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,7 +17,6 @@ from finetune.data.encoding.render import (
     Encoder,
     Renderer,
     _share,
-    render,
     stop_token_ids,
     trained_tokens,
 )

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_models import SPECIALS, make_tokenizer, marked, talk
+from chat_models import SPECIALS, make_tokenizer, marked, render, talk
 from transformers import AutoTokenizer
 
-from finetune.data.encoding.render import render
 from finetune.data.encoding.templates import TEMPLATES, load_tokenizer, template_source
 from finetune.data.formats import Conversation, Message
 from finetune.data.report import RecordProblem

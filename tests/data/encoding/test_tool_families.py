@@ -8,12 +8,12 @@ import json
 from typing import Any
 
 import pytest
-from chat_models import marked
+from chat_models import marked, render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import ONE_CALL_A_TURN, TOOL_FAMILIES, tool_tokenizer
 
-from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.render import Renderer
 from finetune.data.encoding.spans import ChatTemplate, find_turns
 from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Conversation, detect_format, to_conversation
