@@ -151,6 +151,7 @@ def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
 
 
 def _note_verified(note: IO[str], folder: Path) -> None:
+    """Note in the host's lock file that a process of this start has verified the folder."""
     note.seek(0)
     note.truncate()
     json.dump({"start": this_start(), "files": _seen(folder)}, note)
@@ -317,6 +318,7 @@ def source_hashes(sources: Sequence[Path], cache_dir: Path) -> list[str]:
 
 
 def _hash_the_rest(notes: Path, paths: Sequence[Path]) -> dict[Path, str]:
+    """Hash the files that are not known, and note them; the caller holds the lock of the notes."""
     written = _read(notes)
     known = _known(written, paths)
     rest = sorted(set(paths) - set(known))
@@ -339,6 +341,7 @@ def _hash_the_rest(notes: Path, paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _read(notes: Path) -> Notes:
+    """Read the notes of a node; empty if there are none, or if they are damaged."""
     try:
         written = json.loads(notes.read_bytes())
     except (OSError, ValueError):

@@ -77,6 +77,7 @@ def without_media(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stripped(value: Any) -> Any:
+    """Remove media, and the placeholders for them, from a value of a record."""
     if isinstance(value, str):
         return _PLACEHOLDER.sub("", value)
     if isinstance(value, (list, tuple)):
@@ -334,6 +335,12 @@ def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Mes
 
 
 def _turn(turn: Any, where: str, number: int) -> Message:
+    """Read one turn.
+
+    Args:
+        where: its place in the record, for messages.
+        number: of the turn in the conversation, for ids of calls.
+    """
     if not isinstance(turn, Mapping):
         raise RecordProblem("wrong type", f"{where} is {kind_of(turn)}, not an object")
     role_key, content_key = "role", "content"
@@ -393,12 +400,18 @@ def refuse_media(record: Mapping[str, Any]) -> None:
 
 
 def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
+    """Raise RecordProblem if a record or turn has a key that is not read.
+
+    Args:
+        unread: these keys, each with its fix.
+    """
     for key, fix in unread.items():
         if holds_something(holder.get(key)):
             raise RecordProblem("unsupported key", f"{where} has '{key}'; {fix}")
 
 
 def _part(part: Any, where: str) -> str:
+    """Return the text of one part of a content."""
     kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
     if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return part["text"]
@@ -423,6 +436,7 @@ _TRAINED_ROLES = ("assistant", "text")
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
+    """Return the string under a key; empty if the record has none."""
     value = record.get(key)
     if value is None:
         return ""

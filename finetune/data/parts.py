@@ -92,6 +92,7 @@ def parts_of(files: Sequence[Path], readers: Sequence[RecordReader]) -> Iterator
 
 
 def _parts(path: Path) -> Iterator[Part]:
+    """Cut one file into parts."""
     with wrap_read_errors(path):
         kind = file_kind(path)
         if kind == "lines" and not is_compressed(path):

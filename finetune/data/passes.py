@@ -424,6 +424,7 @@ class Preparation:
         return report
 
     def _none_left(self, report: DataReport) -> DataError:
+        """The error for records none of which is left, with the reasons."""
         counts = {
             **report.dropped,
             "duplicates": report.duplicates,
@@ -446,5 +447,6 @@ class Preparation:
 
 
 def _note(log: ProblemLog, part: Part, lines: Lines) -> None:
+    """Note bad records of a part; their lines count from the beginning of the file."""
     for line, problem in lines:
         log.add((part.file, line), f"{part.path}:{line}", problem)

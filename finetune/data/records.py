@@ -73,6 +73,7 @@ class RecordReader:
             yield line, record, found
 
     def _conversation(self, record: Mapping[str, Any], form: str) -> Conversation:
+        """Read a record, with its media left out or refused and the difficulty of its source."""
         had_media = self.on_media != "refuse" and has_media(record)
         if had_media and self.on_media == "drop-row":
             raise MediaLeftOut
@@ -88,6 +89,7 @@ class RecordReader:
     def _to_conversation(
         self, record: Mapping[str, Any], form: str, difficulties: Sequence[str] | None
     ) -> Conversation:
+        """Read a record without media."""
         return to_conversation(record, form, difficulties, self.difficulty_field)
 
     def _detect(self, record: Mapping[str, Any]) -> str:

@@ -131,6 +131,7 @@ def content_hash(conversation: Conversation) -> int:
 
 
 def _turns(messages: Sequence[Message]) -> list[Any]:
+    """Return what is hashed of turns."""
     return [
         [
             turn.role,

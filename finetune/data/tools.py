@@ -61,6 +61,7 @@ def read_tools(given: Any, where: str) -> Tools:
 
 
 def _tool(given: Any, where: str) -> Mapping[str, Any]:
+    """Read one tool, in the form with `function` or without."""
     function = _function(given, f"{where} is no function with a name")
     if given.get("type", "function") != "function":
         raise RecordProblem(
@@ -101,6 +102,7 @@ def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
 
 
 def _call(given: Any, where: str, turn: int, number: int) -> Call:
+    """Read one call."""
     function = _function(given, f"{where} has no name of a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -118,6 +120,7 @@ def _call(given: Any, where: str, turn: int, number: int) -> Call:
 
 
 def _json(text: str, where: str) -> Any:
+    """Parse a string that must be JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -160,6 +163,7 @@ def written_out(call: Call, text: str) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """List the keys and values in a nested value."""
     if isinstance(value, Mapping):
         return [*value, *(leaf for part in value.values() for leaf in _leaves(part))]
     if isinstance(value, (list, tuple)):

@@ -82,6 +82,7 @@ def ordered_map(
 def _in_order(
     pool: ProcessPoolExecutor, items: Iterable[Any], max_ahead: int
 ) -> Iterator[tuple[Any, Any]]:
+    """Yield each item with its result, in order, with at most `max_ahead` items in flight."""
     waiting: deque[Any] = deque()
     for item in items:
         waiting.append((item, pool.submit(_run, item)))
@@ -93,6 +94,7 @@ def _in_order(
 
 
 def _start(job: Callable[[Any], Any]) -> None:
+    """Set up a worker process."""
     global _job
     _job = job
     # Ctrl-C reaches the whole group; the parent ends us
@@ -102,6 +104,7 @@ def _start(job: Callable[[Any], Any]) -> None:
 
 
 def _end_with_parent() -> None:
+    """End this process when its parent ends, even if that is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

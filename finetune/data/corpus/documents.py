@@ -222,6 +222,7 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _expand(given: str) -> list[Path]:
+    """Turn one file, folder or glob into files."""
     path = Path(given).expanduser()
     if path.is_file():
         return [path]
@@ -288,6 +289,7 @@ def size_of(unit: Unit) -> int:
 
 
 def _parts(path: Path) -> Iterator[Part]:
+    """Cut a file into parts by its kind: row groups, a whole array, or a MiB of lines or text."""
     size_bytes = path.stat().st_size
     suffix = path.suffix.lower()
     if suffix == ".parquet":
@@ -376,6 +378,7 @@ def _cut(file: Any, nominal: int) -> int:
 
 
 def _text_of(record: Any, text_field: str) -> str | RecordProblem:
+    """Return the text of a record, or the problem that makes it unusable."""
     if isinstance(record, RecordProblem):
         return record
     if not isinstance(record, dict):

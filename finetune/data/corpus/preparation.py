@@ -316,6 +316,7 @@ class _CorpusPreparation:
         self.reader = UnitReader(self.settings.text_field, self.settings.seed, bound)
 
     def run(self) -> Prepared:
+        """Check, scan, train the tokenizer and encode, each as far as it is not done yet."""
         check_parquet(
             [path for path in self.files if path.suffix.lower() == ".parquet"],
             self.settings.text_field,
@@ -361,6 +362,7 @@ class _CorpusPreparation:
         return Prepared(self.folder, self.scan, kind.tokenizer_hash, vocabulary, splits, made)
 
     def _scan(self) -> Scan:
+        """Read all documents once."""
         total = Scan()
         with ordered_map(self.reader.scan, self.workers) as apply:
             for _, scan in apply(enumerate(units_of(self.files))):
@@ -369,6 +371,11 @@ class _CorpusPreparation:
         return total
 
     def _check_scan(self) -> None:
+        """Refuse what cannot be used, or warn of what was dropped.
+
+        Raises:
+            DataError: bad records (unless they are dropped), or no document.
+        """
         scan = self.scan
         dropped = scan.problems.total
         if not self.settings.drop_bad_rows:
@@ -406,6 +413,14 @@ class _CorpusPreparation:
         return kept
 
     def _tokenizer(self, borrowed: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+        """Open the tokenizer of the folder, and make it first if it is missing.
+
+        Args:
+            borrowed: the tokenizer that --tokenizer names; None to train one.
+
+        Raises:
+            StateError: the folder has another tokenizer than `borrowed`.
+        """
         folder = self.folder / TOKENIZER_FOLDER
         if not folder.is_dir():
             save_tokenizer(borrowed if borrowed is not None else self._train(), folder)
@@ -419,6 +434,7 @@ class _CorpusPreparation:
         return tokenizer
 
     def _train(self) -> PreTrainedTokenizerBase:
+        """Train a tokenizer on training documents."""
         self.progress("training the tokenizer", 0, self.input_bytes)
         share = min(1.0, TOKENIZER_TEXT_BYTES / self.scan.text_bytes)
         texts = tokenizer_texts(self._counted_units(), self.reader, share)
@@ -428,6 +444,7 @@ class _CorpusPreparation:
         return train_tokenizer(texts, self.settings.vocab_size)
 
     def _counted_units(self) -> Iterator[Unit]:
+        """Yield all units, and report the progress."""
         done = 0
         for unit in units_of(self.files):
             yield unit
@@ -538,6 +555,7 @@ class _Plan:
 
 
 def _described(corpus: dict[str, Any]) -> str:
+    """Describe a corpus in a message."""
     return (
         f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes"
         f" ({str(corpus.get('sha256'))[:8]})"

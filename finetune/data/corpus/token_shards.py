@@ -179,6 +179,7 @@ def find_shards(
 
 
 def _find(given: str, split: str | None) -> list[Path]:
+    """Find the .bin files that one path or glob names."""
     path = Path(given).expanduser()
     if path.is_file():
         return [path]
@@ -491,6 +492,11 @@ class TokenShards:
         raise_problems(problems)
 
     def _part(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Read tokens `start` to `stop` of one shard, as int32.
+
+        Raises:
+            DataError: an id beyond the vocabulary, or a file that shrank.
+        """
         header = self.headers[number]
         path = str(self.paths[number])
         if number not in self._maps:

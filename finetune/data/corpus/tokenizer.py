@@ -106,6 +106,11 @@ def separator_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the `tokenizers` object behind a tokenizer.
+
+    Raises:
+        DataError: there is none.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{type(tokenizer).__name__} has no tokenizer.json, which preparing data needs",

@@ -251,6 +251,11 @@ def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWi
 
 
 def _windows_of(source: Sequence[str], config: PretrainConfig, known: dict[str, Any]) -> Windows:
+    """Make the windows of one stream, as --windows asks.
+
+    Raises:
+        DataError: windows are to begin at documents, and the files do not show where those begin.
+    """
     stream = TokenShards(source, split="train", **known)
     kind, name = config.windows, "--train-data-path"
     if kind != "stream":

@@ -240,6 +240,7 @@ def _middle(encoded: Encoded, content: np.ndarray, keep: int) -> np.ndarray:
 
 
 def _same_character(encoded: Encoded, left: int, right: int) -> bool:
+    """Return whether two neighboring tokens hold parts of one character."""
     return bool(encoded.starts[right] < encoded.ends[left])
 
 
@@ -272,6 +273,11 @@ def without_reasoning(rendering: Rendering) -> Rendering:
 
 
 def _behind(text: str, turn: Turn, answer: Message) -> Turn:
+    """Return a turn that begins after the reasoning of its answer.
+
+    Args:
+        text: the whole rendering.
+    """
     written = text[turn.start : turn.end]
     reasoning, content = (answer.reasoning or "").strip(), answer.content.strip()
     by_prompt = text[: turn.start].rstrip().endswith(_OPEN)
@@ -404,6 +410,7 @@ class Renderer:
         return Rendered(kept, supervised, cut_text_tokens=len(ids) - len(kept))
 
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
+        """Tokenize a rendering, and cut it to `cutoff_len`."""
         encoded = self._encoder.encode(rendering.text, rendering.turns)
         answers, supervised = self._targets(rendering, encoded)
         contents = self._prompt_contents(template, rendering, encoded, supervised)
@@ -433,6 +440,7 @@ class Renderer:
     def _rendered(
         self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray, kept: Kept
     ) -> Rendered:
+        """Make the sample of the tokens that are kept."""
         whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
         return Rendered(
             encoded.ids[kept.tokens],
@@ -468,6 +476,11 @@ class Renderer:
         return sorted(contents, key=lambda content: content[0])
 
     def _check_cutoff(self, where: str) -> None:
+        """Refuse a cutoff that leaves no room for an answer after the template's own tokens.
+
+        Args:
+            where: the tokenizer, for messages.
+        """
         try:
             rendering = find_turns(self.template, _PROBE)[0]
         except RecordProblem as problem:

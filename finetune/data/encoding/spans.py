@@ -207,6 +207,7 @@ def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
 
 
 def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
+    """Step 3. Render a conversation that ends with a trained answer, and find that answer alone."""
     text = template.render(messages)
     turn = _find(template, text, messages, len(messages) - 1)
     if turn is None:
@@ -222,6 +223,12 @@ def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
 def _find(
     template: ChatTemplate, text: str, messages: tuple[Message, ...], answer: int
 ) -> Turn | None:
+    """Find one answer by step 1 or 2; None if it is not certain.
+
+    Args:
+        text: the rendering of all messages.
+        answer: number of the answer's message.
+    """
     prompt = template.render(messages[:answer], generation_prompt=True)
     last = answer == len(messages) - 1
     alone = text if last else template.render(messages[: answer + 1])

@@ -227,6 +227,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local folder."""
     patterns = ("tokenizer*", "vocab*", "*.py")
     if not any(any(folder.glob(pattern)) for pattern in patterns):
         raise DataError(

@@ -104,6 +104,7 @@ class PreferenceReader(RecordReader):
         return _pair(_with_rejected(record, found.messages), found.difficulty, record)
 
     def _refuse_other_kind(self, record: Mapping[str, Any]) -> None:
+        """Refuse labels in a run on pairs, and pairs in a run on labels."""
         pair, label = _has(record, _SIDE_KEYS), _has(record, _LABEL_KEYS)
         if self.preference == "pairs" and label and not pair:
             what = (
@@ -132,6 +133,7 @@ def _has(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 
 def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) -> Preference:
+    """Add the label to an ordinary conversation, and separate its prompt from the answer."""
     given = [record[key] for key in _LABEL_KEYS if record.get(key) is not None]
     if len(given) != 1:
         raise RecordProblem(

@@ -76,6 +76,11 @@ class PreferenceRenderer(Renderer):
     def _documents(
         self, template: ChatTemplate, chosen: Rendering, rejected: Rendering
     ) -> list[Rendered]:
+        """Render both sides as documents that begin with the same prompt tokens.
+
+        Raises:
+            RecordProblem: their prompts differ, or they are equal.
+        """
         begin = chosen.turns[0].start
         if begin != rejected.turns[0].start or chosen.text[:begin] != rejected.text[:begin]:
             raise RecordProblem(
@@ -119,6 +124,7 @@ class PreferenceRenderer(Renderer):
 
 
 def _one_rendering(template: ChatTemplate, messages: Sequence[Message]) -> Rendering:
+    """Render one side, which must be one document."""
     renderings = find_turns(template, messages)
     if len(renderings) > 1:
         raise RecordProblem(

@@ -120,6 +120,7 @@ def glob_files(pattern: Path) -> list[Path]:
 
 
 def _expand(given: str) -> list[Path]:
+    """Turn one path, glob or name of a data set into files."""
     if (named := hub_files(given)) is not None:
         return named
     path = Path(given).expanduser()

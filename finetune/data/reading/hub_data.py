@@ -72,6 +72,7 @@ def hub_files(given: str) -> list[Path] | None:
 
 
 def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -> Any:
+    """Load a data set from the Hugging Face hub, or from its cache."""
     import datasets
 
     commit = _commit(name, revision)
@@ -107,6 +108,7 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def _load_modelscope(name: str, subset: str | None, revision: str | None, split: str) -> Any:
+    """Load a data set from ModelScope, or from its cache."""
     from modelscope.msdatasets import MsDataset
 
     version = {} if revision is None else {"version": revision}
