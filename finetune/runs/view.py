@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.batching.curriculum import Schedule, Stage
+from finetune.batching.curriculum import Schedule, schedule_of
+from finetune.config.fields import CurriculumConfig
 from finetune.config.kinds import run_kind
-from finetune.errors import FinetuneError
 from finetune.runs.step_table import Points, StepTable
 
 State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
@@ -156,13 +156,8 @@ class RunView:
         if not (self.config.get("use_curriculum") and self.difficulties):
             return None
         try:
-            curriculum = self.config["curriculum"]
-            stages = [
-                Stage(stage["until"], tuple(stage["mix"]), stage.get("ramp", "step"))
-                for stage in curriculum["stages"]
-            ]
-            return Schedule(curriculum["levels"], tuple(stages))
-        except (FinetuneError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return schedule_of(CurriculumConfig.model_validate(self.config["curriculum"]))
+        except (LookupError, ValueError):
             return None
 
     @property
