@@ -5,6 +5,7 @@ and compared.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -20,17 +21,21 @@ from finetune.errors import ConfigError, FinetuneError
 
 if TYPE_CHECKING:
     from finetune.commands.merge.options import MergeOptions
+    from finetune.commands.merge.self_test import SelfTest
     from finetune.inference.loading import Source
+
+logger = logging.getLogger("finetune")
 
 CONVERTER = "convert_hf_to_gguf.py"
 FILE_NAME = "model.gguf"
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 KEPT = ("README.md", "chat_template.jinja", FILE_NAME, "Modelfile")
 VARIABLE = "LLAMA_CPP"
+LARGEST_CONTEXT = 8192  # tokens, where the run was not of longer ones
 
 
 def find_converter(given: Path | None) -> Path:
-    """llama.cpp's converter: the file or its folder, the variable LLAMA_CPP, or PATH.
+    """Return llama.cpp's converter: the file or its folder, the variable LLAMA_CPP, or PATH.
 
     Raises:
         ConfigError: it is not there, or the package that reads GGUF is not installed.
@@ -41,22 +46,84 @@ def find_converter(given: Path | None) -> Path:
             "--format",
             "pip install gguf",
         )
-    named = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
-    if named is None:
-        found = shutil.which(CONVERTER)
-        if found is not None:
-            return Path(found)
-    else:
-        path = named.expanduser()
-        path = path / CONVERTER if path.is_dir() else path
-        if path.is_file():
-            return path.resolve()
-    where = str(named) if named is not None else f"--llama-cpp, {VARIABLE}, PATH"
+    named = given or os.environ.get(VARIABLE) or shutil.which(CONVERTER) or ""
+    path = Path(named).expanduser()
+    path = path / CONVERTER if path.is_dir() else path
+    if named and path.is_file():
+        return path.resolve()
     raise ConfigError(
         f"llama.cpp's {CONVERTER} is not there",
-        where,
+        str(named) or f"--llama-cpp, {VARIABLE}, PATH",
         "clone llama.cpp and name its folder with --llama-cpp",
     )
+
+
+def make_gguf(
+    folder: Path, source: Source, options: MergeOptions, *, name: str, test: SelfTest
+) -> None:
+    """Put a tested GGUF file, its Modelfile and its card in the place of a merged folder's files.
+
+    Raises:
+        FinetuneError: the converter or the test failed.
+    """
+    from transformers import AutoConfig
+
+    from finetune.commands.merge.model_card import write_card
+    from finetune.commands.merge.modelfile import write_modelfile, writes_first
+    from finetune.data.encoding.render import stop_token_ids, trained_end_ids
+    from finetune.data.encoding.spans import ChatTemplate
+    from finetune.inference.loading import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(
+        source, options.template, trust_remote_code=options.trust_remote_code
+    )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    ends = set(trained_end_ids(tokenizer))
+    name_end(folder, tokenizer, ends)
+    dtype = str(config.dtype).removeprefix("torch.")
+    convert(folder, find_converter(options.llama_cpp), dtype)
+    facts, difference = check_gguf(folder, tokenizer, ends)
+    begins = begins_prompts(facts) and tokenizer.bos_token is not None
+    template = ChatTemplate(tokenizer)
+    if begins and not writes_first(template, tokenizer.bos_token):
+        logger.warning(
+            f"the GGUF begins every prompt with {tokenizer.bos_token}, and the chat template does"
+            " not: the model was not trained so (fix: --override-kv"
+            " tokenizer.ggml.add_bos_token=bool:false of llama.cpp's server)"
+        )
+    modelfile = write_modelfile(
+        template,
+        file_name=FILE_NAME,
+        begins=begins,
+        context_tokens=_context_tokens(config, source),
+        ends=[str(tokenizer.convert_ids_to_tokens(end)) for end in stop_token_ids(tokenizer)],
+    )
+    if modelfile is None:
+        logger.warning(
+            "no template of Ollama's was shown to write what this chat template writes: there is no"
+            " Modelfile (fix: serve the file with llama.cpp's server, which takes the chat template"
+            " as it is)"
+        )
+    else:
+        (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
+    write_card(folder, source, name=name, dtype=dtype, test=test, gguf_difference=difference)
+    for path in folder.iterdir():
+        if path.name not in KEPT:
+            path.unlink()
+
+
+def _context_tokens(config: Any, source: Source) -> int | None:
+    """Return the context for which Ollama allocates memory, at once: 128k tokens may take more than
+    the weights.
+    """
+    from finetune.inference.loading import find_run
+
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is None:
+        return None
+    run = find_run(source.adapter or Path(source.base))
+    trained = run.settings.get("cutoff_len") if run is not None else 0
+    return min(longest, max(LARGEST_CONTEXT, trained or 0))
 
 
 def check_architecture(base: str, options: MergeOptions) -> None:
@@ -154,25 +221,17 @@ def convert(folder: Path, converter: Path, dtype: str) -> Path:
 
 
 def _why(done: subprocess.CompletedProcess[str]) -> str:
-    """How it ended, and its own last words."""
+    """Return how the converter ended, and its own last words."""
+    ended = f"exit code {done.returncode}" if done.returncode else "wrote no file"
     if done.returncode < 0:
-        number = -done.returncode
-        known = number in set(signal.Signals)
-        ended = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
-    else:
-        ended = "wrote no file" if done.returncode == 0 else f"exit code {done.returncode}"
-    said = [
-        line.strip()
-        for text in (done.stdout, done.stderr)
-        for line in text.splitlines()
-        if line.strip()
-    ]
-    return f"{ended}: {said[-1][:300]}" if said else ended
+        ended = f"ended by {signal.Signals(-done.returncode).name}"
+    last_words = f"{done.stdout}\n{done.stderr}".strip().splitlines()[-1:]
+    return ": ".join([ended, *(line.strip()[:300] for line in last_words)])
 
 
 def begins_prompts(facts: dict[str, Any]) -> bool:
-    """Whether llama.cpp puts BOS before a text; without a word of the file, before SentencePiece's
-    and no others.
+    """Return whether llama.cpp puts BOS before a text; if the file does not specify it, only before
+    SentencePiece's.
     """
     return bool(
         facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
@@ -186,7 +245,7 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
         ends: tokens that the template ends an answer with.
 
     Returns:
-        What the file says of itself, its metadata without tokens; and the distance of the logits.
+        The metadata of the file without its tokens, and the distance of the logits.
 
     Raises:
         FinetuneError: one of them differs.
@@ -228,7 +287,7 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
 
 
 def _check_settings(path: Path, facts: Mapping[str, Any], config: Any) -> None:
-    """Compare what the file says of sizes and positions with the merged model's settings."""
+    """Compare the sizes and positions in the file with the merged model's settings."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""The merge itself; `self_test` then says whether what was written answers as the adapter did.
+"""The merge itself; `self_test` then checks that what was written answers as the adapter did.
 
 The base model is in memory once. Adapted logits are taken, the adapter is added to the weights in
 place, the result is written, dropped, and read again by plain transformers: so what is tested is
@@ -7,7 +7,6 @@ the files.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import warnings
@@ -91,17 +90,13 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     devices.empty_cache(device)
     rounding = None
     if before != "none":
-        other = with_adapter(
-            load(rounded="none" if rounded != "none" else before), source.adapter
-        ).eval()
+        other_base = load(rounded="none" if rounded != "none" else before)
+        other = with_adapter(other_base, source.adapter).eval()
         other_logits = logits(other, prompts)
         del other
-        difference, same = (
-            distance(other_logits, adapted_logits),
-            agreement(other_logits, adapted_logits),
-        )
-        rounding = Rounding(before, rounded, difference, same)
-        logger.info("%s", rounding_text(dataclasses.asdict(rounding)))
+        difference = distance(other_logits, adapted_logits)
+        rounding = Rounding(before, rounded, difference, agreement(other_logits, adapted_logits))
+        logger.info("%s", rounding_text(rounding))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
     written = load_written(
@@ -120,7 +115,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         rounding=rounding,
     )
     check_logits(test, dtype)
-    write_card(folder, source, name=name, dtype=dtype, self_test=dataclasses.asdict(test))
+    write_card(folder, source, name=name, dtype=dtype, test=test)
     return test
 
 
@@ -132,8 +127,8 @@ def _write_merged(
     prompts: Sequence[Sequence[int]],
     dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], float]:
-    """Merge in place and save; the adapted model's logits before that, and how far they are from
-    the base's.
+    """Merge in place and save. Return the adapted model's logits before that, and how far they are
+    from the base's.
     """
     # The head is its own from here on, for the base's logits as well: they stay what they were.
     tied = base.config.get_text_config().tie_word_embeddings
@@ -150,17 +145,16 @@ def _write_merged(
     if tied:
         _tie_again(merged)
     merged.config.dtype = dtype
-    merged.generation_config.eos_token_id = list(
-        end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
-    )
+    eos = merged.config.get_text_config().eos_token_id
+    merged.generation_config.eos_token_id = list(end_ids(tokenizer, merged.generation_config, eos))
     merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(folder)
     return adapted_logits, effect
 
 
 def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
-    """How the base's weights are rounded before the adapter is added; and how they were in the
-    adapter's run, if known.
+    """Return how the base's weights are rounded before the adapter is added, and how they were in
+    the adapter's run, if known.
 
     Raises:
         ConfigError: bitsandbytes is needed and not installed.
@@ -176,7 +170,7 @@ def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
 
 
 def _dtype_of(base: str, trust_remote_code: bool) -> str:
-    """The dtype that the base's weights are in.
+    """Return the dtype of the base's weights.
 
     Raises:
         ConfigError: quantized weights, to which nothing can be added.
@@ -193,7 +187,7 @@ def _dtype_of(base: str, trust_remote_code: bool) -> str:
 
 
 def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files: int) -> None:
-    """Raise ConfigError where the weights have no room; as GGUF they are there a second time for a
+    """Raise ConfigError if the weights have no room; as GGUF they are there a second time for a
     while.
     """
     needed = files * sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -211,8 +205,10 @@ def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files
 
 
 def _adapted(base: PreTrainedModel, adapter: Path) -> PeftModel:
-    """The base with the adapter inside it. Where the adapter changes one of two tied embeddings,
-    they are untied first: added to a shared weight, its change would come out at the other end too.
+    """Return the base with the adapter inside it.
+
+    If the adapter changes one of two tied embeddings, untie them first: added to a shared weight,
+    its change would come out at the other end too.
     """
     config = base.config.get_text_config()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
@@ -247,20 +243,17 @@ def _merge(adapted: PeftModel, adapter: Path) -> PreTrainedModel:
 
 
 def _tie_again(merged: PreTrainedModel) -> None:
-    """Let head and embedding be one weight again, where the adapter changed both in the same
-    way.
-    """
+    """Let head and embedding be one weight again if the adapter changed both in the same way."""
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     if torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight
-        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = (
-            True
-        )
+        config = merged.config
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = True
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without peft's warning about tied embeddings, which `_adapted` unties."""
+    """Suppress peft's warning about tied embeddings, which `_adapted` unties."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
         yield

@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import split_revision
 from finetune.inference.loading import Origin, Source, find_run
 from finetune.storage import durable_files
 from finetune.version import __version__
 
+if TYPE_CHECKING:
+    from finetune.commands.merge.self_test import Rounding, SelfTest
+
 SETTINGS = (
-    *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quantization"),
-    *("total_steps", "global_batch_size", "cutoff_len", "seed"),
-    *("learning_rate", "warmup_steps", "lr_scheduler", "weight_decay", "max_grad_norm"),
-    *(
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "dtype",
-        "use_curriculum",
-        "curriculum_seed",
-        "difficulty_field",
-    ),
+    "finetuning",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "quantization",
+    "total_steps",
+    "global_batch_size",
+    "cutoff_len",
+    "seed",
+    "learning_rate",
+    "warmup_steps",
+    "lr_scheduler",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "dtype",
+    "use_curriculum",
+    "curriculum_seed",
+    "difficulty_field",
 )
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors")
 USE = """## Use
@@ -58,6 +71,18 @@ llama-server -m model.gguf --jinja         # llama.cpp: takes the chat template 
 ollama create my-model -f Modelfile        # Ollama, where the folder has a Modelfile
 ```
 """
+TEST = (
+    "transformers loaded the written files, and they were compared with base and adapter on"
+    " {test.prompts} prompts ({test.tokens} tokens). Logits differ by {test.difference:.1e} of their"
+    " norm, and in {dtype} {test.tolerance:.0e} is allowed; the adapter changes them by"
+    " {test.effect:.1e}. The likeliest token is the same at {test.agreement:.2%} of the positions."
+    " The tokenizer read {test.texts} texts as before, with the same chat template.\n"
+)
+ROUNDING = (
+    "the adapter is for a base in {rounding.trained_on}, and merged into {into}; on {other} the"
+    " adapted logits differ from these by {rounding.difference:.1e} of their norm, and the likeliest"
+    " token is the same at {rounding.agreement:.2%} of the positions"
+)
 GGUF_TEST = (
     "llama.cpp's own converter made `model.gguf` of these files. Loaded again by transformers, its"
     " logits differ by {:.1e} of their norm; its tokens, sizes, end of an answer and chat template"
@@ -65,173 +90,114 @@ GGUF_TEST = (
 )
 
 
-def write_card(folder: Path, source: Source, **facts: Any) -> None:
-    """Write README.md beside a merged model; the facts are `model_card`'s."""
-    config = folder / "config.json"
-    own_code = config.exists() and "auto_map" in json.loads(config.read_text(encoding="utf-8"))
-    durable_files.replace_file(
-        folder / "README.md", model_card(source, own_code=own_code, **facts).encode()
-    )
-
-
-def model_card(
+def write_card(
+    folder: Path,
     source: Source,
     *,
     name: str,
     dtype: str,
-    self_test: Mapping[str, Any],
-    own_code: bool = False,
+    test: SelfTest,
     gguf_difference: float | None = None,
-) -> str:
-    """The card as Markdown with the hub's front matter.
+) -> None:
+    """Write README.md beside a merged model: Markdown with the hub's front matter.
 
     Args:
-        own_code: the model's class is in its folder.
         gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ
             from the merged ones.
     """
     assert source.adapter is not None
-    run = find_run(source.adapter)
-    base, kind = _short(source.base), "transformers" if gguf_difference is None else "gguf"
-    front = {"library_name": kind, "pipeline_tag": "text-generation", "tags": ["lora", "merged"]}
+    is_gguf, run = gguf_difference is not None, find_run(source.adapter)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    use = USE_OWN_CODE if "auto_map" in config else USE
+    front = {
+        "library_name": "gguf" if is_gguf else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "merged"],
+    }
     if not Path(source.base).expanduser().exists():  # a hub id, which the hub links
         front["base_model"] = split_revision(source.base)[0]
-    return "\n".join(
-        [
-            "---",
-            *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
-            f"---\n\n# {_cell(name)}\n",
-            (
-                f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its"
-                f" weights, in {dtype}, by finetune {__version__}.\n"
-            ),
-            (USE_OWN_CODE if own_code else USE) if gguf_difference is None else USE_GGUF,
-            *(_unknown(source.adapter) if run is None else _training(run)),
-            *([] if run is None else _metrics(run, source.adapter)),
-            *_test(self_test, dtype),
-            *([] if gguf_difference is None else [GGUF_TEST.format(gguf_difference)]),
-            "## Made with\n",
-            ", ".join(f"{library} {version(library)}" for library in LIBRARIES) + "\n",
-        ]
-    )
+    header = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
+    made = f"`{_short(source.base)}` with the LoRA adapter `{_short(str(source.adapter))}` merged"
+    made += f" into its weights, in {dtype}, by finetune {__version__}.\n"
+    lines = ["---", *header, f"---\n\n# {_cell(name)}\n", made, USE_GGUF if is_gguf else use]
+    if run is None:
+        lines += _unknown(source.adapter)
+    else:
+        lines += [*_training(run), *_metrics(run, source.adapter)]
+    lines += ["## Self-test\n", TEST.format(test=test, dtype=dtype)]
+    if test.rounding is not None:
+        lines.append(f"Of the rounding: {rounding_text(test.rounding)}.\n")
+    if is_gguf:
+        lines.append(GGUF_TEST.format(gguf_difference))
+    libraries = ", ".join(f"{library} {version(library)}" for library in LIBRARIES)
+    text = "\n".join([*lines, "## Made with\n", f"{libraries}\n"])
+    durable_files.replace_file(folder / "README.md", text.encode())
 
 
 def _unknown(adapter: Path) -> list[str]:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    known = [
-        (name, config[name])
-        for name in ("r", "lora_alpha", "target_modules")
-        if config.get(name) is not None
-    ]
+    names = ("r", "lora_alpha", "target_modules")
     return [
         "## Training",
         "",
         "The adapter's folder is not that of a run: of its training nothing is known.",
         "",
-        *_table(("adapter", "value"), known),
+        *_table(("adapter", "value"), [(name, config[name]) for name in names if config.get(name)]),
     ]
 
 
 def _training(run: Origin) -> list[str]:
-    known = {**run.settings, **run.identity}
-    settings = [(name, known[name]) for name in SETTINGS if known.get(name) is not None]
-    lines = ["## Training", "", *_table(("setting", "value"), settings)]
-    stages = _stages(run.settings)
-    if stages and known.get("use_curriculum"):
-        lines += ["Curriculum, where the records have difficulties:", "", *stages]
-    data = {
-        name: [_path(entry) for entry in run.settings.get(name) or []]
-        for name in ("data", "valid_data")
-    }
-    split = run.settings.get("valid_split")
-    held_out = ", ".join(map(_short, data["valid_data"])) or (
-        f"{split} of these" if split else "none"
-    )
+    settings = {**run.settings, **run.identity}
+    known = [(name, settings[name]) for name in SETTINGS if settings.get(name) is not None]
+    lines = ["## Training", "", *_table(("setting", "value"), known)]
+    curriculum = settings.get("curriculum")
+    if isinstance(curriculum, dict) and settings.get("use_curriculum"):
+        stages = []
+        for stage in curriculum["stages"]:
+            weights = [f"{weight:g}" for weight in stage["mix"]]
+            stages.append([f"up to {stage['until']:.0%}", *weights])
+        heading = ("progress", *curriculum["levels"])
+        lines += ["Curriculum, where the records have difficulties:", "", *_table(heading, stages)]
+    split = settings.get("valid_split")
     facts = [
-        ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
-        ("held out", held_out),
+        ("trained on", _names(run.settings.get("data")) or "not known"),
         (
-            "data fingerprint",
-            known.get("data") if isinstance(known.get("data"), str) else "not known",
+            "held out",
+            _names(settings.get("valid_data")) or (f"{split} of these" if split else "none"),
         ),
-        ("schedule fingerprint", known.get("schedule", "not known")),
+        ("data fingerprint", run.identity.get("data", "not known")),
+        ("schedule fingerprint", run.identity.get("schedule", "not known")),
     ]
     return [*lines, "## Data", "", *_table(("", ""), facts)]
 
 
-def _stages(settings: Mapping[str, Any]) -> list[str]:
-    curriculum = settings.get("curriculum")
-    if not isinstance(curriculum, dict):
-        return []
-    stages = [
-        (f"up to {stage['until']:.0%}", *(f"{weight:g}" for weight in stage["mix"]))
-        for stage in curriculum["stages"]
-    ]
-    return _table(("progress", *curriculum["levels"]), stages)
-
-
 def _metrics(run: Origin, adapter: Path) -> list[str]:
-    """The loss before the first step, and at the adapter's."""
+    """Return the losses before the first step, and at the adapter's."""
     step = re.fullmatch(r"checkpoint-(\d+)", adapter.expanduser().resolve().name)
     evaluations = run.evaluations(int(step[1]) if step else None)
     lines = ["## Metrics", ""]
     if not evaluations:
         return [*lines, "The run measured none: it had no validation data.", ""]
     first, last = evaluations[0], evaluations[-1]
-    losses = [
-        (
-            key.partition("/")[2] or "all",
-            *(f"{event.get(key, float('nan')):.4f}" for event in (first, last)),
-        )
-        for key in sorted(last)
-        if key.startswith("eval_loss")
-    ]
+    losses = []
+    for key in sorted(key for key in last if key.startswith("eval_loss")):
+        before, after = (f"{event.get(key, float('nan')):.4f}" for event in (first, last))
+        losses.append((key.partition("/")[2] or "all", before, after))
     heading = ("difficulty", f"step {first['step']}", f"step {last['step']}")
     return [*lines, "Loss per trained token on the held-out records:", "", *_table(heading, losses)]
 
 
-def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
-    return [
-        "## Self-test\n",
-        (
-            "transformers loaded the written files, and they were compared with base and adapter"
-            f" on {test['prompts']} prompts ({test['tokens']} tokens). Logits differ by"
-            f" {test['difference']:.1e} of their norm, and in {dtype} {test['tolerance']:.0e} is"
-            f" allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is"
-            f" the same at {test['agreement']:.2%} of the positions. The tokenizer read"
-            f" {test['texts']} texts as before, with the same chat template.\n"
-        ),
-        *(
-            [f"Of the rounding: {rounding_text(test['rounding'])}.\n"]
-            if test.get("rounding")
-            else []
-        ),
-    ]
-
-
-def rounding_text(rounding: Mapping[str, Any]) -> str:
-    """What the rounding of a quantized base is worth, in a sentence."""
-    rounded = rounding["merged_into"] != "none"
-    into, other = (
-        ("weights rounded like that", "the base's own")
-        if rounded
-        else ("the base's own", "the rounded ones")
-    )
-    return (
-        f"the adapter is for a base in {rounding['trained_on']}, and merged into {into}; on {other}"
-        f" the adapted logits differ from these by {rounding['difference']:.1e} of their norm, and"
-        f" the likeliest token is the same at {rounding['agreement']:.2%} of the positions"
-    )
+def rounding_text(rounding: Rounding) -> str:
+    """Return what the rounding of a quantized base is worth, in a sentence."""
+    into, other = "the base's own", "the rounded ones"
+    if rounding.merged_into != "none":
+        into, other = "weights rounded like that", "the base's own"
+    return ROUNDING.format(rounding=rounding, into=into, other=other)
 
 
 def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
-    return [
-        *(
-            f"| {' | '.join(map(_cell, line))} |"
-            for line in (heading, ["---"] * len(heading), *lines)
-        ),
-        "",
-    ]
+    rows = (heading, ["---"] * len(heading), *lines)
+    return [*(f"| {' | '.join(map(_cell, row))} |" for row in rows), ""]
 
 
 def _cell(value: Any) -> str:
@@ -239,14 +205,14 @@ def _cell(value: Any) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _path(entry: str | dict[str, Any]) -> str:
-    """Of an entry of `data` in run.yaml."""
-    return entry if isinstance(entry, str) else entry["path"]
+def _names(entries: Sequence[str | dict[str, Any]] | None) -> str:
+    """Return the last parts of the paths in `data` of run.yaml."""
+    paths = [entry if isinstance(entry, str) else entry["path"] for entry in entries or []]
+    return ", ".join(map(_short, paths))
 
 
 def _short(name: str) -> str:
-    """A hub id as it is; of a path its last part."""
+    """Return a hub id as it is, and of a path its last part."""
     path = Path(name).expanduser()
-    return _cell(
-        path.resolve().name if path.exists() or path.is_absolute() or name.count("/") > 1 else name
-    )
+    is_path = path.exists() or path.is_absolute() or name.count("/") > 1
+    return _cell(path.resolve().name if is_path else name)

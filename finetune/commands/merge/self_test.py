@@ -63,8 +63,8 @@ class Rounding:
 def self_test_prompts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
-    """Token ids: texts, a question as the chat template writes it, and random tokens of the whole
-    vocabulary.
+    """Return token ids: texts, a question as the chat template writes it, and random tokens of the
+    whole vocabulary.
     """
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     question = [{"role": "user", "content": TEXTS[0]}]
@@ -77,8 +77,8 @@ def self_test_prompts(
 
 
 def load_written(folder: Path, **settings: Any) -> PreTrainedModel:
-    """What was written, by plain transformers; float32 unless the settings, which are its own, say
-    otherwise.
+    """Load what was written by plain transformers, in float32 unless its `settings` name another
+    dtype.
     """
     return AutoModelForCausalLM.from_pretrained(
         folder, **({"dtype": torch.float32} | settings)
@@ -86,7 +86,7 @@ def load_written(folder: Path, **settings: Any) -> PreTrainedModel:
 
 
 def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits at every position of each prompt: float32 `(tokens, vocabulary)` on the CPU."""
+    """Return the logits of each prompt: float32 `(tokens, vocabulary)` on the CPU."""
     device = next(model.parameters()).device
     with torch.no_grad():
         return [
@@ -95,7 +95,7 @@ def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[tor
 
 
 def distance(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
-    """Norm of the difference over the norm of the reference; infinite where a logit is not
+    """Return the norm of the difference over the norm of the reference; infinite if a logit is not
     finite.
     """
     difference = sum(
@@ -145,7 +145,7 @@ def check_tokenizer(
     trust_remote_code: bool,
 ) -> int:
     """Compare the written tokenizer with the one in use, and its chat template with the file
-    `template` byte by byte where it is there; returns how many texts went through.
+    `template` byte by byte if it exists; return how many texts went through.
 
     Raises:
         FinetuneError: another template, or other tokens or text for one of the texts.
