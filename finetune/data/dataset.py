@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.fields import DataSource
 from finetune.data import cache
 from finetune.data.encoding.render import Renderer
+from finetune.data.encoding.spans import model_stop_tokens
 from finetune.data.passes import Preparation
 from finetune.data.preference.reader import PreferenceForm
 from finetune.data.preference.render import PreferenceRenderer
@@ -171,7 +172,11 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
         for name, token in tokenizer.special_tokens_map.items()
         if name != "pad_token"
     }
-    return _hash(json.dumps(backend, sort_keys=True), json.dumps(specials, sort_keys=True))
+    return _hash(
+        json.dumps(backend, sort_keys=True),
+        json.dumps(specials, sort_keys=True),
+        *model_stop_tokens(tokenizer),
+    )
 
 
 def _code_hash() -> str:

@@ -24,6 +24,9 @@ LOG_EVERY_SECONDS = 30.0
 LISTED_RECORDS = 10  # bad records that an error names; the rest are counted
 
 
+NOT_UTF8 = "not UTF-8"
+
+
 class RecordProblem(Exception):
     """One record cannot be used.
 
@@ -110,6 +113,8 @@ class ProblemLog:
             if self.counts["unknown format"]
             else ""
         )
+        if self.counts[NOT_UTF8]:
+            named += "save the file as UTF-8 (iconv -f GBK -t UTF-8, if it is Chinese), "
         raise DataError(
             f"{self.total} of {records_read} records cannot be trained on"
             f" ({by_kind}):\n{listed}{rest}",
@@ -179,9 +184,10 @@ class DataReport:
             (
                 self.unended_samples,
                 f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so"
-                " the model will not learn to stop there: the chat template ends answers with"
-                " nothing that is a special token of this tokenizer; pass --template with one that"
-                " does (alpaca ends with the tokenizer's own end token)",
+                " the model will not learn to stop there: the chat template writes no special token"
+                " of this tokenizer behind an answer, and eos_token_id of the model's"
+                " generation_config.json names none that begins the next turn; add the token at"
+                " which the model stops there, or pass --template with a template that writes one",
             ),
             (
                 self.off_prompt_samples,

@@ -27,15 +27,19 @@ class Call:
     arguments: Mapping[str, Any]
     id: str
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments as an object (transformers' convention), not as
-        a text.
-        """
+    def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
+        """As chat templates read it, with the arguments as an object or as its JSON text."""
+        arguments = arguments_text(self.arguments) if as_text else dict(self.arguments)
         return {
             "id": self.id,
             "type": "function",
-            "function": {"name": self.name, "arguments": dict(self.arguments)},
+            "function": {"name": self.name, "arguments": arguments},
         }
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a call as JSON."""
+    return json.dumps(dict(arguments), ensure_ascii=False)
 
 
 def read_tools(given: Any, where: str) -> Tools:
@@ -186,8 +190,4 @@ def squeezed(text: str) -> str:
 
 def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """As the OpenAI protocol has them: the arguments as a JSON text."""
-    found = [call.for_template() for call in calls]
-    for call in found:
-        function = call["function"]
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return found
+    return [call.for_template(as_text=True) for call in calls]

@@ -229,7 +229,7 @@ def test_answers_that_differ_only_behind_the_cutoff_are_no_sample() -> None:
 def test_prompts_that_depend_on_the_answers_are_refused() -> None:
     """Mistral's system text stands before the last question, wherever that is."""
     sides = [talk("q", *turns, system="s").messages for turns in (("a", "q1", "a1"), ("b",))]
-    with pytest.raises(RecordProblem, match="prompts differ in the chat template's text"):
+    with pytest.raises(RecordProblem, match="several samples of one side"):
         PreferenceRenderer(family("mistral"), 99)(
             Preference(sides[0], prompt_turns=2, rejected=sides[1])
         )

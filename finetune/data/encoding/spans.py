@@ -16,6 +16,10 @@ same template's prompt, at inference, ends before it.
    which the template keeps in the last turn only), found there by 1 or 2.
 4. Else the record is a problem, and is reported.
 
+An answer ends with its end-of-turn token. Where a template writes none after the last turn, but
+lets the next turn begin with a token at which the model stops (GLM-4.5: `<|user|>`, or
+`<|observation|>` after a call), that token is trained as the end.
+
 The newline that many templates write after the end-of-turn token is not trained: generation has
 stopped before it.
 """
@@ -36,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
 from finetune.data.report import RecordProblem, first_line
-from finetune.data.tools import Tools, squeezed, written_out
+from finetune.data.tools import Tools, arguments_text, squeezed, written_out
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree
 # at midnight. Theirs is this date instead (the one that Llama 3.1's own template falls back to).
@@ -79,6 +83,11 @@ class Rendering:
     turns: tuple[Turn, ...]
 
 
+def model_stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Tokens of the model's generation_config.json at which it stops; set by `load_tokenizer`."""
+    return tuple(getattr(tokenizer, "model_stop_tokens", ()))
+
+
 class ChatTemplate:
     """A tokenizer's chat template as a function from messages to text."""
 
@@ -94,6 +103,10 @@ class ChatTemplate:
             sorted((token for token in specials if token.strip()), key=len, reverse=True)
         )
         self._special = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
+        # at which the model stops by its own settings
+        self.stop_tokens = tuple(
+            token for token in map(str, model_stop_tokens(tokenizer)) if token in self.specials
+        )
 
     def with_tools(self, tools: Tools) -> ChatTemplate:
         """The same template for a conversation in which these may be called."""
@@ -106,12 +119,35 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """The text of these messages.
 
+        Arguments of calls are given as objects, which is transformers' convention. A template that
+        joins them to a text (DeepSeek-V3), or would write Python's form of them, gets them as JSON.
+
         Raises:
             RecordProblem: the template refuses them or fails on them.
         """
+        arguments = [dict(call.arguments) for message in messages for call in message.calls]
+        try:
+            text = self._render(messages, generation_prompt, text_arguments=False)
+        except RecordProblem:
+            if not arguments:
+                raise
+            try:
+                return self._render(messages, generation_prompt, text_arguments=True)
+            except RecordProblem:
+                pass  # the reason for objects is the one to report
+            raise
+        if any(given and str(given) in text for given in arguments):
+            with_texts = self._render(messages, generation_prompt, text_arguments=True)
+            if all(arguments_text(given) in with_texts for given in arguments):
+                return with_texts
+        return text
+
+    def _render(
+        self, messages: Sequence[Message], generation_prompt: bool, *, text_arguments: bool
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
+                [_for_template(message, text_arguments) for message in messages],
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -124,6 +160,9 @@ class ChatTemplate:
     def has_special(self, text: str) -> bool:
         """Whether the text spells one of the tokenizer's special tokens."""
         return self._special.search(text) is not None
+
+    def begins_with_special(self, text: str) -> bool:
+        return text.startswith(self.specials)
 
     def ends_with_special(self, text: str) -> bool:
         return text.endswith(self.specials)
@@ -141,13 +180,13 @@ class ChatTemplate:
             stop = len(text[: stop - len(token)].rstrip())
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, text_arguments: bool) -> dict[str, Any]:
     """A message as transformers' chat templates read it."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     if message.calls:
-        turn["tool_calls"] = [call.for_template() for call in message.calls]
+        turn["tool_calls"] = [call.for_template(as_text=text_arguments) for call in message.calls]
     if message.call_id:
         turn["tool_call_id"] = message.call_id
     if message.name:
@@ -175,7 +214,7 @@ def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rend
     found = tuple(turn for turn in turns if turn is not None)
     in_order = all(before.end <= after.start for before, after in itertools.pairwise(found))
     if len(found) == len(answers) and in_order:
-        return [Rendering(text, messages, found)]
+        return [_with_stop_token(template, Rendering(text, messages, found))]
     return [_alone(template, messages[: answer + 1]) for answer in answers]
 
 
@@ -217,7 +256,32 @@ def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
             " (reasoning between <think> and </think>, for instance); use --template with one that"
             " keeps it",
         )
-    return Rendering(text, messages, (turn,))
+    return _with_stop_token(template, Rendering(text, messages, (turn,)))
+
+
+def _with_stop_token(template: ChatTemplate, rendering: Rendering) -> Rendering:
+    """Append the token at which the model stops, if the template writes no end of the last turn.
+
+    It is the token that begins the next turn: of the user, or of a tool if there are calls.
+    """
+    *turns, last = rendering.turns
+    messages = rendering.messages
+    if last.ends or rendering.text[last.end :].strip() or messages[-1].role != "assistant":
+        return rendering
+    following = [Message("user", "q")]
+    if messages[-1].calls:
+        following = [
+            Message("tool", "r", call_id=call.id, name=call.name) for call in messages[-1].calls
+        ]
+    try:
+        text = template.render([*messages, *following])
+    except RecordProblem:
+        return rendering
+    for token in template.stop_tokens:
+        if text.startswith(token, last.end):
+            ended = dataclasses.replace(last, end=last.end + len(token), ends=True)
+            return Rendering(rendering.text[: last.end] + token, messages, (*turns, ended))
+    return rendering
 
 
 def _find(
@@ -255,7 +319,12 @@ def _by_prefix(
         return None
     for stop in template.stops(written):
         if stop and text.startswith(written[:stop], len(prompt)):
-            return Turn(len(prompt), len(prompt) + stop, template.ends_with_special(written[:stop]))
+            end = len(prompt) + stop
+            ends = template.ends_with_special(written[:stop])
+            token = next((t for t in template.stop_tokens if text.startswith(t, end)), "")
+            if token and not ends:
+                return Turn(len(prompt), end + len(token), True)
+            return Turn(len(prompt), end, ends)
     return None
 
 
@@ -334,47 +403,81 @@ def _by_marks(
     span_alone = content_span(template, alone, messages[: answer + 1], answer)
     if span is None or span_alone is None:
         return None
-    start, end = span
-    start_alone, end_alone = span_alone
-    follows_prompt = alone.startswith(prompt) and len(prompt) <= start_alone
-    if follows_prompt and text.endswith(lead := alone[len(prompt) : start_alone], 0, start):
-        start -= len(lead)
-    tail = alone[end_alone:]
+    (start, end), (start_alone, end_alone) = span, span_alone
+    turn_end = _end_of_turn(template, text, end, alone[end_alone:])
+    if turn_end is None:
+        return None
+    follows_alone = alone.startswith(prompt) and len(prompt) <= start_alone
+    opening = alone[len(prompt) : start_alone] if follows_alone else ""
+    if text.startswith(prompt) and not text[len(prompt) : start].strip():
+        start = len(prompt)
+    elif text.endswith(opening, 0, start):
+        start -= len(opening)
+    follows_prompt = text[:start] == prompt
+    if follows_alone and not follows_prompt:
+        return None  # a sample of its own follows the prompt that serving writes
+    ends = template.ends_with_special(text[start:turn_end])
+    return Turn(start, turn_end, ends, follows_prompt)
+
+
+def _end_of_turn(template: ChatTemplate, text: str, end: int, tail: str) -> int | None:
+    """Find where a turn of `text` ends, given what follows its content when it is the last one.
+
+    A template may strip another amount of white space from its last turn than from earlier ones,
+    so white space before the end-of-turn token is not compared.
+
+    Args:
+        end: one past the last character of the content, without its trailing white space.
+        tail: what follows the same content where it ends the conversation.
+
+    Returns:
+        One past the end-of-turn token; None if the last turn has one and this turn has none.
+        `end` if neither has one, or if this turn ends with another token than the last, at which
+        the model does not stop (gpt-oss: <|end|> instead of <|return|>).
+    """
+    tail = tail.lstrip()
+    after_space = end + len(text[end:]) - len(text[end:].lstrip())
     for stop in template.stops(tail):
-        if text.startswith(tail[:stop], end):
-            end += stop
-            break
-    return Turn(start, end, template.ends_with_special(text[start:end]), follows_prompt)
+        if stop and text.startswith(tail[:stop], after_space):
+            return after_space + stop
+    for token in template.stop_tokens:
+        if text.startswith(token, after_space):
+            return after_space + len(token)
+    if not template.has_special(tail) or template.begins_with_special(text[after_space:]):
+        return end
+    return None
 
 
 def content_span(
     template: ChatTemplate, text: str, messages: Sequence[Message], number: int
 ) -> tuple[int, int] | None:
-    """Characters of message `number`'s content in `text`, the plain rendering of `messages`; None
-    if not certain.
+    """Find the content of message `number` in `text`, the plain rendering of `messages`.
 
-    The content is rendered between marks, once as it is and once with the marks inside its outer
-    white space (which templates may strip). The span counts only if each mark comes out once and
-    the text without them is the plain one.
+    The content is rendered between marks inside its outer white space, which templates may strip.
+
+    Returns:
+        Where the content begins and ends, without its outer white space; None if that is not
+        certain: a mark comes out twice, or the text without the marks is not the plain one.
     """
     content = messages[number].content
     opening, closing = _unused_characters(text + content)
     core = content.strip()
-    lead = content[: len(content) - len(content.lstrip())]
-    trail = content[len(lead) + len(core) :]
-    for marked in (opening + content + closing, lead + opening + core + closing + trail):
-        turns = list(messages)
-        turns[number] = dataclasses.replace(messages[number], content=marked)
-        try:
-            shown = template.render(turns)
-        # a template that looks into the content, and not at this one with marks
-        except RecordProblem:
-            continue
-        if shown.count(opening) == 1 and shown.count(closing) == 1:
-            start, end = shown.index(opening), shown.index(closing) - 1
-            if start <= end and shown.replace(opening, "").replace(closing, "") == text:
-                return start, end
-    return None
+    leading = content[: len(content) - len(content.lstrip())]
+    trailing = content[len(leading) + len(core) :]
+    turns = list(messages)
+    marked = leading + opening + core + closing + trailing
+    turns[number] = dataclasses.replace(messages[number], content=marked)
+    try:
+        shown = template.render(turns)
+    # a template that looks into the content, and not at this one with marks
+    except RecordProblem:
+        return None
+    if shown.count(opening) != 1 or shown.count(closing) != 1:
+        return None
+    start, end = shown.index(opening), shown.index(closing) - 1
+    if start > end or shown.replace(opening, "").replace(closing, "") != text:
+        return None
+    return start, end
 
 
 def _unused_characters(text: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.config.names import did_you_mean
 from finetune.config.paths import near_folder, split_revision
@@ -189,7 +189,25 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         stand_in = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         tokenizer.pad_token = stand_in
+    tokenizer.model_stop_tokens = _stop_tokens(model, tokenizer)
     return tokenizer
+
+
+def _stop_tokens(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens of `eos_token_id` in the model's generation_config.json, if it has one here."""
+    name, revision = split_revision(model)
+    folder = Path(model).expanduser()
+    try:
+        settings = GenerationConfig.from_pretrained(
+            str(folder) if folder.is_dir() else name,
+            revision=revision or "main",
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        return ()
+    ids = settings.eos_token_id
+    listed = [ids] if isinstance(ids, int) else ids or []
+    return tuple(token for token in tokenizer.convert_ids_to_tokens(listed) if token is not None)
 
 
 def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

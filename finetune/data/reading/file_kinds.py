@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from finetune.data.reading.arrow_nulls import may_have_fillers, without_fillers
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
@@ -66,6 +67,58 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+# How files begin that are not what their name says, and what to do with them.
+_SIGNATURES = {
+    codecs.BOM_UTF16_LE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+    codecs.BOM_UTF16_BE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+    b"\x1f\x8b": ("compressed by gzip", "add .gz to its name"),
+    b"BZh": ("compressed by bzip2", "add .bz2 to its name"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "add .xz to its name"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "add .zst to its name"),
+    b"PK\x03\x04": ("a zip archive", "unpack it and name the files inside"),
+    b"PAR1": ("parquet", "call it .parquet"),
+    b"ARROW1": ("Arrow", "call it .arrow"),
+}
+
+
+def check_encoding(path: Path) -> None:
+    """Refuse a text file whose first bytes show that it is something else.
+
+    Raises:
+        DataError: it is UTF-16, compressed, an archive, or a columnar file.
+    """
+    with open_text(path) as file:
+        first = file.read(8)
+    for signature, (kind, fix) in _SIGNATURES.items():
+        if first.startswith(signature):
+            raise DataError(f"is {kind}, and its name says text", where=str(path), fix=fix)
+
+
+class UniqueKeys:
+    """A hook for `json` that makes each object a dict and notes a key that an object has twice.
+
+    Attributes:
+        repeated: the first such key; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.repeated = ""
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Make the dict of one object."""
+        made = dict(pairs)
+        if len(made) < len(pairs) and not self.repeated:
+            names = [name for name, _ in pairs]
+            self.repeated = next(name for name in names if names.count(name) > 1)
+        return made
+
+    def checked(self, value: Any) -> Any:
+        """Return the record that was read, or a RecordProblem if a key came twice."""
+        if not self.repeated:
+            return value
+        return RecordProblem("key given twice", f"{self.repeated!r}; which one is meant?")
+
+
 def open_text(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed. Errors as `wrap_read_errors` knows them, also while it is
     read.
@@ -85,8 +138,11 @@ def file_kind(path: Path) -> str:
     `open_text`.
     """
     suffix = _suffixes(path)[0]
-    if suffix in (".parquet", ".arrow", ".csv"):
+    if suffix in (".parquet", ".arrow"):
         return suffix[1:]
+    check_encoding(path)
+    if suffix == ".csv":
+        return "csv"
     return "array" if first_character(path) == b"[" else "lines"
 
 
@@ -164,11 +220,17 @@ def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
     """The records of a batch as Python has them.
 
     Raises:
-        DataError: a value that Python has not: a time beyond the year 9999, a text that is not
-            UTF-8.
+        DataError: two columns of one name, or a value that Python has not: a time beyond the year
+            9999, a text that is not UTF-8.
     """
+    names = batch.schema.names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise DataError(
+            f"has the column {twice[0]!r} twice", where=str(path), fix="name each column once"
+        )
     try:
-        return batch.to_pylist()
+        records = batch.to_pylist()
+        return list(map(without_fillers, records)) if may_have_fillers(batch.schema) else records
     except (OverflowError, ValueError) as error:
         what = f"has a value that cannot be read: {error}"
         raise DataError(
@@ -258,7 +320,8 @@ class _Text:
         self._file = file
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
+        self._json = json.JSONDecoder(object_pairs_hook=self._object)
+        self._keys = UniqueKeys()
         self._read_bytes = 0  # without the mark at the beginning, which is no text
         self._ended = False
         self.text = ""
@@ -275,9 +338,13 @@ class _Text:
             if found or not self._extend():
                 return
 
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return self._keys(pairs)
+
     def decode(self) -> Any:
-        """Return the value that begins here, and move to its end."""
+        """Return the value that begins here, or a RecordProblem, and move to its end."""
         while True:
+            self._keys = UniqueKeys()
             try:
                 value, end = self._json.raw_decode(self.text, self.position)
             except (ValueError, RecursionError) as error:
@@ -294,7 +361,7 @@ class _Text:
             if len(self.text) - end < _TAIL and self._extend():
                 continue
             self.position = end
-            return value
+            return self._keys.checked(value)
 
     def line_at(self, place: int) -> int:
         """The line of a place in `text` that is not before those asked for so far."""

@@ -19,6 +19,7 @@ from finetune.config.files import similar_files
 from finetune.data.reading.file_kinds import (
     BATCHES,
     KINDS_IN_WORDS,
+    UniqueKeys,
     array_records,
     batch_records,
     csv_records,
@@ -28,7 +29,7 @@ from finetune.data.reading.file_kinds import (
     wrap_read_errors,
 )
 from finetune.data.reading.hub_data import hub_files
-from finetune.data.report import RecordProblem
+from finetune.data.report import NOT_UTF8, RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
@@ -239,26 +240,35 @@ def line_records(
         DataError: such a file.
     """
     for line, raw in enumerate(lines, 1):
-        if line == 1 and is_start:
-            raw = raw.removeprefix(codecs.BOM_UTF8)
-            if path is not None and raw.strip() == b"{":
-                raise DataError(
-                    "the file is one JSON object over several lines",
-                    where=f"{path}:1",
-                    fix="write one record per line (.jsonl), or a JSON array of records",
-                )
+        raw = raw.removeprefix(codecs.BOM_UTF8)  # files that were joined have one in the middle
+        if line == 1 and is_start and path is not None and raw.strip() == b"{":
+            raise DataError(
+                "the file is one JSON object over several lines",
+                where=f"{path}:1",
+                fix="write one record per line (.jsonl), or a JSON array of records",
+            )
         if raw.strip():
             yield line, decode_record(raw.rstrip(b"\r\n"))
 
 
 def decode_record(raw: bytes) -> Any:
     """The record on a line of JSON Lines, or the RecordProblem that explains why there is none."""
+    keys = UniqueKeys()
     try:
-        return json.loads(raw.decode("utf-8"))
+        return keys.checked(json.loads(raw.decode("utf-8"), object_pairs_hook=keys))
     except UnicodeDecodeError as error:
-        return RecordProblem("not UTF-8", f"byte {error.start + 1} of the line")
+        return RecordProblem(NOT_UTF8, f"byte {error.start + 1} of the line{_other_encoding(raw)}")
     except json.JSONDecodeError as error:
         return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
     # a number of thousands of digits; thousands of nested brackets
     except (ValueError, RecursionError) as error:
         return RecordProblem("broken JSON", str(error).split(";")[0])
+
+
+def _other_encoding(raw: bytes) -> str:
+    """What to add about a line that is JSON in the encoding of Chinese Windows."""
+    try:
+        json.loads(raw.decode("gb18030"))
+    except ValueError:
+        return ""
+    return "; it reads as GBK"

@@ -131,8 +131,16 @@ EXPECTED: list[tuple[str, Conversation, list[str]]] = [
     ("llama3", SPACED, [LLAMA_SYSTEM.format("") + LLAMA_USER.format("q1") + "«a1<|eot_id|>»"]),
     ("mistral", ONE, ["<s>[INST] q1[/INST]« a1</s>»"]),
     ("mistral", TWO, ["<s>[INST] q1[/INST]« a1</s>»[INST] q2[/INST]« a2</s>»"]),
-    # The system text moves to the last question, so the first turn is no prefix: marks find it.
-    ("mistral", SYSTEM, ["<s>[INST] q1[/INST]« a1</s>»[INST] be kind\n\nq2[/INST]« a2</s>»"]),
+    # The system text moves to the last question: the first answer is a sample of its own, after the
+    # prompt that serving writes.
+    (
+        "mistral",
+        SYSTEM,
+        [
+            "<s>[INST] be kind\n\nq1[/INST]« a1</s>»",
+            "<s>[INST] q1[/INST] a1</s>[INST] be kind\n\nq2[/INST]« a2</s>»",
+        ],
+    ),
     ("mistral", EMPTY_SYSTEM, ["<s>[INST] \n\nq1[/INST]« a1</s>»"]),
     (
         "gemma",
@@ -576,7 +584,7 @@ def test_truncation_at_every_cutoff(name: str, system: str | None) -> None:
     assert lengths[-1] == len(answer)
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3"])
 def test_long_conversations_lose_prompts_first_then_last_turns(name: str) -> None:
     tokenizer = family(name)
     conversation = talk(

@@ -1,0 +1,190 @@
+"""White space, other prompts in earlier turns, text arguments and missing ends: what real templates
+do to earlier answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_models import make_tokenizer, marked, talk
+
+from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.spans import ChatTemplate, find_turns
+from finetune.data.formats import Conversation, Message
+from finetune.data.tools import Call
+from finetune.errors import DataError
+
+IM = ("<|im_start|>", "<|im_end|>")
+# As Qwen3: the last answer has an empty think block and loses its leading newlines. As Qwen3.5: the
+# prompt also opens the block.
+LAST_IN_BLOCK = """
+{%- set ns = namespace(last=0) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' and loop.index0 > ns.last -%}
+{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + m.content.lstrip('\n') + '<|im_end|>\n' -}}
+{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+OPEN_PROMPT = LAST_IN_BLOCK.replace(
+    "{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
+    "{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}",
+)
+NO_END = """
+{%- for m in messages -%}{{- '<|' + m.role + '|>\n' + (m.content or '') -}}
+{%- for call in m.tool_calls or [] -%}{{- call.function.name + call.function.arguments|tojson -}}{%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
+"""
+ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
+WHITE_SPACE = ("", "\n", "\n\n", " ", "\t\n")
+
+
+def shown(template: str, specials: tuple[str, ...], conversation: Conversation) -> list[str]:
+    tokenizer = make_tokenizer(template, specials)
+    return [
+        marked(tokenizer, sample.input_ids, sample.supervised)
+        for sample in render(conversation, tokenizer, 4096)
+    ]
+
+
+def test_white_space_around_an_earlier_answer_keeps_its_end() -> None:
+    assert shown(LAST_IN_BLOCK, IM, talk("q1", "\na1\n", "q2", "\na2\n")) == [
+        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«\na1\n<|im_end|>»\n"
+        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
+        "«<think>\n\n</think>\n\na2\n<|im_end|>»\n"
+    ]
+
+
+def test_an_earlier_answer_after_a_prompt_that_serving_never_writes_is_its_own_sample() -> None:
+    block = "<think>\n«\n</think>\n\n"
+    assert shown(OPEN_PROMPT, IM, talk("q1", "a1", "q2", "a2")) == [
+        f"<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n{block}a1<|im_end|>»\n",
+        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n"
+        f"<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n{block}a2<|im_end|>»\n",
+    ]
+
+
+def test_a_turn_without_end_is_trained_up_to_the_token_at_which_the_model_stops() -> None:
+    tokenizer = make_tokenizer(NO_END, ROLES)
+    tokenizer.model_stop_tokens = ("<|user|>", "<|tool|>")
+    call = Message("assistant", "", calls=(Call("f", {"x": 1}, "c1"),))
+    conversation = Conversation(
+        (Message("user", "q"), call, Message("tool", "r", call_id="c1"), Message("assistant", "a"))
+    )
+    (sample,) = render(conversation, tokenizer, 4096)
+    assert sample.ends
+    assert marked(tokenizer, sample.input_ids, sample.supervised) == (
+        '<|user|>\nq<|assistant|>\n«f{"x": 1}<|tool|>»\nr<|assistant|>\n«a<|user|>»'
+    )
+    (last_call,) = render(Conversation(conversation.messages[:2]), tokenizer, 4096)
+    assert marked(tokenizer, last_call.input_ids, last_call.supervised).endswith("<|tool|>»")
+    tokenizer.model_stop_tokens = ()
+    (sample,) = render(conversation, tokenizer, 4096)
+    assert not sample.ends
+
+
+@pytest.mark.parametrize("form", ["{{- name + arguments }}", "{{- name }}{{ arguments }}"])
+def test_a_template_that_joins_arguments_gets_them_as_json(form: str) -> None:
+    template = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}
+{%- for call in m.tool_calls or [] -%}
+{%- set name = call.function.name -%}{%- set arguments = call.function.arguments -%}FORM
+{%- endfor -%}<|im_end|>\n{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
+""".replace("FORM", form)
+    call = Message("assistant", "", calls=(Call("f", {"city": "Zürich", "n": None}, "c1"),))
+    (text,) = shown(template, IM, Conversation((Message("user", "q"), call)))
+    assert 'f{"city": "Zürich", "n": null}<|im_end|>»' in text
+
+
+def trl_templates() -> list[Path]:
+    """The chat templates of the trl package: 40 of real models."""
+    files = importlib.metadata.files("trl") or []
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".jinja"]
+    assert len(found) > 40
+    return sorted(path for path in found if not path.stem.endswith("_training"))
+
+
+def special_tokens(source: str) -> tuple[str, ...]:
+    forms = r"<\|[\w]+\|>|<｜[^｜'\"]+｜>|<(?:start|end)_of_turn>|\[/?(?:INST|gMASK)\]|<sop>|<\|?turn\|?>|</s>"
+    return tuple(dict.fromkeys(re.findall(forms, source)))
+
+
+# idefics3, smolvlm and llava_next read contents as lists of parts only
+LISTS_ONLY = {"idefics3", "smolvlm", "llava_next"}
+# GLM-4.5 stops at the next turn's token, which its generation_config.json names
+STOPS = {"glm4moe": ("<|user|>", "<|observation|>", "<|endoftext|>")}
+
+
+@pytest.mark.parametrize("path", trl_templates(), ids=lambda path: path.stem)
+def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(source, special_tokens(source))
+    tokenizer.model_stop_tokens = STOPS.get(path.stem, ())
+    if path.stem in LISTS_ONLY:
+        with pytest.raises(DataError, match="cannot write a question and its answer"):
+            Renderer(tokenizer, 4096)
+        return
+    template = ChatTemplate(tokenizer)
+    for leading, trailing, turns in itertools.product(WHITE_SPACE, WHITE_SPACE, (1, 2, 4)):
+        messages = []
+        for number in range(turns):
+            messages.append(Message("user", f"q{number}"))
+            messages.append(Message("assistant", f"{leading}Answer {number}.{trailing}"))
+        renderings = find_turns(template, messages)
+        assert sum(len(rendering.turns) for rendering in renderings) == turns
+        for rendering in renderings:
+            answers = [n for n, m in enumerate(rendering.messages) if m.role == "assistant"]
+            for turn, answer in zip(rendering.turns, answers[-len(rendering.turns) :], strict=True):
+                before = rendering.messages[:answer]
+                as_served = template.render(before, generation_prompt=True)
+                assert (rendering.text[: turn.start] == as_served) == turn.follows_prompt
+                trained = rendering.text[turn.start : turn.end]
+                assert rendering.messages[answer].content.strip() in trained
+                # gpt-oss ends earlier turns with <|end|>, at which it does not stop
+                assert turn.ends or (path.stem == "gptoss" and answer != answers[-1])
+
+
+@pytest.mark.parametrize("path", trl_templates(), ids=lambda path: path.stem)
+def test_what_is_trained_is_what_trl_trains(path: Path) -> None:
+    """TRL's copies of the templates mark what it trains: the same contents and ends.
+
+    TRL also trains what a prompt writes (headers, an empty think block) and white space behind the
+    end.
+    """
+    marked_path = path.with_name(f"{path.stem}_training.jinja")
+    if not marked_path.is_file() or path.stem in LISTS_ONLY:
+        return
+    source = path.read_text(encoding="utf-8")
+    conversation = talk("q1", "a1", "q2", "a2", "q3", "a3")
+    tokenizer = make_tokenizer(source, special_tokens(source))
+    tokenizer.model_stop_tokens = STOPS.get(path.stem, ())
+    samples = render(conversation, tokenizer, 4096)
+    ours = trained_texts(
+        "".join(marked(tokenizer, sample.input_ids, sample.supervised) for sample in samples)
+    )
+    theirs_tokenizer = make_tokenizer(marked_path.read_text("utf-8"), special_tokens(source))
+    rendered = theirs_tokenizer.apply_chat_template(
+        [{"role": turn.role, "content": turn.content} for turn in conversation.messages],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    mask = np.array(rendered["assistant_masks"], dtype=bool)
+    theirs = trained_texts(marked(theirs_tokenizer, np.array(rendered["input_ids"]), mask))
+    if path.stem == "gptoss":  # it does not stop at the <|end|> of earlier turns
+        theirs[:-1] = [text.removesuffix("<|end|>") for text in theirs[:-1]]
+    assert len(ours) == len(theirs) == 3
+    for own, other in zip(ours, theirs, strict=True):
+        assert other.rstrip().endswith(own.strip())
+
+
+def trained_texts(text: str) -> list[str]:
+    """What is between the marks of `marked`."""
+    return re.findall("«(.*?)»", text, re.DOTALL)
