@@ -27,6 +27,7 @@ _PART_TYPES = frozenset(
 # Where LLaVA's and LLaMA-Factory's data has one; only read as such in a record that has media.
 _PLACEHOLDER = re.compile(r"<(?:image|video|audio)>\n?")
 _CONTENT_KEYS = ("content", "value")
+_TEXT_KEYS = (*_CONTENT_KEYS, "text", "messages", "conversations", "instruction", "prompt")
 
 
 class MediaLeftOut(RecordProblem):
@@ -57,6 +58,10 @@ def _holds_media(value: Any) -> bool:
 
 def _is_media_part(part: Mapping[str, Any]) -> bool:
     kind = part.get("type")
+    if kind is None:  # Qwen-VL's own form: {"image": "cat.png"}; a turn or record has text, too
+        return not any(part.get(key) is not None for key in _TEXT_KEYS) and any(
+            _holds_media(part.get(key)) for key in MEDIA_KEYS
+        )
     return isinstance(kind, str) and kind in _PART_TYPES
 
 
@@ -88,8 +93,8 @@ def _stripped(value: Any) -> Any:
         ]
     if not isinstance(value, Mapping):
         return value
-    if value.get("type") == "text":
-        return {**value, "text": _stripped(value.get("text"))}
+    if value.get("type", "text") == "text" and isinstance(value.get("text"), str):
+        return {**value, "text": _stripped(value["text"])}
     # Of a turn only its content: arguments of calls and results of tools stay as they are.
     kept = {key: inner for key, inner in value.items() if key not in MEDIA_KEYS}
     return kept | {key: _stripped(kept[key]) for key in _CONTENT_KEYS if key in kept}
@@ -176,7 +181,9 @@ def detect_format(record: Any, columns: Container[str] = ()) -> str:
             return name
     keys = ", ".join(sorted(map(str, record))[:8]) or "none"
     needed = " or ".join(f"'{key}' ({name})" for name, key in known.items())
-    raise RecordProblem("unknown format", f"keys are {keys}; a record needs {needed}")
+    raise RecordProblem(
+        "unknown format", f"keys are {keys}; a record needs {needed}{_if_preference(record)}"
+    )
 
 
 def to_conversation(
@@ -197,7 +204,13 @@ def to_conversation(
             "unknown format", f"no '{key}', which the records before it in this file have"
         )
     refuse_media(record)
-    messages = checked(reader(record, key))
+    try:
+        messages = checked(reader(record, key))
+    except RecordProblem as problem:
+        if problem.kind == "no answer":
+            detail = problem.detail + _if_preference(record)
+            raise RecordProblem(problem.kind, detail) from problem
+        raise
     return Conversation(
         tuple(messages), difficulty_of(record, difficulties, difficulty_field), tools_of(record)
     )
@@ -256,7 +269,7 @@ def with_matched_results(messages: Sequence[Message]) -> list[Message]:
 
 def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
     if record.get("output") is None:
-        raise RecordProblem("no answer", "no 'output'" + _if_preference(record))
+        raise RecordProblem("no answer", "no 'output'")
     return [*alpaca_prompt(record), Message("assistant", _text(record, "output"))]
 
 
@@ -283,11 +296,10 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
     answers.
     """
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
-    also = _if_preference(record)
     if not answer_keys:
-        raise RecordProblem("no answer", f"no 'completion' or 'response'{also}")
+        raise RecordProblem("no answer", "no 'completion' or 'response'")
     if len(answer_keys) > 1:
-        raise RecordProblem("two answers", f"'completion' and 'response'{also}")
+        raise RecordProblem("two answers", "'completion' and 'response'")
     (answer_key,) = answer_keys
     prompt = record[key]
     completion = record[answer_key]
@@ -353,12 +365,18 @@ def _turn(turn: Any, where: str, number: int) -> Message:
     if role is None:
         raise RecordProblem("unknown role", f"{where} is by {given!r}{did_you_mean(given, _ROLES)}")
     _refuse_unread(turn, _NOT_READ_OF_TURN, where)
-    weight = turn.get("weight")
+    weight_key = "weight" if turn.get("weight") is not None else "loss_weight"
+    weight = turn.get(weight_key)
     if weight not in (None, 0, 1):
-        raise RecordProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
+        raise RecordProblem("wrong type", f"{where}: '{weight_key}' must be 0 or 1")
     calls = _calls(turn, given, content_key, where, number)
     content = "" if given.lower() == "function_call" else turn.get(content_key)
+    reasoning = _text(turn, "reasoning_content")
     if isinstance(content, (list, tuple)):
+        if role == "assistant" and not reasoning:
+            thoughts = [part for part in content if _is_part(part, "reasoning")]
+            reasoning = "".join(_part(part, where) for part in thoughts)
+            content = [part for part in content if not _is_part(part, "reasoning")]
         content = "".join(_part(part, where) for part in content)
     if content is None and role == "assistant":
         if not calls:
@@ -369,7 +387,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
             "wrong type", f"{where}: '{content_key}' is {kind_of(content)}, not a text"
         )
     if role == "assistant":
-        return Message(role, content, weight != 0, _text(turn, "reasoning_content"), calls)
+        return Message(role, content, weight != 0, reasoning, calls)
     if role == "tool":
         return Message(role, content, call_id=_text(turn, "tool_call_id"), name=_text(turn, "name"))
     return Message(role, content)
@@ -410,13 +428,22 @@ def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: 
             raise RecordProblem("unsupported key", f"{where} has '{key}'; {fix}")
 
 
+def _is_part(part: Any, kind: str) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") == kind
+
+
 def _part(part: Any, where: str) -> str:
-    """Return the text of one part of a content."""
-    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
-    if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return part["text"]
+    """The text of a part of a content: under `text`, or under `value` (LLaMA-Factory v1)."""
+    if _is_part(part, "text") or _is_part(part, "reasoning"):
+        text = part.get("text", part.get("value"))
+        if isinstance(text, str):
+            return text
     if has_media(part):
+        kind = part.get("type") or next(key for key in MEDIA_KEYS if part.get(key) is not None)
         raise RecordProblem("unsupported key", f"{where} has a part of type {kind!r}; {_MEDIA}")
+    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+    if kind == "text":
+        raise RecordProblem("wrong type", f"{where}: a content part of type 'text' has no text")
     raise RecordProblem(
         "wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained"
     )

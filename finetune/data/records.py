@@ -23,6 +23,8 @@ from finetune.data.reading.files import read_records
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
 
+LABEL_KEYS = ("label", "kto_tag")  # whether the answer of a record is a good one
+
 
 @dataclass(frozen=True)
 class RecordReader:
@@ -90,6 +92,13 @@ class RecordReader:
         self, record: Mapping[str, Any], form: str, difficulties: Sequence[str] | None
     ) -> Conversation:
         """Read a record without media."""
+        for key in LABEL_KEYS:
+            if record.get(key) is False:
+                raise RecordProblem(
+                    "a rejected answer",
+                    f"'{key}' is false: python -m finetune.dpo --loss kto trains on answers with"
+                    " labels; leave the key out to train on every answer",
+                )
         return to_conversation(record, form, difficulties, self.difficulty_field)
 
     def _detect(self, record: Mapping[str, Any]) -> str:

@@ -27,12 +27,11 @@ from finetune.data.formats import (
     to_conversation,
     tools_of,
 )
-from finetune.data.records import RecordReader
+from finetune.data.records import LABEL_KEYS, RecordReader
 from finetune.data.report import RecordProblem
 
 PreferenceForm = Literal["pairs", "labels"]
 
-_LABEL_KEYS = ("label", "kto_tag")
 _BOTH_KEYS = ("chosen", "rejected")
 _OTHER_KEYS = ("rejected_messages", "rejected_response")  # beside an ordinary record
 _SIDE_KEYS = _BOTH_KEYS + _OTHER_KEYS
@@ -79,7 +78,7 @@ class PreferenceReader(RecordReader):
                 keys = ", ".join(sorted(map(str, record))[:8]) or "none"
                 what = (
                     f"keys are {keys}; a pair has 'chosen' and 'rejected', or 'rejected_response'"
-                    " beside an answer"
+                    " beside an answer (python -m finetune.sft trains on single answers)"
                 )
                 raise RecordProblem("unknown format", what)
             return _CHOSEN
@@ -105,7 +104,7 @@ class PreferenceReader(RecordReader):
 
     def _refuse_other_kind(self, record: Mapping[str, Any]) -> None:
         """Refuse labels in a run on pairs, and pairs in a run on labels."""
-        pair, label = _has(record, _SIDE_KEYS), _has(record, _LABEL_KEYS)
+        pair, label = _has(record, _SIDE_KEYS), _has(record, LABEL_KEYS)
         if self.preference == "pairs" and label and not pair:
             what = (
                 "it has a label and one answer; --loss kto trains on such records, the other losses"
@@ -134,11 +133,11 @@ def _has(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) -> Preference:
     """Add the label to an ordinary conversation, and separate its prompt from the answer."""
-    given = [record[key] for key in _LABEL_KEYS if record.get(key) is not None]
+    given = [record[key] for key in LABEL_KEYS if record.get(key) is not None]
     if len(given) != 1:
         raise RecordProblem(
             "two labels" if given else "no label",
-            f"a record needs one of {' or '.join(_LABEL_KEYS)}",
+            f"a record needs one of {' or '.join(LABEL_KEYS)}",
         )
     (label,) = given
     if isinstance(label, str):  # as CSV has them
