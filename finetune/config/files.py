@@ -50,6 +50,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         what = f"the file is not UTF-8 (byte {error.start})"
         raise ConfigError(what, where, "save it as UTF-8") from None
+    except ValueError as error:  # a NUL character, or half of a surrogate pair
+        what = f"{where!r} is no path: {error}"
+        raise ConfigError(what, "", "name a readable file") from None
     except OSError as error:
         what = f"the configuration file cannot be read: {error.strerror}"
         raise ConfigError(what, where, "name a readable file") from None
@@ -117,31 +120,70 @@ def _read_json(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `2e-5` is a number, and a name given twice is refused."""
+    """YAML with the numbers of YAML 1.2; a name given twice is refused."""
 
     where = ""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        # What PyYAML raises for a value that does not fit its tag (`!!int ""`, `!!timestamp x`).
+        except (AttributeError, IndexError, KeyError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise ConfigError(
+                f"{str(node.value)[:40]!r} is no {kind}", self._line(node), "leave the tag out"
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
-            line = f"{self.where}:{key.start_mark.line + 1}"
             if key.tag != "tag:yaml.org,2002:str":
                 raise ConfigError(
-                    f"the name {key.value!r} is not a text", line, "write the name as a text"
+                    f"the name {key.value!r} is not a text",
+                    self._line(key),
+                    "write the name as a text",
                 )
             if key.value in seen:
-                raise _given_twice(key.value, line)
+                raise _given_twice(key.value, self._line(key))
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int:
+        """An integer: `010` is 10 as in YAML 1.2, and not 8 as in YAML 1.1."""
+        text = str(self.construct_scalar(node)).replace("_", "").lower()
+        return int(text, 0) if text.lstrip("+-").startswith(("0x", "0o")) else int(text, 10)
 
-# YAML 1.1 takes 2e-5 for a text, because it has no dot; everybody who writes a learning rate means
-# the number.
+    def _line(self, node: yaml.Node) -> str:
+        return f"{self.where}:{node.start_mark.line + 1}"
+
+
+# YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, and 2e-5 for a text.
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    list("-+0123456789"),
 )
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+
+MAX_VALUES = 100_000  # of a settings file, aliases written out
 
 
 def _read_yaml(text: str, where: str) -> Any:
@@ -150,8 +192,8 @@ def _read_yaml(text: str, where: str) -> Any:
         loader = _Loader(text)
         loader.where = where
         content = loader.get_single_data()
-        # raises ValueError where an alias makes a block contain itself
-        json.dumps(content, default=str)
+        if _count_values(content, {}) > MAX_VALUES:
+            raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
         return content
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -163,6 +205,29 @@ def _read_yaml(text: str, where: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _count_values(value: Any, counts: dict[int, int | None]) -> int:
+    """Count the values of a tree whose aliases are shared objects, each object once.
+
+    Args:
+        counts: the counts of the blocks and lists so far by identity; None while one is counted.
+
+    Raises:
+        ValueError: a block contains itself.
+    """
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) in counts:
+        count = counts[id(value)]
+        if count is None:
+            raise ValueError("an alias makes a block contain itself")
+        return count
+    counts[id(value)] = None
+    parts = value.values() if isinstance(value, dict) else value
+    count = 1 + sum(_count_values(part, counts) for part in parts)
+    counts[id(value)] = count
+    return count
 
 
 def _read_python(text: str, where: str) -> dict[str, Any]:

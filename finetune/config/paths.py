@@ -85,7 +85,9 @@ def _check_model(model: str) -> Iterator[ConfigError]:
             f"give its folder, {path.parent}",
         )
     elif not path.is_dir() and not is_hub_id(model):
-        yield ConfigError(f"the model folder {model} does not exist", flag("model"), _remedy(path))
+        yield ConfigError(
+            f"the model folder {model} does not exist", flag("model"), similar_files(path)
+        )
 
 
 def _check_data(config: RunConfig) -> Iterator[ConfigError]:
@@ -99,7 +101,7 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
                 fix = (
                     f"write {flag(name)} {' '.join(together)}"
                     if len(together) > 1
-                    else _remedy(path)
+                    else similar_files(path)
                 )
                 yield ConfigError(f"the file {entry} does not exist", flag(name), fix)
 
@@ -115,7 +117,9 @@ def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
                 "name another folder",
             )
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
-        fix = f"give auto, never, or the folder of a checkpoint; {_remedy(Path(config.resume))}"
+        fix = (
+            f"give auto, never, or the folder of a checkpoint; {similar_files(Path(config.resume))}"
+        )
         yield ConfigError(
             f"resume is {config.resume}, and there is no such folder", flag("resume"), fix
         )
@@ -131,11 +135,5 @@ def _check_template(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"the template file {template} does not exist",
             flag("template"),
-            _remedy(Path(template)),
+            similar_files(Path(template)),
         )
-
-
-def _remedy(path: Path) -> str:
-    if path.parts and path.parts[0].startswith("~"):
-        return f"~ is not expanded here: write {path.expanduser()}"
-    return similar_files(path)

@@ -118,7 +118,7 @@ class PreferenceSettings(Strict):
 def note_unused_by_loss(resolution: Resolution) -> None:
     """Note settings of another loss than the run's."""
     loss = resolution.value("loss")
-    read = LOSSES[loss].settings if loss in LOSSES else ()
+    read = LOSSES[loss].settings if isinstance(loss, str) and loss in LOSSES else ()
     of_losses = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
     note_unused(resolution, [((name,), name not in read, f"loss is {loss}") for name in of_losses])
 

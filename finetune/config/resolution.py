@@ -29,6 +29,7 @@ from finetune.config.flags import help_text, parse, shown
 from finetune.config.options import validated
 from finetune.config.rules import Precedence, Resolution, SourcedValue
 from finetune.config.run_config import RunConfig
+from finetune.config.texts import resolve_texts
 from finetune.errors import ConfigError
 
 
@@ -123,6 +124,7 @@ def _resolved(
 ) -> Resolved:
     """Resolve what depends on one another, and check the result."""
     assert resolution.world_size >= 1, f"world_size is {resolution.world_size}"
+    resolve_texts(resolution)
     for rule in model_class.rules:
         rule(resolution)
     config = validated(model_class, resolution)

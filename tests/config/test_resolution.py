@@ -920,7 +920,6 @@ def test_check_paths(tmp_path: Path) -> None:
     assert "is a file, not a folder" in found(model="weights.safetensors")
     for missing in ("./bas", "/nowhere/base", "base/inner/x", "~/base", "../none"):
         assert "does not exist" in found(model=missing), missing
-    assert "~ is not expanded" in found(data="~/x.jsonl")
     assert "must be a folder" in found(output_dir="train.jsonl")
     assert "no such folder" in found(resume="o/checkpoint-3")
     assert "template file" in found(template="chat.jnja")
