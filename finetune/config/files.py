@@ -41,7 +41,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     where, suffix = str(path), path.suffix.lower()
-    readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python}
+    readers = {".json": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".py": _read_python}
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -186,7 +186,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 MAX_VALUES = 100_000  # of a settings file, aliases written out
 
 
-def _read_yaml(text: str, where: str) -> Any:
+def read_yaml(text: str, where: str) -> Any:
+    """Read YAML with the numbers of YAML 1.2; errors are ConfigError."""
     loader = None
     try:
         loader = _Loader(text)

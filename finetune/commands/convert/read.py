@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
+from finetune.commands.convert.accelerate_file import read_accelerate
 from finetune.commands.convert.draft import Tool
+from finetune.commands.convert.shell import Shell
 from finetune.config.files import read_file, similar_files
 from finetune.errors import ConfigError
 from finetune.plain_text import mask_secrets
@@ -21,8 +22,6 @@ TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, trl.TOOL, axolotl.TOOL, ms_swift.
 # Options of launchers: processes of the run, processes of a node, nodes.
 _COUNTS = (("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes"))
 _FILES = (".yaml", ".yml", ".json")
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 class Run(NamedTuple):
@@ -90,21 +89,9 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
     """Return the options of the command in a shell script that trains, the tool that it names, and
     its number of processes.
     """
-    variables: dict[str, str] = {}
+    shell = Shell(text.replace("\r\n", "\n"))
     words: list[str] = []
-    unread, following = None, 1
-    for line in re.split(r"(?<!\\)\n", text.replace("\r\n", "\n")):
-        number, following = following, following + line.count("\n") + 1
-        try:
-            command = shlex.split(line.replace("\\\n", " "), comments=True)
-        except ValueError as error:  # an apostrophe in another line of a script
-            if "--" in line and unread is None:
-                # The line is not shown: it may hold a key.
-                unread = ConfigError(
-                    f"not a command line: {error}", f"line {number}", "close the quotes"
-                )
-            continue
-        command = _assign(command, variables)
+    for command in _readable_commands(shell):
         words += command
         if found := _start(command):
             tool, start, place = found
@@ -112,38 +99,51 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
             own = command[place:]
             options = _options(own[: own.index("--")] if "--" in own else own)
             switches = {
-                option: variables[name] in ("1", "true", "True")
+                option: shell.variables[name] in ("1", "true", "True")
                 for name, option in tool.environment.items()
-                if name in variables
+                if name in shell.variables
             }
             before = command[: place - len(start.split())]
-            processes = _processes([*before, *_as_words(options), *own], variables)
-            return {**tool.starts[start], **switches, **options}, tool, processes
-    if unread is not None:
-        raise unread
+            launcher = read_accelerate(before)
+            counts = _as_words({"num_processes": launcher.pop("num_processes", "")})
+            processes = _processes([*counts, *before, *_as_words(options), *own], shell.variables)
+            return {**tool.starts[start], **launcher, **switches, **options}, tool, processes
+        _refuse_megatron(command)
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     options = _options(words[first:])
     return options, None, _processes(_as_words(options), {})
 
 
-def _assign(words: list[str], variables: dict[str, str]) -> list[str]:
-    """Keep the assignments in front of a command.
+def _readable_commands(shell: Shell) -> Iterator[list[str]]:
+    """Yield the commands of a script, also if a line that is not ours has an apostrophe.
 
-    Returns:
-        The command, with the values of variables in their place.
+    Raises:
+        ConfigError: such a line has options, and no command before or behind it trains.
     """
-
-    def filled(word: str) -> str:
-        return _VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word)
-
-    while words:
-        exported = words[0] == "export"
-        found = _ASSIGNMENT.fullmatch(" ".join(words[:2]) if exported else words[0])
-        if not found:
+    unread = None
+    while True:
+        try:
+            yield from shell.commands()
             break
-        variables[found[1]] = filled(found[2])
-        words = words[2 if exported else 1 :]
-    return [filled(word) for word in words]
+        except ConfigError as error:
+            start = shell.text.rfind("\n", 0, shell.place) + 1
+            if "--" in shell.text[start:].partition("\n")[0] and unread is None:
+                unread = error
+            shell.skip_line()
+    if unread is not None:
+        raise unread
+
+
+def _refuse_megatron(words: list[str]) -> None:
+    for name, following in pairwise(words):
+        if Path(name).name == "megatron" and following in ("sft", "pt", "rlhf"):
+            raise ConfigError(
+                f"megatron {following} has options of its own, which are not read: lr,"
+                " lr_warmup_fraction, min_lr, micro_batch_size and global_batch_size, for instance",
+                "the command line",
+                f"write the run as swift {following}, with learning_rate, warmup_ratio,"
+                " per_device_train_batch_size and gradient_accumulation_steps",
+            )
 
 
 def _start(words: list[str]) -> tuple[Tool, str, int] | None:
