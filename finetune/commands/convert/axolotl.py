@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, is_nothing, load_tool
+from finetune.commands.convert.hub_data import hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import write_settings
 from finetune.errors import ConfigError
@@ -93,6 +94,19 @@ def _entry(about: dict[str, Any], draft: Draft) -> Any:
         if len(paths) > 1:
             draft.drop(f"{where}data_files", paths[1:], "name a folder or glob instead")
         paths = paths[0]
+    if is_hub_data(paths):
+        paths = hub_entry(
+            draft,
+            paths,
+            "hub",
+            subset=about.get("name"),
+            revision=about.get("revision"),
+            split=about.get("split"),
+        )
+    else:
+        for name in ("name", "revision", "split"):
+            if about.get(name) not in (None, "train"):
+                draft.drop(f"{where}{name}", about[name], "only a hub's data sets have it")
     return {"path": paths, "columns": columns} if columns else paths
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, load_tool
+from finetune.commands.convert.hub_data import hub_entry
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import listed, write_settings
 from finetune.errors import ConfigError
 
+_HUBS = {"hf_hub_url": "hub", "ms_hub_url": "modelscope"}
 # Keys of dataset_info.json that say where records are, in the order in which they count.
 _PATHS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "cloud_file_name")
 # Columns of an entry -> ours; those of pairs count only where pairs are trained.
@@ -84,7 +86,15 @@ def _entry(name: str, about: Any, folder: Path, draft: Draft) -> Any:
         raise ConfigError(f"dataset_info.json has no {name}", str(folder), "correct the name")
     if "file_name" in about:
         about = about | {"file_name": str(folder / about["file_name"])}
-    path = next((about[key] for key in _PATHS if key in about), None)
+    key = next((key for key in _PATHS if key in about), None)
+    path = about.get(key)
+    if key in _HUBS:
+        path = hub_entry(
+            draft, path, _HUBS[key], subset=about.get("subset"), split=about.get("split")
+        )
+    elif key == "om_hub_url":
+        what = f"{name} is on Modelers, which is not read here"
+        raise ConfigError(what, "om_hub_url", "download its files, and name them as file_name")
     if path is None:
         what = f"{name} is made by a script, which is never run"
         raise ConfigError(what, "script_url", "write its records to a file")

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, load_tool
+from finetune.commands.convert.hub_data import hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import write_settings
 from finetune.config.paths import is_hub_id
@@ -72,10 +73,12 @@ def _entry(given: str, columns: dict[str, str], draft: Draft) -> Any:
     else:
         path = given
     head, _, subset = path.rpartition(":")
-    if "/" in head and "/" not in subset and not head.startswith(("/", ".")):
-        reason = "the whole data set is read: write its part to a file"
-        draft.drop(f"dataset {head}", f":{subset}", reason)
-        path = head
+    name, subsets = (head, subset.split("/")) if is_hub_data(head) else (path, [])
+    if len(subsets) > 1:
+        draft.drop(f"dataset {name}", f":{subset}", f"name each subset as an entry: {subsets}")
+    if is_hub_data(name):
+        hub = "hub" if draft.options.get("use_hf") else "modelscope"
+        path = hub_entry(draft, name, hub, subset=subsets[0] if subsets else None)
     return {"path": path, "columns": dict(columns)} if columns else path
 
 

@@ -94,9 +94,11 @@ class Shell:
                 self.arrays[name[1]] = before + given
                 word = _Word()
             elif char == "$" and not self.text.startswith("$'", self.place):
+                start = self.place
                 parts = self._expansion()
-                # An unquoted value is split at white space.
-                if len(parts) == 1 and not _ASSIGNMENT.match(word.text):
+                # An unquoted value is split at white space; what has no value here stays whole.
+                is_value = parts != [self.text[start : self.place]]
+                if is_value and len(parts) == 1 and not _ASSIGNMENT.match(word.text):
                     parts = parts[0].split() or ([""] if word.begun else [])
                 for number, part in enumerate(parts):
                     if number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from finetune.commands.convert.draft import Draft, load_tool
+from finetune.commands.convert.hub_data import hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import listed, write_settings
 from finetune.errors import ConfigError
@@ -54,18 +55,28 @@ def _data(draft: Draft) -> None:
         paths = source.get("data_files") or source.get("path")
         if not paths:
             raise ConfigError("the run names no data", "dataset_name", "add it")
-        draft.apply_rows(draft.tool.data, {**one, **source}, {**one, **source}, f"{paths}: ")
-        entries += paths if isinstance(paths, list) else [paths]
+        known = {**one, **source}
+        draft.apply_rows(draft.tool.data, known, known, f"{paths}: ")
+        for path in paths if isinstance(paths, list) else [paths]:
+            if is_hub_data(path):
+                path = hub_entry(draft, path, "hub", subset=known["name"], split=known["split"])
+            entries.append(path)
     text = options["dataset_text_field"]
     if text != "text":
         draft.settings["data"] = [{"path": path, "columns": {"text": text}} for path in entries]
     else:
         draft.settings["data"] = entries
     if not options.get("valid_split") and options.get("eval_strategy", "no") != "no":
-        kind = "folder" if os.path.isdir(entries[0]) else "data set"
-        reason = f"name the {kind}'s test file as valid_data"
         split = options.get("dataset_test_split", "test")
-        draft.drop("dataset_test_split", split, reason, "harmless")
+        if entries[0].startswith("hub:"):
+            subset = one["name"]
+            draft.settings["valid_data"] = [
+                hub_entry(draft, str(one["path"]), "hub", subset=subset, split=split)
+            ]
+        else:
+            kind = "folder" if os.path.isdir(entries[0]) else "data set"
+            reason = f"name the {kind}'s test file as valid_data"
+            draft.drop("dataset_test_split", split, reason)
 
 
 TOOL = load_tool("trl", finish)

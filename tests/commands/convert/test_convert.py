@@ -136,7 +136,7 @@ def test_a_line_that_cannot_be_read_refuses_no_other(folder: Path) -> None:
     script = "echo don't\n# it's so\nswift sft \\\r\n  --model m --dataset d.jsonl\n"
     (folder / "run.sh").write_bytes(script.encode())
     assert read_run("run.sh", None).options == {"model": "m", "dataset": "d.jsonl"}
-    (folder / "run.sh").write_text("echo don't\necho \\\n  so\nswift sft --system 'open\n")
+    (folder / "run.sh").write_text("echo x\necho \\\n  so\nswift sft --system 'open\n")
     with pytest.raises(ConfigError, match="line 4"):
         read_run("run.sh", None)
 

@@ -138,15 +138,13 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
     assert first.columns == {"instruction": "question", "input": "context", "output": "answer"}
     assert detect_format({"question": "?", "answer": "!", "instruction": "?"}) == "alpaca"
     assert second.columns == {"messages": "turns", "system": "rules", "tools": "functions"}
-    assert (third.path, third.columns) == ("owner/name", None)
+    assert (third.path, third.columns) == ("hub:owner/name/small:test", None)
     assert [source.path for source in config.valid_sources] == ["data/d.json"]
     assert config.data_weights == (1.0, 2.0, 1.0)
     named = section(text, TRAINED)
     for words in (
         "b: images",
         "b: assistant_tag oracle",
-        "c: split test",
-        "c: subset small",
         "c: num_samples 7",
     ):
         assert words in named, words

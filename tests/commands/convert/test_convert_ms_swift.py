@@ -18,7 +18,7 @@ def test_swift(capsys: Any) -> None:
     config, text = converted(SWIFT, capsys, "--devices", "2")
     assert (config.model, config.data) == (
         "Qwen/Qwen2.5-7B-Instruct",
-        ("AI-ModelScope/alpaca-gpt4-data-zh", "own.jsonl"),
+        ("modelscope:AI-ModelScope/alpaca-gpt4-data-zh", "own.jsonl"),
     )
     assert config.global_batch_size == 16  # theirs, where accumulation is left open
     assert (config.weight_decay, config.adam_beta2, config.lora_dropout) == (0.1, 0.95, 0.05)

@@ -28,7 +28,7 @@ def test_trl_by_command_line(capsys: Any, folder: Path) -> None:
     config, text = converted("run.sh", capsys, "--devices", "2")
     assert (config.model, config.data, config.max_steps) == (
         "Qwen/Qwen2.5-0.5B",
-        ("trl-lib/Capybara",),
+        ("hub:trl-lib/Capybara",),
         100,
     )
     assert (config.learning_rate, config.lora_r, config.lora_alpha, config.lora_dropout) == (

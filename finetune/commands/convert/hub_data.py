@@ -1,0 +1,52 @@
+"""Data sets by name: which hub, subset and split, as an entry of `data`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.convert.draft import Draft
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SPLIT = re.compile(r"(\w+(?:\.\w+)*)(.*)", re.S)
+_FILES = {".json", ".jsonl", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2", ".xz", ".zst"}
+
+
+def is_hub_data(path: Any) -> bool:
+    """Whether a path is the name of a data set: no file or folder here, and no file's name."""
+    return (
+        isinstance(path, str)
+        and _NAME.fullmatch(path) is not None
+        and Path(path).suffix.lower() not in _FILES
+        and not os.path.exists(path)
+    )
+
+
+def hub_entry(
+    draft: Draft,
+    name: str,
+    hub: str,
+    *,
+    subset: Any = None,
+    revision: Any = None,
+    split: Any = None,
+) -> str:
+    """Return `hub:owner/name/subset@revision:split`; a part of a split is named as left out.
+
+    Args:
+        name: of the data set, `owner/name`.
+        hub: "hub" or "modelscope".
+    """
+    entry = f"{hub}:{name}"
+    if subset and subset != "default":
+        entry += f"/{subset}"
+    if revision and revision != "main":
+        entry += f"@{revision}"
+    found = _SPLIT.fullmatch(str(split or "train"))
+    if found is None or found[2]:
+        draft.drop(f"dataset {name}", split, "a whole split is read: write its part to a file")
+    if found is not None and found[1] != "train":
+        entry += f":{found[1]}"
+    return entry

@@ -1,0 +1,119 @@
+"""Scripts read by the rules of a shell, and files that launchers name; bash is the reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.commands.convert.accelerate_file import read_accelerate
+from finetune.commands.convert.read import read_run
+from finetune.commands.convert.shell import Shell
+from finetune.errors import ConfigError
+
+SCRIPTS = [
+    "run --dataset 'NAME#10000' NAME#10000 --lr 5e-5 # a comment\nrun next",
+    "run --a 1 \\\n  `# a comment` \\\n  --b 2",
+    'A=1\nB="two words"\nrun $A "$B" $B ${A} "${B}!" \'$A\' \\$A "a\\"b"',
+    'run ${MODEL:-Qwen/Qwen3-8B} ${MODEL-other} "${MODEL:-a b}"\nMODEL=own\nrun ${MODEL:-no}',
+    "N=2\nrun $((16 / N)) $((16 / $N * 3 - 1)) $(expr 16 / $N) $(expr 3 \\* 4)",
+    'ARGS=(\n  --x 1  # why\n  --y "two words"\n)\nrun "${ARGS[@]}" --z\nARGS+=(--more)\nrun "${ARGS[@]}"',
+    "export A=1 B=2; run $A$B; run again && run third | cat",
+    "run <<EOF\n--not 'an option\nEOF\nrun --x",
+    "A='x y'\nrun --one=$A --two=\"$A\"",
+    'run "" a\'b\'"c"d\trun',
+    "NAMES='--x 1 --y 2'\nrun $NAMES",
+]
+
+
+def of_bash(script: str) -> list[list[str]]:
+    """The words that bash gives to `run`."""
+    shown = r"""run() { for word in "$@"; do printf '%s\0' "$word"; done; printf '\1'; }"""
+    done = subprocess.run(
+        ["bash", "-c", f"{shown}\ncat() {{ command cat; }}\n{script}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    calls = done.stdout.split("\1")[:-1]
+    return [call.split("\0")[:-1] for call in calls]
+
+
+def ours(script: str) -> list[list[str]]:
+    return [words[1:] for words in Shell(script).commands() if words[0] == "run"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_are_those_of_bash(script: str) -> None:
+    assert ours(script) == of_bash(script)
+
+
+pieces = st.sampled_from(
+    ["a", "--x", "#", " ", " ", "'q # r'", '"d $V"', "$V/", "${V}", "${W:-e f}", "\\ ", "\\\n", "=1"]
+)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@settings(max_examples=60, deadline=None)
+@given(st.lists(pieces, max_size=8))
+def test_random_words_are_those_of_bash(parts: list[str]) -> None:
+    script = "V='v w'\nrun " + "".join(parts)
+    assert ours(script) == of_bash(script)
+
+
+def test_what_needs_a_program_stays_as_it_is_written() -> None:
+    assert ours("run $(nproc) --x $(cat a b) ${A%.*} $UNKNOWN `date`") == [
+        ["$(nproc)", "--x", "$(cat a b)", "${A%.*}", "$UNKNOWN", "`date`"]
+    ]
+
+
+# ---------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (
+            {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}},
+            {"num_processes": 8, "deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            {"deepspeed": "ds.json"},
+        ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": {"fsdp_version": 2}},
+            {"num_processes": 4, "fsdp": {"fsdp_version": 2}},
+        ),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {"num_processes": 2}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["accelerate.yaml", "zero3.config"])
+def test_the_file_of_accelerate(tmp_path: Path, content: dict, options: dict, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(content))
+    assert read_accelerate(["accelerate", "launch", "--config_file", str(path)]) == options
+    assert read_accelerate(["accelerate", "launch", f"--config-file={path}", "-m"]) == options
+
+
+def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.config"
+    path.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 8}))
+    command = f"accelerate launch --config_file {path} trl/scripts/sft.py --dataset_name own.jsonl"
+    run = read_run(command, None)
+    assert run.processes == 8 and run.options["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match=r"accelerate's file none.yaml is not here"):
+        read_run("accelerate launch --config_file none.yaml sft.py --dataset_name own", None)
+
+
+@pytest.mark.parametrize("kind", ["sft", "pt", "rlhf"])
+def test_megatron_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"megatron {kind} has options of its own"):
+        read_run(f"PORT=1 megatron {kind} --model m --dataset d --lr 1e-5", None)
