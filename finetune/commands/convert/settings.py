@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, is_nothing
+from finetune.config.deepspeed import KNOWN
+from finetune.config.files import read_file
 from finetune.config.paths import is_hub_id, split_revision
 
 # How accelerate is told to shard -> what a tool's own `deepspeed` has instead.
@@ -162,12 +164,18 @@ def _deepspeed(draft: Draft) -> None:
     given = options.get("deepspeed")
     if is_nothing(given):
         return
+    _use_adamw(draft)
     text = str(given).strip()
-    if isinstance(given, dict) or os.path.isfile(text):
-        draft.settings["deepspeed"] = given
+    if isinstance(given, dict):
+        draft.settings["deepspeed"] = _known_keys(draft, given)
         return
     if text.startswith("{"):
-        draft.settings["deepspeed"] = json.loads(text)
+        draft.settings["deepspeed"] = _known_keys(draft, json.loads(text))
+        return
+    if os.path.isfile(text):
+        content = read_file(text)
+        known = _known_keys(draft, content)
+        draft.settings["deepspeed"] = text if known == content else known
         return
     name = Path(text).stem.lower()
     found = re.search(r"z(?:ero)?([123])", name)
@@ -184,6 +192,22 @@ def _deepspeed(draft: Draft) -> None:
     draft.settings["deepspeed"] = {"zero_optimization": zero}
     reason = f"the file is not here: ZeRO-{stage} is written, after its name"
     draft.note("deepspeed", given, reason)
+
+
+def _known_keys(draft: Draft, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed configuration without the keys that DeepSpeed ignores, which are named."""
+    known = {name: value for name, value in keys.items() if name in KNOWN}
+    for name in keys.keys() - known.keys():
+        draft.drop(f"deepspeed: {name}", keys[name], "DeepSpeed has no such key", "harmless")
+    return known
+
+
+def _use_adamw(draft: Draft) -> None:
+    """Write AdamW instead of an optimizer whose moments DeepSpeed cannot shard."""
+    if draft.settings.get("optimizer") in ("adamw-8bit", "adafactor"):
+        del draft.settings["optimizer"]
+        reason = "DeepSpeed shards the moments of AdamW: AdamW with float32 moments is written"
+        draft.drop("optim", draft.options.get("optim"), reason)
 
 
 def _revision(draft: Draft) -> None:
