@@ -72,10 +72,11 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=trust)
     base_dtype = _dtype_of(source.base, trust)
     dtype = base_dtype if options.dtype == "auto" else options.dtype
-    # Added in the base's own dtype and rounded once to another one: not the other way round.
+    # A sum in 16 bits is already rounded: another dtype gets the sum in float32, rounded once.
+    sum_dtype = base_dtype if dtype == base_dtype else "float32"
     rounded, before = _quantization(source, options)
     load = partial(
-        load_weights, Source(source.base, None), device, base_dtype, trust_remote_code=trust
+        load_weights, Source(source.base, None), device, sum_dtype, trust_remote_code=trust
     )
     base = load(rounded=rounded)
     check_fit(base, tokenizer, source)
@@ -107,8 +108,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         prompts=len(prompts),
         tokens=sum(map(len, prompts)),
         difference=distance(written_logits, adapted_logits),
-        # The coarser of the two decides.
-        tolerance=max(TOLERANCES[dtype], TOLERANCES[base_dtype]),
+        tolerance=TOLERANCES[dtype],
         effect=effect,
         agreement=agreement(written_logits, adapted_logits),
         texts=texts,
