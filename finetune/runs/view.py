@@ -30,7 +30,8 @@ class Message(NamedTuple):
     event: dict[str, Any] | None = None
 
 
-class CurrentStage(NamedTuple):
+@dataclass(frozen=True)
+class CurrentStage:
     """The stage of the curriculum that a run is in: its number from 1, how many there are, and its
     shares by difficulty.
     """

@@ -137,7 +137,7 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
         "eta_seconds": view.eta_seconds,
         "elapsed_seconds": view.elapsed_seconds,
         "silent_seconds": view.silent_seconds,
-        "stage": stage and stage._asdict(),
+        "stage": stage and asdict(stage),
         "last": view.steps.last or None,
         "evaluation": evaluation,
         "checkpoint": view.checkpoint.get("name"),
