@@ -18,6 +18,7 @@ from finetune.config.names import did_you_mean
 from finetune.data.report import RecordProblem
 from finetune.data.tools import Call, Tools, match_results, read_calls, read_tools
 
+LABEL_KEYS = ("label", "kto_tag")  # whether the answer of a record is a good one
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 # Parts of a content, in the forms of OpenAI's protocols and of transformers' processors.
 _PART_TYPES = frozenset(

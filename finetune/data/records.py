@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.config.fields import DataSource
 from finetune.data.formats import (
+    LABEL_KEYS,
     Conversation,
     MediaLeftOut,
     detect_format,
@@ -22,8 +23,6 @@ from finetune.data.formats import (
 from finetune.data.reading.files import read_records
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError
-
-LABEL_KEYS = ("label", "kto_tag")  # whether the answer of a record is a good one
 
 
 @dataclass(frozen=True)

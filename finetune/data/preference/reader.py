@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from finetune.data.formats import (
+    LABEL_KEYS,
     Conversation,
     Message,
     alpaca_prompt,
@@ -27,7 +28,7 @@ from finetune.data.formats import (
     to_conversation,
     tools_of,
 )
-from finetune.data.records import LABEL_KEYS, RecordReader
+from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 
 PreferenceForm = Literal["pairs", "labels"]

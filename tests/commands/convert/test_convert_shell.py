@@ -56,7 +56,21 @@ def test_words_are_those_of_bash(script: str) -> None:
 
 
 pieces = st.sampled_from(
-    ["a", "--x", "#", " ", " ", "'q # r'", '"d $V"', "$V/", "${V}", "${W:-e f}", "\\ ", "\\\n", "=1"]
+    [
+        "a",
+        "--x",
+        "#",
+        " ",
+        " ",
+        "'q # r'",
+        '"d $V"',
+        "$V/",
+        "${V}",
+        "${W:-e f}",
+        "\\ ",
+        "\\\n",
+        "=1",
+    ]
 )
 
 

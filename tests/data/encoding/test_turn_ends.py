@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_models import make_tokenizer, marked, talk
+from chat_models import make_tokenizer, marked, render, talk
 
-from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.render import Renderer
 from finetune.data.encoding.spans import ChatTemplate, find_turns
 from finetune.data.formats import Conversation, Message
 from finetune.data.tools import Call
