@@ -163,9 +163,10 @@ def test_media_without_type_are_refused_by_name_or_left_out() -> None:
     ("content", "what"),
     [
         ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16 text"),
-        (gzip.compress(b'{"text": "a"}\n'), "is compressed by gzip"),
+        (gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed by gzip"),
         (b"PK\x03\x04rest", "is a zip archive"),
     ],
+    ids=["utf16", "gzip", "zip"],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_what_is_no_utf8_text_is_named(tmp_path: Path, content: bytes, what: str, suffix: str):

@@ -248,24 +248,35 @@ def all_mismatched_pairs(batches: BatchSource, total: int) -> np.ndarray:
 
 
 def mismatched_microbatches(
-    like: AnswerBatches, samples: AnswerSource, pairs: np.ndarray, numbers: np.ndarray
+    like: AnswerBatches,
+    samples: AnswerSource,
+    pairs: np.ndarray,
+    numbers: np.ndarray,
+    cutoff_len: int,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches of prompts with answers to others, cut as those of the run.
 
     Args:
         numbers: int `(pairs,)`, what their answers are numbered by.
+        cutoff_len: maximum tokens of a prompt with its answer.
     """
-    mismatched, everything = Mismatched(samples, pairs), np.arange(len(pairs))
+    mismatched = Mismatched(samples, pairs, cutoff_len)
+    everything = np.arange(len(pairs))
+    execution = like.execution
+    if execution.token_budget is not None:
+        # A long prompt with a long answer may need more room than any sample of the data.
+        longest = int(mismatched.lengths.max())
+        execution = replace(execution, token_budget=max(execution.token_budget, longest))
     batches = AnswerBatches(
         mismatched,
         InOrder(len(mismatched), len(mismatched)),
-        like.execution,
+        execution,
         difficulty_ids=np.full(len(mismatched), -1),
         groups=LossGroups(),
         pad_token_id=like.pad_token_id,
     )
     named = torch.from_numpy(numbers)
-    for microbatch in batches.microbatches(everything, like.execution):
+    for microbatch in batches.microbatches(everything, execution):
         assert microbatch.answers is not None
         yield replace(
             microbatch,
@@ -276,16 +287,16 @@ def mismatched_microbatches(
 class Mismatched:
     """Prompts with the answers of other samples, by `mismatched_pairs`.
 
-    A document is at most as long as the longest sample: of a longer one the answer loses its end.
+    A document has at most `cutoff_len` tokens, as those of the data: of a longer one the answer
+    loses its end.
     """
 
-    def __init__(self, samples: AnswerSource, pairs: np.ndarray) -> None:
+    def __init__(self, samples: AnswerSource, pairs: np.ndarray, cutoff_len: int) -> None:
         prompts, answers = np.divmod(pairs, len(samples))
         known = {
             index: samples[index]
             for index in np.unique(np.concatenate([prompts, answers])).tolist()
         }
-        longest = int(samples.lengths.max())
         # Where the answer begins, as far as it is trained.
         begins = {index: int(supervised.argmax()) for index, (_, supervised) in known.items()}
         self._documents = []
@@ -294,7 +305,7 @@ class Mismatched:
             parts = (ids[: begins[prompt]], other_ids[begins[answer] :])
             masks = (np.zeros(begins[prompt], dtype=bool), other_supervised[begins[answer] :])
             self._documents.append(
-                (np.concatenate(parts)[:longest], np.concatenate(masks)[:longest])
+                (np.concatenate(parts)[:cutoff_len], np.concatenate(masks)[:cutoff_len])
             )
         self.lengths = np.array([len(ids) for ids, _ in self._documents], dtype=np.int32)
         self.supervised_counts = np.array(
@@ -324,6 +335,7 @@ class ReferencePoint:
     head: ChunkedHead | None
     control: Control
     device: torch.device
+    cutoff_len: int
     pairs: np.ndarray | None = None
 
     def of(self, model: torch.nn.Module, samples: AnswerSource, indices: np.ndarray) -> float:
@@ -354,7 +366,9 @@ class ReferencePoint:
             np.arange(len(pairs)) if self.pairs is None else np.searchsorted(self.pairs, pairs)
         )
         total = torch.zeros((), device=self.device)
-        for microbatch in mismatched_microbatches(self.step_batches, samples, pairs, numbers):
+        for microbatch in mismatched_microbatches(
+            self.step_batches, samples, pairs, numbers, self.cutoff_len
+        ):
             progress.mark()
             here = microbatch.to(self.device)
             now = log_probabilities(model, here, self.head)

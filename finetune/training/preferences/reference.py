@@ -163,6 +163,9 @@ class SavedReference:
             return _MISSING
         except (OSError, SafetensorError) as error:
             return f"cannot be read ({error})"
+        digest = _digest(samples, values)
+        if parts.get("sha256", digest) != digest:  # files of older versions have none
+            return "is damaged"
         if parts.get("weights") != self.parts["weights"]:
             return "is of another model"
         if parts.get("data") != self.parts["data"]:
@@ -196,7 +199,9 @@ class SavedReference:
         writable.
         """
         samples = torch.from_numpy(np.flatnonzero(self.drawn))
-        content = save({"samples": samples, "values": table[samples]}, metadata=dict(self.parts))
+        values = table[samples]
+        metadata = {**self.parts, "sha256": _digest(samples, values)}
+        content = save({"samples": samples, "values": values}, metadata=metadata)
         path = self.folder / self.name
         # The values that a run began with are kept if it resumes with other validation data.
         if self.fresh or not path.exists():
@@ -219,3 +224,8 @@ class SavedReference:
             **self.parts,
             "drawn": hashlib.sha256(np.packbits(self.drawn).tobytes()).hexdigest(),
         }
+
+
+def _digest(samples: torch.Tensor, values: torch.Tensor) -> str:
+    """SHA-256 of the numbers of samples and of what is saved of each."""
+    return hashlib.sha256(samples.numpy().tobytes() + values.numpy().tobytes()).hexdigest()

@@ -136,8 +136,15 @@ class PreferenceTrainer(SFTTrainer):
             objective.point = self._point(self._tables[side + MISMATCHED], mismatched.pairs)
 
     def _point(self, reference: Reference, pairs: np.ndarray | None = None) -> ReferencePoint:
-        control, device = self.session.control, self.args.device
-        return ReferencePoint(self.step_batches, reference, self.head, control, device, pairs)
+        return ReferencePoint(
+            self.step_batches,
+            reference,
+            self.head,
+            self.session.control,
+            self.args.device,
+            self.settings.cutoff_len,
+            pairs,
+        )
 
     def _reference_values(self, saved: SavedReference) -> torch.Tensor:
         """Float32 `(samples, documents of one)`, on the device: read on rank 0, or computed by all.
@@ -210,7 +217,9 @@ class PreferenceTrainer(SFTTrainer):
         assert batches is not None
         if saved.pairs is None:
             return batches.microbatches(numbers, batches.execution)
-        return mismatched_microbatches(batches, batches.samples, saved.pairs[numbers], numbers)
+        pairs = saved.pairs[numbers]
+        cutoff_len = self.settings.cutoff_len
+        return mismatched_microbatches(batches, batches.samples, pairs, numbers, cutoff_len)
 
 
 def _saved_references(parts: RunParts) -> dict[str, SavedReference]:
@@ -242,7 +251,8 @@ def _saved_references(parts: RunParts) -> dict[str, SavedReference]:
         pairs = all_mismatched_pairs(batches, len(samples))
         # no global batch has two samples: the reference point is 0 and nothing is asked
         if len(pairs):
-            content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
+            digest = hashlib.sha256(pairs.tobytes()).hexdigest()
+            content = f"{samples.fingerprint}:{digest}:{config.cutoff_len}"
             add(side, content, np.ones(len(pairs), dtype=bool), pairs)
 
     add("train", data.train.fingerprint, data.batches.drawn())
