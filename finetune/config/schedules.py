@@ -32,13 +32,11 @@ def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
     """Steps of warm-up: a number below 1 is a fraction of all steps, rounded up.
 
     The fraction is the decimal that was written: 0.55 of 180 steps are 99, though 0.55 * 180 is
-    99.00000000000001.
+    99.00000000000001. It is never all steps: a run of one step would train at a rate of 0.
     """
-    return (
-        math.ceil(Fraction(str(warmup_steps)) * total_steps)
-        if warmup_steps < 1
-        else int(warmup_steps)
-    )
+    if warmup_steps >= 1:
+        return int(warmup_steps)
+    return min(math.ceil(Fraction(str(warmup_steps)) * total_steps), max(0, total_steps - 1))
 
 
 def learning_rate_schedule(name: str, settings: ScheduleSettings) -> Callable[[int], float]:

@@ -41,6 +41,7 @@ from finetune.runtime.launch_environment import (
     probe_torch_npu,
 )
 from finetune.runtime.parent_watchdog import die_with_launcher
+from finetune.storage.run_folder import read_status
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
 
@@ -161,7 +162,9 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             "this run is finished: %s holds its output; choose another --output-dir for a new run",
             output_dir,
         )
-        return RunResult(output_dir, "done", total_steps)
+        status = read_status(output_dir) or {}
+        # fewer than total_steps after early stopping
+        return RunResult(output_dir, "done", status.get("step", total_steps))
     with session:
         # The libraries that build a model take seconds to load; a locked or foreign folder is
         # refused before that.

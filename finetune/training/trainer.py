@@ -510,6 +510,7 @@ class RunTrainer(Trainer):
         stopping = self.session.control.any(self.session.signals.requested)
         # What is logged, evaluated or saved of this step must not come before how it went.
         control = self.control
+        control.should_log |= step == self.state.max_steps  # the last loss, whatever the interval
         due = (
             control.should_log
             or control.should_save

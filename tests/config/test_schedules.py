@@ -92,6 +92,7 @@ def test_every_name_of_the_settings_is_a_schedule():
         (0.0, 100, 0),
         (0.03, 100, 3),
         (0.03, 150, 5),
+        (0.03, 1, 0),
         (0.5, 3, 2),
         (1, 100, 1),
         (40, 20, 40),
@@ -104,4 +105,5 @@ def test_warm_up_below_one_is_a_fraction_rounded_up(asked: float, total: int, st
 @given(st.integers(1, 100_000), st.integers(0, 99))
 def test_the_fraction_is_the_decimal_that_was_written(total: int, percent: int):
     """0.55 x 180 is 99.00000000000001 in floating point, and must not become 100 steps."""
-    assert warmup_count(percent / 100, total) == -(-percent * total // 100)
+    rounded_up = -(-percent * total // 100)
+    assert warmup_count(percent / 100, total) == min(rounded_up, total - 1)

@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import preference_rows
 import pytest
 import run_helpers
@@ -28,6 +29,7 @@ from finetune.modeling.adapter import add_adapter
 from finetune.modeling.lora import adapter_off, fuse_lora
 from finetune.modeling.loss import microbatch_losses
 from finetune.modeling.pretrained import load_model
+from finetune.training.preferences.objective import Mismatched, mismatched_pairs
 
 STEPS = 9
 FROZEN_EVAL = ROOT / "tests" / "frozen" / "eval.txt"
@@ -141,6 +143,38 @@ def test_a_reference_that_is_gone_is_said(materials: Materials, stopped: Path, t
     said = go_on(materials, stopped, run, 2)
     assert "of the training data before the run is not known: reference/train.st is missing" in said
     assert "put the file back" in said
+
+
+def test_a_damaged_reference_is_refused(materials: Materials, stopped: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    path = run / "reference" / "train.st"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # of a value
+    path.write_bytes(content)
+    assert "reference/train.st is damaged" in go_on(materials, stopped, run, 2)
+
+
+def test_kto_reference_point_is_cut_at_the_cutoff_and_not_at_the_longest_sample():
+    """A long prompt meets a long answer: longer than any sample, and within cutoff_len."""
+
+    class Samples:
+        lengths = np.array([10, 10])
+        record_ids = labels = np.array([0, 1])
+        documents = ((8, 2), (2, 8))  # tokens of prompt and answer
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            prompt, answer = self.documents[index]
+            return np.arange(10) + 100 * index, np.repeat([False, True], [prompt, answer])
+
+    pairs = mismatched_pairs(np.array([0, 1]), 2)
+    found = Mismatched(Samples(), pairs, cutoff_len=20)
+    assert found.lengths.tolist() == [16, 4] and found.supervised_counts.tolist() == [8, 2]
+    assert found[0][0].tolist() == [*range(8), *range(102, 110)]
+    assert Mismatched(Samples(), pairs, cutoff_len=12).lengths.tolist() == [12, 4]
 
 
 def test_a_run_goes_on_without_validation_data_and_in_another_dtype(
@@ -472,7 +506,7 @@ def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_
     def ratio(prompt: int, answer: int) -> torch.Tensor:
         """log(pi(y) / ref(y)) of one sample's answer to another's prompt."""
         (ids, mask), (others, other_mask) = samples[prompt], samples[answer]
-        begins, longest = (int(mask.argmax()), int(other_mask.argmax())), int(samples.lengths.max())
+        begins, longest = (int(mask.argmax()), int(other_mask.argmax())), 96  # cutoff_len
         document = torch.tensor(
             [*ids[: begins[0]].tolist(), *others[begins[1] :].tolist()][:longest]
         )
