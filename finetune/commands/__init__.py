@@ -1,0 +1,1 @@
+"""One folder per command: arguments in, exit code out. What a run itself does is in training/."""

@@ -1,0 +1,1 @@
+"""The `chat` command: questions and answers in a terminal. How an answer is made: inference/."""

@@ -1,0 +1,1 @@
+"""The `checkpoints` command: lists, verifies and deletes. How they are written: storage/."""

@@ -1,0 +1,1 @@
+"""The `plan` command: shows what a run needs. The formulas are in planning/."""
