@@ -38,8 +38,13 @@ class Call:
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON."""
-    return json.dumps(dict(arguments), ensure_ascii=False)
+    """Return the arguments of a call as JSON; half of a surrogate pair stays escaped."""
+    text = json.dumps(dict(arguments), ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(dict(arguments))
+    return text
 
 
 def read_tools(given: Any, where: str) -> Tools:

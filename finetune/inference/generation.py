@@ -330,9 +330,14 @@ def _message(number: int, message: Any) -> Message:
         raise DataError(
             "content is not a text", f"{where}.content", "send the message's text as content"
         )
+    reasoning = message.get("reasoning_content") or ""
+    if not isinstance(reasoning, str):
+        raise DataError("reasoning_content is not a text", where, "send it as a text")
+    name = str(message.get("name") or "")
     if role == "tool":
-        return Message(role, content, call_id=str(message.get("tool_call_id") or ""))
-    return Message(role, content, calls=calls)
+        call_id = str(message.get("tool_call_id") or "")
+        return Message(role, content, call_id=call_id, name=name)
+    return Message(role, content, reasoning=reasoning, calls=calls, name=name)
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> Tools:

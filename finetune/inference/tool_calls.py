@@ -201,6 +201,14 @@ def shown_tokens(form: CallForm, template: ChatTemplate) -> frozenset[str]:
     return frozenset({*form.markers, *form.others} & set(template.specials))
 
 
+def _check_sendable(call: Call) -> None:
+    """Raise ValueError for a call that the protocol cannot carry: half a character in its name, or
+    a number that JSON does not have (NaN, 1e999).
+    """
+    f"{call.name}{call.id}".encode()
+    json.dumps(dict(call.arguments), allow_nan=False)
+
+
 class CallReader:
     """Separates the text of an answer from the calls that follow it, while it is generated.
 
@@ -236,9 +244,12 @@ class CallReader:
         if not self._is_call:
             return held
         try:
-            self.calls = self._form.read(held)
+            calls = self._form.read(held)
+            for call in calls:
+                _check_sendable(call)
         except (ValueError, RecursionError):
             return held
+        self.calls = calls
         return ""
 
     def _start(self) -> int | None:

@@ -130,6 +130,9 @@ def test_an_answer_without_calls_is_text_to_its_end(name: str):
         (FORMS[4], '{"answer": 42}'),
         (FORMS[4], '{"name": "clock", "parameters": {'),
         (FORMS[4], "{" * 100_000),
+        (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": {"a": NaN}}\n</tool_call>'),
+        (FORMS[2], '[TOOL_CALLS] [{"name": "clock", "arguments": {"a": [1e999]}}]'),
+        (FORMS[4], '{"name": "\\ud83d", "parameters": {}}'),
     ],
 )
 def test_what_is_no_call_in_the_end_is_text(form: Any, text: str):
@@ -140,6 +143,14 @@ def test_what_is_no_call_in_the_end_is_text(form: Any, text: str):
         + reader.finish()
     )
     assert (said, reader.calls) == (text, [])
+
+
+def test_half_an_emoji_in_arguments_stays_escaped():
+    reader = CallReader(FORMS[0])
+    text = '<tool_call>\n{"name": "clock", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
+    assert reader.add(text) + reader.finish() == ""
+    (sent,) = protocol_calls(reader.calls)
+    assert sent["function"]["arguments"].encode() == b'{"a": "\\ud83d"}'
 
 
 def test_the_protocol_has_arguments_as_a_text():

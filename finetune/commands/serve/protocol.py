@@ -99,12 +99,17 @@ class _Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_NAMES:
+    def _given(cls, value: Any) -> Any:
+        """Leave out what is null: clients send answers back with all their fields."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_NAMES:
             raise PydanticCustomError(
                 "too_many_names", f"an object has {len(value)} names; at most {MAX_NAMES} are read"
             )
-        return value
+        return {
+            name: given for name, given in value.items() if given is not None or name == "content"
+        }
 
 
 class TextPart(_Request):
@@ -149,7 +154,8 @@ class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
     name: Name | None = None
-    refusal: None = None
+    reasoning_content: Text | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
 
@@ -163,8 +169,10 @@ class ChatMessage(_Request):
 
     @model_validator(mode="after")
     def _calls_of_the_assistant(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("calls_of_another", "only the assistant has tool_calls")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise PydanticCustomError(
+                "calls_of_another", "only the assistant has tool_calls and reasoning_content"
+            )
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -175,8 +183,9 @@ class ChatMessage(_Request):
         plain: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        if self.tool_call_id:
-            plain["tool_call_id"] = self.tool_call_id
+        for name in ("tool_call_id", "name", "reasoning_content"):
+            if value := getattr(self, name):
+                plain[name] = value
         return plain
 
 

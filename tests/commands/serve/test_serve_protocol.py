@@ -47,7 +47,10 @@ def test_what_is_taken():
         tools=[],
         logprobs=None,
     )
-    assert asked.prompt() == [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    assert asked.prompt() == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "ab", "name": "n"},
+    ]
     asked = chat(
         temperature=0, top_p=0.5, seed=3, stop="x", max_tokens=9, max_completion_tokens=7, top_k=4
     )
@@ -59,6 +62,19 @@ def test_what_is_taken():
     for prompt, expected in (("p", "p"), (["p"], "p"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
         assert parse(CompletionRequest, body).prompt() == expected
+
+
+def test_answers_are_taken_back_with_all_their_fields():
+    """`message.model_dump()` of the official client has every field of the protocol, most null."""
+    nulls = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")
+    answer = {"role": "assistant", "content": "a"} | dict.fromkeys(nulls)
+    asked = chat(messages=[{"role": "user", "content": "q"}, answer], stream=None, stop=None)
+    assert asked.prompt()[1] == {"role": "assistant", "content": "a"} and asked.stream is False
+    thinking = {"role": "assistant", "content": "a", "reasoning_content": "t", "annotations": []}
+    (_, plain) = chat(messages=[{"role": "user", "content": "q"}, thinking]).prompt()
+    assert plain == {"role": "assistant", "content": "a", "reasoning_content": "t"}
+    with pytest.raises(ApiError, match="only the assistant has"):
+        chat(messages=[{"role": "user", "content": "q", "reasoning_content": "t"}])
 
 
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
