@@ -134,8 +134,8 @@ def test_tensorboard_reads_the_curves(run: Path):
 def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     copy = long.longer(run, tmp_path / "copy", 3)
     parsed: list[bytes] = []
-    original = runs_reader._object
-    monkeypatch.setattr(runs_reader, "_object", lambda raw: parsed.append(raw) or original(raw))
+    original = runs_reader.json_object
+    monkeypatch.setattr(runs_reader, "json_object", lambda raw: parsed.append(raw) or original(raw))
     described: list[Path] = []
     describe = runs_reader.describe_folder
     monkeypatch.setattr(

@@ -136,7 +136,7 @@ def _readable_commands(shell: Shell) -> Iterator[list[str]]:
 
 def _refuse_megatron(words: list[str]) -> None:
     for name, following in pairwise(words):
-        if Path(name).name == "megatron" and following in ("sft", "pt", "rlhf"):
+        if Path(name).name == "megatron" and re.fullmatch("sft|pt|rlhf", following):
             raise ConfigError(
                 f"megatron {following} has options of its own, which are not read: lr,"
                 " lr_warmup_fraction, min_lr, micro_batch_size and global_batch_size, for instance",
