@@ -230,8 +230,8 @@ class PackedCollator:
     rows one by one, weighted by their targets; not where layers carry a state from row to row, as
     Mamba's and LFM2's do (the trainers here keep LFM2's apart).
 
-    Returns, called: `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False:
-        with a cache, positions are not looked at.
+    A call returns `input_ids`, `position_ids` and `labels`, int64 `(1, T)`, and `use_cache` False:
+    with a cache, positions are not looked at.
 
     Raises:
         ValueError: a row has no tokens, or labels are not its own tokens.

@@ -179,7 +179,8 @@ def choose_schedule(
             -1 for none.
         record_ids: int[N], the input record of each sample, for messages; by default its position.
 
-    Returns: The schedule; int[N], the index of each sample's difficulty in `schedule.difficulties`,
+    Returns:
+        The schedule; int[N], the index of each sample's difficulty in `schedule.difficulties`,
         read-only; warnings.
 
     Raises:

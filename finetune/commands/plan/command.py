@@ -248,7 +248,8 @@ def plan(
         peak_tflops: of one device, where no table has it.
         efficiency: share of the peak that is reached.
 
-    Returns: The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json`
+    Returns:
+        The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json`
         prints.
 
     Raises:
