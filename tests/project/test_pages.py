@@ -205,7 +205,9 @@ def check_run(line: str, words: str) -> None:
     processes = 2 if re.search("nproc_per_node 2|nproc 2|cpu_2", line) else 1
     named = re.search(r"--config \S*zero(\d)", line)
     stage = 0 if "--deepspeed none" in line or named is None else int(named[1])
-    assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
+    # The line that sends SIGTERM after seconds: on a busy machine the run is not done by then.
+    ends = ("done", "stopped") if "timeout --signal TERM" in line else ("done",)
+    assert json.loads((output_dir / "status.json").read_text())["state"] in ends
     start = events(output_dir, "start")
     # stopped after 20 seconds, or done before that
     if not (output_dir.name == "zero2" and len(start) == 1):
