@@ -16,6 +16,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"([A-Za-z_]\w*)(?::?-(.*))?", re.S)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)\[[@*]\]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_EXPORTS = (["export"], ["declare"], ["local"])
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -48,12 +49,14 @@ class Shell:
         variables: what assignments gave so far.
         arrays: the same of arrays.
         place: where in the text the reading is.
+        is_array: whether the words are those of an array, in which NAME=VALUE assigns nothing.
     """
 
     text: str
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     place: int = 0
+    is_array: bool = False
 
     def commands(self) -> Iterator[list[str]]:
         """Yield each command, without assignments in front of it, which are kept.
@@ -98,7 +101,7 @@ class Shell:
                 parts = self._expansion()
                 # An unquoted value is split at white space; what has no value here stays whole.
                 is_value = parts != [self.text[start : self.place]]
-                if is_value and len(parts) == 1 and not _ASSIGNMENT.match(word.text):
+                if is_value and len(parts) == 1 and not self._assigns(word, words):
                     parts = parts[0].split() or ([""] if word.begun else [])
                 for number, part in enumerate(parts):
                     if number:
@@ -221,7 +224,7 @@ class Shell:
     def _array_words(self) -> list[str]:
         """Take the words of an array up to its closing bracket."""
         inside = self._between("(", ")", is_open=True)
-        inner = Shell(inside.replace("\n", " \\\n"), dict(self.variables), self.arrays)
+        inner = Shell(inside, self.variables, self.arrays, is_array=True)
         return [word for command in inner.commands() for word in command]
 
     # ------------------------------------------------------------ places
@@ -274,8 +277,16 @@ class Shell:
             f"not a command line: {quote} is not closed", f"line {line}", "close the quotes"
         )
 
+    def _assigns(self, word: _Word, before: list[str]) -> bool:
+        """Whether a word is an assignment: NAME=VALUE behind nothing else than such words."""
+        if self.is_array or not _ASSIGNMENT.match(word.text):
+            return False
+        return all(_ASSIGNMENT.match(other) for other in before[before[:1] in _EXPORTS :])
+
     def _without_assignments(self, words: list[str]) -> list[str]:
-        exported = words[:1] in (["export"], ["declare"], ["local"])
+        if self.is_array:
+            return words
+        exported = words[:1] in _EXPORTS
         for number, word in enumerate(words[exported:], exported):
             name = _ASSIGNMENT.match(word)
             if name is None:

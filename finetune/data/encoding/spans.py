@@ -26,6 +26,7 @@ stopped before it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -128,18 +129,18 @@ class ChatTemplate:
         arguments = [dict(call.arguments) for message in messages for call in message.calls]
         try:
             text = self._render(messages, generation_prompt, text_arguments=False)
-        except RecordProblem:
+        except RecordProblem as problem:
             if not arguments:
                 raise
-            try:
+            with contextlib.suppress(RecordProblem):
                 return self._render(messages, generation_prompt, text_arguments=True)
-            except RecordProblem:
-                pass  # the reason for objects is the one to report
-            raise
+            raise problem  # what is wrong with objects is the reason to report
         if any(given and str(given) in text for given in arguments):
-            with_texts = self._render(messages, generation_prompt, text_arguments=True)
-            if all(arguments_text(given) in with_texts for given in arguments):
-                return with_texts
+            # A template that takes objects only wrote that text of the record itself.
+            with contextlib.suppress(RecordProblem):
+                with_texts = self._render(messages, generation_prompt, text_arguments=True)
+                if all(arguments_text(given) in with_texts for given in arguments):
+                    return with_texts
         return text
 
     def _render(

@@ -23,6 +23,7 @@ SCRIPTS = [
     'run ${MODEL:-Qwen/Qwen3-8B} ${MODEL-other} "${MODEL:-a b}"\nMODEL=own\nrun ${MODEL:-no}',
     "N=2\nrun $((16 / N)) $((16 / $N * 3 - 1)) $(expr 16 / $N) $(expr 3 \\* 4)",
     'ARGS=(\n  --x 1  # why\n  --y "two words"\n)\nrun "${ARGS[@]}" --z\nARGS+=(--more)\nrun "${ARGS[@]}"',
+    'ARGS=(a=1  # why\n  b=2\n  --c=3)\nrun "${ARGS[@]}"',
     "export A=1 B=2; run $A$B; run again && run third | cat",
     "run <<EOF\n--not 'an option\nEOF\nrun --x",
     "A='x y'\nrun --one=$A --two=\"$A\"",

@@ -104,6 +104,20 @@ def test_a_template_that_joins_arguments_gets_them_as_json(form: str) -> None:
     assert 'f{"city": "Zürich", "n": null}<|im_end|>»' in text
 
 
+def test_a_record_that_writes_pythons_form_itself_keeps_its_arguments_as_objects() -> None:
+    template = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}
+{%- for call in m.tool_calls or [] -%}
+{%- for key, value in call.function.arguments.items() -%}{{ call.function.name }} {{ key }}={{ value }}{%- endfor -%}
+{%- endfor -%}<|im_end|>\n{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
+"""
+    call = Message("assistant", "", calls=(Call("f", {"x": 1}, "c1"),))
+    question = Message("user", "What does {'x': 1} mean?")
+    (text,) = shown(template, IM, Conversation((question, call)))
+    assert text.endswith("f x=1<|im_end|>»")
+
+
 def trl_templates() -> list[Path]:
     """The chat templates of the trl package: 40 of real models."""
     files = importlib.metadata.files("trl") or []
