@@ -49,6 +49,8 @@ def small(line: str, folder: Path) -> str:
         if "--output-dir" not in line:
             line += " --output-dir runs/" + re.search(r"--config (?:ds_configs/)?(\w+)[.]", line)[1]
         line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
+    # Seconds after which a run is stopped: on a busy machine it has not even begun by then.
+    line = line.replace("timeout --signal TERM 20 ", "timeout --signal TERM 600 ")
     if "--eval-steps" in line:
         line = re.sub(
             r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line
