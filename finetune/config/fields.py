@@ -383,6 +383,9 @@ class DataSource(Strict):
     difficulty: Text | None = Field(
         default=None, description="The difficulty of all its records, instead of their own."
     )
+    max_samples: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        default=None, description="Use only this many of its records, the first ones."
+    )
 
     @model_serializer(mode="wrap")
     def _given(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -412,15 +415,17 @@ def as_sources(entries: Sequence[str | DataSource]) -> tuple[DataSource, ...]:
     )
 
 
-def with_columns(
-    sources: Sequence[DataSource], columns: Mapping[str, str] | None
+def with_common(
+    sources: Sequence[DataSource],
+    columns: Mapping[str, str] | None,
+    max_samples: int | None = None,
 ) -> tuple[DataSource, ...]:
-    """Return the sources, with these columns where they do not have their own."""
-    if columns is None:
-        return tuple(sources)
-    changed = {"columns": dict(columns)}
+    """Return the sources, with these settings where they do not have their own."""
+    common = {"columns": columns and dict(columns), "max_samples": max_samples}
     return tuple(
-        source if source.columns is not None else source.model_copy(update=changed)
+        source.model_copy(
+            update={name: value for name, value in common.items() if getattr(source, name) is None}
+        )
         for source in sources
     )
 

@@ -40,7 +40,7 @@ from finetune.config.fields import (
     optimizer_setting,
     preparation_setting,
     redefined,
-    with_columns,
+    with_common,
 )
 from finetune.config.names import flag
 from finetune.config.rules import (
@@ -226,6 +226,13 @@ class RunConfig(AdapterSettings, BaseConfig):
         unit="prompt=question,response=answer",
         shown_default="the same",
     )
+    max_samples: int | None = data_setting(
+        None,
+        "Use only this many records of each entry of data and of valid_data, the first ones.",
+        unit="records",
+        shown_default="all",
+        ge=1,
+    )
     data_weights: Weights = data_setting(
         (),
         "Mix the entries of data by these weights, one for each; natural is its number of samples.",
@@ -377,11 +384,11 @@ class RunConfig(AdapterSettings, BaseConfig):
                 source.model_copy(update={"weight": weight})
                 for source, weight in zip(sources, self.data_weights, strict=True)
             )
-        return with_columns(sources, self.columns)
+        return with_common(sources, self.columns, self.max_samples)
 
     @property
     def valid_sources(self) -> tuple[DataSource, ...]:
-        return with_columns(as_sources(self.valid_data), self.columns)
+        return with_common(as_sources(self.valid_data), self.columns, self.max_samples)
 
     @property
     def held_out(self) -> tuple[DataSource, ...]:
@@ -525,7 +532,7 @@ class RunConfig(AdapterSettings, BaseConfig):
             what = "split_by is given, and nothing is split"
             yield what, "give valid_split as well, or leave it out"
             return
-        for source in with_columns(as_sources(self.data), self.columns):
+        for source in with_common(as_sources(self.data), self.columns):
             columns = source.columns or {}
             if field in columns and field not in columns.values():
                 what = f"split_by is {field}, a name that columns gives to '{columns[field]}'"

@@ -86,26 +86,30 @@ def parts_of(files: Sequence[Path], readers: Sequence[RecordReader]) -> Iterator
     """
     for number, (path, reader) in enumerate(zip(files, readers, strict=True)):
         form = None
-        for part in _parts(path):
+        for part in _parts(path, reader.max_samples):
             yield replace(part, file=number, form=form)
             form = form or reader.form_shown(part.read()[0])
 
 
-def _parts(path: Path) -> Iterator[Part]:
-    """Cut one file into parts."""
+def _parts(path: Path, most: int | None) -> Iterator[Part]:
+    """Cut one file, or its first records, into parts."""
     with wrap_read_errors(path):
         kind = file_kind(path)
-        if kind == "lines" and not is_compressed(path):
+        if kind == "lines" and not is_compressed(path) and most is None:
             yield from byte_parts(path, kind, PART_BYTES)
             return
         batches: Iterable[Any]
         if kind in BATCHES:
             batches = BATCHES[kind](path, PART_RECORDS)
         else:
-            records = read_records(path)
+            records = read_records(path, most)
             batches = iter(lambda: list(islice(records, PART_RECORDS)), [])
         start, size_bytes = 1, path.stat().st_size
         for batch in batches:
+            if most is not None:
+                batch = batch[: most - (start - 1)]
+            if not len(batch):
+                return
             yield Part(path, "records", start, start + len(batch), size_bytes, batch)
             start += len(batch)
             size_bytes = 0  # the file counts whole with its first part

@@ -272,6 +272,7 @@ class Preparation:
             "difficulty_field": self.difficulty_field,
             "difficulties_of_files": [file.source.difficulty for file in self.files],
             "columns_of_files": [file.source.columns for file in self.files],
+            "max_samples_of_files": [file.source.max_samples for file in self.files],
             "drop_bad_rows": self.drop_bad_records,
             "on_media": self.on_media,
             "train_thinking": self.renderer.train_thinking,

@@ -48,11 +48,16 @@ class RecordReader:
         """Key of our formats -> the data's own key; others have their own names."""
         return (self.source.columns if self.source else None) or {}
 
+    @property
+    def max_samples(self) -> int | None:
+        """How many of a file's records are read; None for all."""
+        return self.source.max_samples if self.source else None
+
     def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
-        """`(line, record, conversation or what is wrong with it)` of a whole file. Errors are
+        """`(line, record, conversation or what is wrong with it)` of a file. Errors are
         `read_records`'s.
         """
-        return self.conversations(read_records(path))
+        return self.conversations(read_records(path, self.max_samples))
 
     def conversations(
         self, records: Iterable[tuple[int, Any]], form: str | None = None

@@ -25,7 +25,7 @@ from finetune.commands.evaluate.prompts import (
     warn_of_other_answers,
 )
 from finetune.commands.evaluate.scores import ModelScores, ratios
-from finetune.config.fields import as_sources, with_columns
+from finetune.config.fields import as_sources, with_common
 from finetune.data.dataset import prepare_samples
 from finetune.data.preference.reader import reader_of
 from finetune.data.reading.files import expand_sources
@@ -62,7 +62,7 @@ class HeldOutRecords:
         self.cutoff_len = options.cutoff_len or run.get("cutoff_len") or DEFAULT_CUTOFF_TOKENS
         field = options.difficulty_field or run.get("difficulty_field") or "difficulty"
         levels = (run.get("curriculum") or {}).get("levels") or ()
-        sources = with_columns(as_sources(options.data), options.columns)
+        sources = with_common(as_sources(options.data), options.columns)
         paths = [file.path for file in expand_sources(sources)]
         difficulties = find_difficulties(paths, field, list(map(str, levels))) or None
         preference = "pairs" if has_pairs(paths[0], sources[0].columns) else None

@@ -18,34 +18,34 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from finetune.data.reading.arrow_nulls import may_have_fillers, without_fillers
-from finetune.data.report import RecordProblem
+from finetune.data.report import NOT_UTF8, RecordProblem
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
+TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".txt")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 
 
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 KINDS_IN_WORDS = (
-    f"{', '.join(SUFFIXES)}; of the first three also with {', '.join(_COMPRESSIONS)} behind"
+    f"{', '.join(SUFFIXES)}; of the first four also with {', '.join(_COMPRESSIONS)} behind"
 )
 
 
 def is_data_file(path: Path) -> bool:
     """Whether the name is that of a kind that is read."""
-    suffix, compression = _suffixes(path)
+    suffix, compression = suffixes(path)
     return suffix in (TEXT_SUFFIXES if compression else SUFFIXES)
 
 
 def is_compressed(path: Path) -> bool:
     """Whether the file must be read from its beginning; parquet and arrow compress inside."""
-    return bool(_suffixes(path)[1])
+    return bool(suffixes(path)[1])
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def suffixes(path: Path) -> tuple[str, str]:
     """`.jsonl` and `.gz` of `rows.jsonl.gz`; the second is empty where nothing compresses the
     file.
     """
@@ -123,7 +123,7 @@ def open_text(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed. Errors as `wrap_read_errors` knows them, also while it is
     read.
     """
-    compression = _suffixes(path)[1]
+    compression = suffixes(path)[1]
     if compression == ".zst":
         import pyarrow
 
@@ -134,15 +134,16 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def file_kind(path: Path) -> str:
-    """parquet, arrow, csv, array or lines: how the records of a file are separated. May raise as
-    `open_text`.
+    """Return how a file's records are separated: parquet, arrow, csv, txt, array or lines.
+
+    May raise as `open_text`.
     """
-    suffix = _suffixes(path)[0]
+    suffix = suffixes(path)[0]
     if suffix in (".parquet", ".arrow"):
         return suffix[1:]
     check_encoding(path)
-    if suffix == ".csv":
-        return "csv"
+    if suffix in (".csv", ".txt"):
+        return suffix[1:]
     return "array" if first_character(path) == b"[" else "lines"
 
 
@@ -197,6 +198,22 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
             raise DataError(
                 "is not UTF-8", where=f"{path}, from line {line}", fix="save the file as UTF-8"
             ) from error
+
+
+def text_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield `(line, record)` of plain text: each line that is not blank is a record of text.
+
+    So does `load_dataset("text")`, which other tools read .txt files with.
+    """
+    with open_text(path) as file:
+        for line, raw in enumerate(file, 1):
+            raw = raw.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
+            if not raw.strip():
+                continue
+            try:
+                yield line, {"text": raw.decode("utf-8")}
+            except UnicodeDecodeError as error:
+                yield line, RecordProblem(NOT_UTF8, f"byte {error.start + 1} of the line")
 
 
 def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:

@@ -26,6 +26,8 @@ from finetune.data.reading.file_kinds import (
     file_kind,
     is_data_file,
     open_text,
+    suffixes,
+    text_records,
     wrap_read_errors,
 )
 from finetune.data.reading.hub_data import hub_files
@@ -41,11 +43,16 @@ _STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "data
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file, and the entry of `data` that names it."""
+    """A file, and the entry of `data` that names it.
+
+    Attributes:
+        source: the entry; its `max_samples` is what the files before this one have left of it.
+        number: of the entry.
+    """
 
     path: Path
     source: DataSource
-    number: int  # of the entry
+    number: int
 
 
 def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile, ...]:
@@ -66,9 +73,9 @@ def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile
     ]
     groups = expand_each([source.path for source in sources], _expand)
     files = tuple(
-        DataFile(path, source, number)
+        DataFile(path, part, number)
         for number, (source, paths) in enumerate(zip(sources, groups, strict=True))
-        for path in paths
+        for path, part in _limited(source, paths)
     )
     if not files:
         raise DataError(
@@ -80,6 +87,17 @@ def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile
             ", ".join(twice),
         )
     return files
+
+
+def _limited(source: DataSource, paths: Sequence[Path]) -> Iterator[tuple[Path, DataSource]]:
+    """Yield the files that hold an entry's first `max_samples` records, each with its share."""
+    left = source.max_samples
+    for path in paths:
+        yield path, source.model_copy(update={"max_samples": left})
+        if left is not None and path != paths[-1]:
+            left -= sum(1 for _ in read_records(path, left))
+            if not left:
+                return
 
 
 def expand_each(
@@ -126,7 +144,10 @@ def _expand(given: str) -> list[Path]:
         return named
     path = Path(given).expanduser()
     if path.is_dir():
-        files = _saved_files(path) or [inside for inside in visible_files(path) if _is_data(inside)]
+        found = [inside for inside in visible_files(path) if _is_data(inside)]
+        # Beside data, a text file says something about it (README.txt).
+        data = [inside for inside in found if suffixes(inside)[0] != ".txt"]
+        files = _saved_files(path) or data or found
         if not files:
             raise DataError(
                 "the folder holds no data file", where=given, fix=f"kinds: {KINDS_IN_WORDS}"
@@ -134,16 +155,10 @@ def _expand(given: str) -> list[Path]:
         return files
     if path.exists():
         if not is_data_file(path):
-            plain = ""
-            if path.suffix.lower() in (".txt", ".md"):
-                plain = (
-                    "plain text is for `python -m finetune prepare` and pretraining; for"
-                    " fine-tuning "
-                )
             raise DataError(
                 f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
                 where=given,
-                fix=f"{plain}use one of {KINDS_IN_WORDS}",
+                fix=f"use one of {KINDS_IN_WORDS}",
             )
         return [path]
     if matches := [match for match in glob_files(path) if _is_data(match)]:
@@ -191,17 +206,24 @@ def _saved_files(folder: Path) -> list[Path]:
         raise DataError(what, where=str(folder), fix="save it again with save_to_disk") from error
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path, most: int | None = None) -> Iterator[tuple[int, Any]]:
     """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet
     and arrow).
 
-    A file whose first character is `[` is one JSON array, any other text file but .csv is JSON
-    Lines, regardless of its suffix. All are streamed; blank lines are no records.
+    A file whose first character is `[` is one JSON array, any other text file but .csv and .txt is
+    JSON Lines, regardless of its suffix. All are streamed; blank lines are no records.
+
+    Args:
+        most: end after so many records; what follows is not read.
 
     Raises:
         DataError: an array that is broken (the records after that cannot be separated), or an
             unreadable file.
     """
+    return itertools.islice(_all_records(path), most)
+
+
+def _all_records(path: Path) -> Iterator[tuple[int, Any]]:
     with wrap_read_errors(path):
         kind = file_kind(path)
         if kind in BATCHES:
@@ -212,6 +234,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
             yield from array_records(path)
         elif kind == "csv":
             yield from csv_records(path)
+        elif kind == "txt":
+            yield from text_records(path)
         else:
             with open_text(path) as file:
                 yield from line_records(file, path)
