@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, is_nothing, load_tool
-from finetune.commands.convert.hub_data import hub_entry, is_hub_data
+from finetune.commands.convert.hub_data import data_entry, hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import write_settings
 from finetune.errors import ConfigError
@@ -107,7 +107,7 @@ def _entry(about: dict[str, Any], draft: Draft) -> Any:
         for name in ("name", "revision", "split"):
             if about.get(name) not in (None, "train"):
                 draft.drop(f"{where}{name}", about[name], "only a hub's data sets have it")
-    return {"path": paths, "columns": columns} if columns else paths
+    return data_entry(paths, columns)
 
 
 TOOL = load_tool("axolotl", finish)

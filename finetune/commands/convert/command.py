@@ -4,6 +4,7 @@ ours.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,11 +15,15 @@ from pydantic import Field
 
 from finetune.commands.convert.draft import Draft, convert
 from finetune.commands.convert.read import read_run
-from finetune.config.fields import PathOption, Text, ordered_fields, setting
+from finetune.config.fields import HUB_PREFIXES, PathOption, Text, ordered_fields, setting
 from finetune.config.kinds import RunKind, run_kind
 from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
-from finetune.errors import ConfigError, ExitCode
+from finetune.config.run_config import RunConfig
+from finetune.data.preference.reader import reader_of
+from finetune.data.reading.files import expand_sources
+from finetune.data.report import RecordProblem
+from finetune.errors import ConfigError, ExitCode, FinetuneError
 from finetune.plain_text import mask_secrets
 from finetune.storage import durable_files
 
@@ -46,12 +51,14 @@ class ConvertOptions(Options):
     run: Text = setting(
         group="options", unit="FILE|COMMAND", description="The run, or - for standard input."
     )
-    origin: Literal["llamafactory", "trl", "axolotl", "ms-swift"] | None = setting(
-        None,
-        alias="from",
-        group="options",
-        shown_default="recognised",
-        description="The tool that the run is for.",
+    origin: Literal["llamafactory", "llamafactory-v1", "trl", "axolotl", "ms-swift"] | None = (
+        setting(
+            None,
+            alias="from",
+            group="options",
+            shown_default="recognised",
+            description="The tool that the run is for.",
+        )
     )
     devices: Annotated[int, Field(ge=1)] | None = setting(
         None,
@@ -90,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draft.settings.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
     kind = run_kind(draft.settings)
-    resolve_object(draft.settings, devices, kind.config_class)
+    config = resolve_object(draft.settings, devices, kind.config_class).config
     sections = list(_sections(draft))
     text = _run_file(f"{tool.title}: {source}", kind, draft.settings, sections)
     if options.output is None:
@@ -102,8 +109,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = f"; start it: python -m {kind.module} --config {options.output}"
     if options.output is None:
         start = ""
-    sys.stderr.write(f"[SUCCESS] converted from {tool.title}{start}\n")
+    if problem := data_problem(config):
+        sys.stderr.write(
+            f"[WARNING] converted from {tool.title}, and a start would be refused:\n{problem}\n"
+        )
+    else:
+        sys.stderr.write(f"[SUCCESS] converted from {tool.title}{start}\n")
     return int(ExitCode.DONE)
+
+
+def data_problem(config: RunConfig) -> str | None:
+    """Return why a start would refuse the run's data; None if nothing is known against it.
+
+    Files and folders are looked up from here, and the first records of each are read. Data sets of
+    a hub are not: a start downloads them.
+    """
+    sources = [
+        source
+        for source in (*config.sources, *config.valid_sources)
+        if not source.path.startswith(HUB_PREFIXES)
+    ]
+    try:
+        for file in expand_sources(sources) if sources else ():
+            reader = reader_of(config.preference_form)(
+                None, config.difficulty_field, file.source, config.on_media
+            )
+            found = [found for _, _, found in itertools.islice(reader.file(file.path), 100)]
+            if found and all(isinstance(each, RecordProblem) for each in found):
+                return f"{file.path}: {found[0]}"
+    except FinetuneError as error:
+        return str(error)
+    return None
 
 
 def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:

@@ -24,6 +24,21 @@ def is_hub_data(path: Any) -> bool:
     )
 
 
+def data_entry(path: Any, columns: dict[str, str] | None = None, most: Any = None) -> Any:
+    """Return an entry of `data`: a path, or a path and what is said of it.
+
+    Args:
+        path: or an entry of `hub_entry`.
+        most: records that are used.
+    """
+    entry = dict(path) if isinstance(path, dict) else {"path": path}
+    if columns:
+        entry["columns"] = dict(columns)
+    if most:
+        entry["max_samples"] = int(most)
+    return entry["path"] if entry.keys() == {"path"} else entry
+
+
 def hub_entry(
     draft: Draft,
     name: str,
@@ -32,8 +47,11 @@ def hub_entry(
     subset: Any = None,
     revision: Any = None,
     split: Any = None,
-) -> str:
-    """Return `hub:owner/name/subset@revision:split`; a part of a split is named as left out.
+) -> Any:
+    """Return the entry of `hub:owner/name/subset@revision:split`.
+
+    The first records of a split (`train[:1000]`) are taken as `max_samples`; another part of it is
+    named as left out.
 
     Args:
         name: of the data set, `owner/name`.
@@ -45,8 +63,9 @@ def hub_entry(
     if revision and revision != "main":
         entry += f"@{revision}"
     found = _SPLIT.fullmatch(str(split or "train"))
-    if found is None or found[2]:
+    first = re.fullmatch(r"\[:(\d+)\]", found[2]) if found else None
+    if found is None or (found[2] and not first):
         draft.drop(f"dataset {name}", split, "a whole split is read: write its part to a file")
     if found is not None and found[1] != "train":
         entry += f":{found[1]}"
-    return entry
+    return data_entry(entry, most=first[1] if first else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, load_tool
-from finetune.commands.convert.hub_data import hub_entry
+from finetune.commands.convert.hub_data import data_entry, hub_entry
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import listed, write_settings
 from finetune.errors import ConfigError
@@ -58,7 +58,11 @@ def _loss(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     options, settings = draft.options, draft.settings
-    path = Path(str(options["dataset_dir"])) / "dataset_info.json"
+    folder = str(options["dataset_dir"])
+    if folder.startswith("REMOTE:"):
+        fix = "download dataset_info.json into a folder, and give that"
+        raise ConfigError(f"dataset_dir {folder} is on a hub", "dataset_dir", fix)
+    path = Path(folder) / "dataset_info.json"
     try:
         info = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -102,7 +106,10 @@ def _entry(name: str, about: Any, folder: Path, draft: Draft) -> Any:
     if ranking != (stage == "dpo"):
         what = f"{name} holds {'' if ranking else 'no '}rankings, and the stage is {stage}"
         raise ConfigError(what, "ranking", "name data of the stage")
-    where = f"dataset {name}: "
+    where, most = f"dataset {name}: ", about.get("num_samples")
+    if most:
+        reason = f"the first {most} records are taken here, a random choice there"
+        draft.note(f"{where}num_samples", most, reason)
     named, tags = about.get("columns") or {}, about.get("tags") or {}
     entry = draft.read(draft.tool.data, about | named | tags)
     draft.apply_rows(draft.tool.data, entry, entry, where)
@@ -117,13 +124,14 @@ def _entry(name: str, about: Any, folder: Path, draft: Draft) -> Any:
         known = {"messages": ours} | {other: ours for other, ours in known.items() if other == ours}
         named = {"messages": "conversations"} | named
     elif stage == "pt":
-        return {"path": path, "columns": {"text": named.get("prompt", "instruction")}}
+        text = "text" if str(path).endswith(".txt") else named.get("prompt", "instruction")
+        return data_entry(path, {"text": text}, most)
     columns = {
         ours: named[other] for other, ours in known.items() if named.get(other, ours) != ours
     }
     if stage == "kto" and named.get("kto_tag", "kto_tag") not in ("kto_tag", "label"):
         columns["label"] = named["kto_tag"]
-    return {"path": path, "columns": columns} if columns else path
+    return data_entry(path, columns, most)
 
 
 TOOL = load_tool("llama_factory", finish)

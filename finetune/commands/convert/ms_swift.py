@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, load_tool
-from finetune.commands.convert.hub_data import hub_entry, is_hub_data
+from finetune.commands.convert.hub_data import data_entry, hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import write_settings
 from finetune.config.paths import is_hub_id
@@ -68,10 +68,10 @@ def _entry(given: str, columns: dict[str, str], draft: Draft) -> Any:
     """Return an entry of `data` for `owner/name:subset#500`, a file or a folder."""
     path, _, count = given.rpartition("#")
     if path and count.isdigit():
-        reason = "every record is trained: make a smaller file"
-        draft.drop(f"dataset {path}", f"#{count}", reason)
+        reason = f"the first {count} records are taken here, a random choice there"
+        draft.note(f"dataset {path}", f"#{count}", reason)
     else:
-        path = given
+        path, count = given, ""
     head, _, subset = path.rpartition(":")
     name, subsets = (head, subset.split("/")) if is_hub_data(head) else (path, [])
     if len(subsets) > 1:
@@ -79,7 +79,7 @@ def _entry(given: str, columns: dict[str, str], draft: Draft) -> Any:
     if is_hub_data(name):
         hub = "hub" if draft.options.get("use_hf") else "modelscope"
         path = hub_entry(draft, name, hub, subset=subsets[0] if subsets else None)
-    return {"path": path, "columns": dict(columns)} if columns else path
+    return data_entry(path, columns, count)
 
 
 TOOL = load_tool("ms_swift", finish)

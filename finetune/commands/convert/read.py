@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
+from finetune.commands.convert import axolotl, llama_factory, llama_factory_v1, ms_swift, trl
 from finetune.commands.convert.accelerate_file import read_accelerate
 from finetune.commands.convert.draft import Tool
 from finetune.commands.convert.shell import Shell
@@ -18,7 +18,13 @@ from finetune.config.files import read_file, similar_files
 from finetune.errors import ConfigError
 from finetune.plain_text import mask_secrets
 
-TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, trl.TOOL, axolotl.TOOL, ms_swift.TOOL)
+TOOLS: tuple[Tool, ...] = (
+    llama_factory.TOOL,
+    trl.TOOL,
+    axolotl.TOOL,
+    ms_swift.TOOL,
+    llama_factory_v1.TOOL,
+)
 # Options of launchers: processes of the run, processes of a node, nodes.
 _COUNTS = (("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes"))
 _FILES = (".yaml", ".yml", ".json")

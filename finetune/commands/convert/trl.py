@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from finetune.commands.convert.draft import Draft, load_tool
-from finetune.commands.convert.hub_data import hub_entry, is_hub_data
+from finetune.commands.convert.hub_data import data_entry, hub_entry, is_hub_data
 from finetune.commands.convert.preferences import write_loss
 from finetune.commands.convert.settings import listed, write_settings
 from finetune.errors import ConfigError
@@ -62,19 +62,17 @@ def _data(draft: Draft) -> None:
                 path = hub_entry(draft, path, "hub", subset=known["name"], split=known["split"])
             entries.append(path)
     text = options["dataset_text_field"]
-    if text != "text":
-        draft.settings["data"] = [{"path": path, "columns": {"text": text}} for path in entries]
-    else:
-        draft.settings["data"] = entries
+    columns = {"text": text} if text != "text" else None
+    draft.settings["data"] = [data_entry(entry, columns) for entry in entries]
     if not options.get("valid_split") and options.get("eval_strategy", "no") != "no":
         split = options.get("dataset_test_split", "test")
-        if entries[0].startswith("hub:"):
+        if is_hub_data(one["path"]):
             subset = one["name"]
             draft.settings["valid_data"] = [
                 hub_entry(draft, str(one["path"]), "hub", subset=subset, split=split)
             ]
         else:
-            kind = "folder" if os.path.isdir(entries[0]) else "data set"
+            kind = "folder" if os.path.isdir(str(entries[0])) else "data set"
             reason = f"name the {kind}'s test file as valid_data"
             draft.drop("dataset_test_split", split, reason)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from converted_runs import (
     DEEPSPEED,
     DIFFERS,
@@ -19,6 +20,8 @@ from converted_runs import (
     section,
 )
 
+from finetune.commands.convert.command import main
+from finetune.config.fields import DataSource
 from finetune.data.formats import detect_format
 from finetune.errors import ConfigError, FinetuneError
 
@@ -51,7 +54,7 @@ def test_the_example_of_lora(capsys: Any) -> None:
         "save_steps": 500,
     }
     assert {name: getattr(config, name) for name in expected} == expected
-    assert "max_samples 1000" in section(text, TRAINED) and section(text, TRAINED).count("\n") == 2
+    assert config.max_samples == 1000 and not section(text, TRAINED)
     assert "1 a device x 8 accumulated x 4 devices" in section(text, DIFFERS)
     assert "template qwen3_nothink" in section(text, DIFFERS)
     assert "plot_loss true" in text and "do_train" not in text and "save_only_model" not in text
@@ -88,15 +91,16 @@ def test_the_example_of_pretraining(capsys: Any) -> None:
 
 
 def test_defaults_of_theirs_are_written_out(capsys: Any) -> None:
-    config, _ = converted(
+    config, text = converted(
         {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}, capsys
     )
+    assert "bf16 not set: there the model's own format" in section(text, DIFFERS)
     assert (config.learning_rate, config.lr_scheduler, config.warmup_steps) == (5e-5, "linear", 0)
     assert (config.lora_r, config.lora_alpha, config.global_batch_size, config.dtype) == (
         8,
         16,
         8,
-        "float32",
+        "bfloat16",
     )
 
 
@@ -139,13 +143,13 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
     assert detect_format({"question": "?", "answer": "!", "instruction": "?"}) == "alpaca"
     assert second.columns == {"messages": "turns", "system": "rules", "tools": "functions"}
     assert (third.path, third.columns) == ("hub:owner/name/small:test", None)
+    assert [source.max_samples for source in config.sources] == [1000, 1000, 7]
     assert [source.path for source in config.valid_sources] == ["data/d.json"]
     assert config.data_weights == (1.0, 2.0, 1.0)
     named = section(text, TRAINED)
     for words in (
         "b: images",
         "b: assistant_tag oracle",
-        "c: num_samples 7",
     ):
         assert words in named, words
     with pytest.raises(ConfigError, match="rankings"):
@@ -200,3 +204,108 @@ def test_validation_best_and_early_stopping(capsys: Any) -> None:
         True,
         3,
     )
+
+
+V1: dict[str, Any] = {
+    "model": "Qwen/Qwen3-4B",
+    "model_class": "llm",
+    "peft_config": {"name": "lora", "r": 16, "lora_dropout": 0.0, "target_modules": "all"},
+    "kernel_config": {"name": "auto"},
+    "dist_config": {"name": "fsdp2", "dcp_path": None},
+    "train_dataset": "data/sets.yaml",
+    "output_dir": "outputs/v1",
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "learning_rate": 1e-5,
+    "max_steps": 10,
+    "sample_backend": "hf",
+}
+
+
+def v1_sets(folder: Path, sets: dict[str, Any] | None = None) -> None:
+    sets = sets or {
+        "identity": {"file_name": "data/identity.json", "converter": "alpaca"},
+        "more": {"file_name": "more.json", "dataset_dir": "data", "num_samples": 500},
+        "hub": {"path": "owner/chats", "split": "train_sft", "weight": 2.0},
+    }
+    (folder / "data" / "sets.yaml").write_text(yaml.safe_dump(sets, sort_keys=False))
+
+
+def test_the_new_form(capsys: Any, folder: Path) -> None:
+    v1_sets(folder)
+    config, text = converted(V1, capsys, "--devices", "4")
+    assert config.data == (
+        "data/identity.json",
+        DataSource(path="data/more.json", max_samples=500),
+        "hub:owner/chats:train_sft",
+    )
+    assert (config.micro_batch_size, config.global_batch_size, config.max_steps) == (2, 16, 10)
+    # what is not given has LLaMA-Factory's own defaults: torch's AdamW, a constant rate, peft's alpha
+    assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (16, 16, 0.0)
+    assert (config.learning_rate, config.lr_scheduler, config.weight_decay) == (
+        1e-5,
+        "constant",
+        0.01,
+    )
+    assert (config.dtype, config.save_steps, config.gradient_checkpointing) == ("bfloat16", 0, True)
+    assert "weight 2.0" in section(text, TRAINED) and "#" in text
+    assert "dist_config fsdp2" in text and "template not set" in section(text, DIFFERS)
+
+
+def test_the_new_form_with_all_parameters_and_deepspeed(capsys: Any, folder: Path) -> None:
+    v1_sets(folder, {"identity": {"file_name": "data/identity.json"}})
+    run = {name: value for name, value in V1.items() if name != "peft_config"} | {
+        "dist_config": {
+            "name": "deepspeed",
+            "config_file": "examples/deepspeed/ds_z3_offload_config.json",
+        },
+        "cp_size": 2,
+        "global_batch_size": None,
+        "optim_config": {"name": "muon"},
+    }
+    config, text = converted(run, capsys, "--devices", "8")
+    assert config.finetuning == "full" and config.global_batch_size == 2 * 8 // 2
+    assert config.deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert "optim_config" in section(text, TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_config": {"name": "freeze"}}, "freeze has no counterpart"),
+        ({"model_class": "cls"}, "a model of class cls"),
+        ({"global_batch_size": 15}, "no multiple of micro_batch_size 2 x 4 devices"),
+        ({"train_dataset": "data/missing.yaml"}, "data/missing.yaml is not here"),
+        ({"train_dataset": None}, "names no dataset"),
+    ],
+    ids=["freeze", "class", "batch", "sets", "no-data"],
+)
+def test_the_new_form_is_refused(change: dict[str, Any], words: str, folder: Path) -> None:
+    v1_sets(folder)
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(V1 | change))
+    with pytest.raises(ConfigError, match=words):
+        main(["theirs.yaml", "--devices", "4", "--from", "llamafactory-v1"])
+
+
+def test_pairs_of_the_new_form_are_refused(folder: Path) -> None:
+    v1_sets(folder, {"pairs": {"path": "owner/pairs", "converter": "pair"}})
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(V1))
+    with pytest.raises(ConfigError, match="options of v1's DPO are not read"):
+        main(["theirs.yaml"])
+
+
+def test_a_start_that_would_be_refused_is_no_success(capsys: Any, folder: Path) -> None:
+    """Records that the run's kind does not read, and a file that is not there."""
+    run = {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(run))
+    for content, words in (
+        (None, "no such file or folder"),
+        ([{"prompt": "q", "chosen": "a", "rejected": "b"}], "python -m finetune"),
+        ([{"instruction": "q", "output": "a"}], "[SUCCESS]"),
+    ):
+        if content is not None:
+            (folder / "data" / "identity.json").write_text(json.dumps(content))
+        (folder / "ours.yaml").unlink(missing_ok=True)
+        assert main(["theirs.yaml", "--output", "ours.yaml"]) == 0
+        said = capsys.readouterr().err
+        assert words in said and ("[SUCCESS]" in said) != ("would be refused" in said)
