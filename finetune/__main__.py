@@ -104,8 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return int(ExitCode.REFUSED)
     with plain_streams():
+        from finetune.storage.durable_files import explain_full_disk
+
         try:
-            return import_module(COMMANDS[name][0]).main(rest)
+            with explain_full_disk():
+                return import_module(COMMANDS[name][0]).main(rest)
         except FinetuneError as error:
             print(f"[ERROR] {error}", file=sys.stderr)
             return int(error.exit_code)

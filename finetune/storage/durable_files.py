@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from finetune.errors import FinetuneError
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage.shared_storage import poll_attempts
 
@@ -387,6 +388,26 @@ def os_error_in(error: BaseException) -> OSError | None:
         return None
     number = int(found.group(1))
     return OSError(number, os.strerror(number))
+
+
+@contextlib.contextmanager
+def explain_full_disk(where: str = "") -> Iterator[None]:
+    """Turn a write that failed because a disk or quota is full into a FinetuneError.
+
+    Args:
+        where: to name if the error does not name a file.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = os_error_in(error)
+        if cause is None or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise FinetuneError(
+            f"the disk is full: {cause.strerror}",
+            where=str(cause.filename or where),
+            fix="free some space on it (or some of your quota), then start the same command again",
+        ) from error
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

@@ -83,7 +83,7 @@ class AppendFile:
         return os.open(self.path, flags, 0o666)
 
     def append_bytes(self, piece: bytes) -> None:
-        """Write all of it or nothing. Raises OSError if it cannot be written."""
+        """Write all of it or nothing. Raises OSError, with the name, if it cannot be written."""
         if time.monotonic() >= self._look_at:
             self._follow_name()
         written = 0
@@ -91,11 +91,12 @@ class AppendFile:
             # The system writes only a part when the disk is full, and the second write fails.
             while written < len(piece):
                 written += os.write(self._descriptor, memoryview(piece)[written:])
-        except OSError:
+        except OSError as error:
             if written:
                 with contextlib.suppress(OSError):
                     size_bytes = os.fstat(self._descriptor).st_size
                     os.ftruncate(self._descriptor, max(0, size_bytes - written))
+            error.filename = str(self.path)
             raise
 
     def _follow_name(self) -> None:

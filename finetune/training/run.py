@@ -41,6 +41,7 @@ from finetune.runtime.launch_environment import (
     probe_torch_npu,
 )
 from finetune.runtime.parent_watchdog import die_with_launcher
+from finetune.storage import durable_files
 from finetune.storage.run_folder import read_status
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
@@ -69,7 +70,8 @@ def _run_arguments(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) 
         if world.is_main:
             sys.stdout.write(format_config(resolved) + "\n")
         return None
-    return _run(kind, resolved, world)
+    with durable_files.explain_full_disk(str(resolved.config.output_dir)):
+        return _run(kind, resolved, world)
 
 
 def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
@@ -100,7 +102,7 @@ def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Pat
     world = launch_world()
     setup_console(world.rank)
     resolved = resolve_object(config, world.world_size, kind.config_class)
-    with _unchanged_environment():
+    with _unchanged_environment(), durable_files.explain_full_disk(str(resolved.config.output_dir)):
         return _run(kind, resolved, world)
 
 

@@ -4,6 +4,7 @@ before.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -18,14 +19,22 @@ from finetune.storage.checkpoint_files import list_checkpoints, verify
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB of its own."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB or the size that the test asks for."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)],
+        [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={getattr(request, 'param', '8m')}",
+            "tmpfs",
+            str(mount),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -90,3 +99,31 @@ def test_enospc_while_a_line_is_logged(materials, small_disk):
     assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 60
     names = [event["event"] for event in run_helpers.lines(output_dir / "events.jsonl")]
     assert names.count("start") == 2 and names[-1] == "end", "no event follows half of another"
+
+
+@pytest.mark.parametrize("small_disk", ["4k", "16k"], indirect=True)
+def test_a_disk_without_room_for_the_first_files(materials, small_disk, run_cli):
+    """Before a checkpoint, and before the folder's own files."""
+    config = small_disk.parent / "run.yaml"
+    config.write_text(json.dumps(materials.settings(small_disk / "run", max_steps=2)))
+    done = run_cli(["--config", config])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "[ERROR] the disk is full: No space left on device" in done.stderr
+    assert f"where: {small_disk}/run" in done.stderr
+
+
+@pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
+def test_commands_on_a_full_disk(materials, small_disk, run_cli):
+    """What a command writes beside a run: each says what is full."""
+    run = materials.folder / "commands"
+    run_helpers.train(materials.settings(run, max_steps=2))
+    model = Path(materials.settings(run)["model"])
+    commands = (
+        ["report", str(run), "--output", str(small_disk / "report.html")],
+        ["prepare", "--data", str(materials.settings(run)["data"]), "--text-field", "output"]
+        + ["--tokenizer", str(model), "--output-dir", str(small_disk / "tokens")],
+    )
+    for command in commands:
+        done = run_cli(command, module="finetune")
+        assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+        assert "No space left on device" in done.stderr, command
