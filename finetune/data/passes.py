@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.encoding.render import Rendered, Renderer
-from finetune.data.formats import MediaLeftOut
+from finetune.data.formats import Conversation, MediaLeftOut
 from finetune.data.parts import Part, parts_of
 from finetune.data.preference.reader import PreferenceForm, reader_of
 from finetune.data.reading.files import DataFile
@@ -120,6 +121,7 @@ class PartJob:
                 checked.problems.append((line, problem))
                 continue
             report.without_media += found.had_media
+            report.placeholder_records += _has_placeholder(found)
             report.control_token_records += self.renderer.has_control_tokens(found)
             if found.difficulty is None:
                 checked.unlabeled.append(line)
@@ -197,6 +199,18 @@ class PartJob:
             np.concatenate(supervised),
             np.array(rows, dtype=ROW),
         )
+
+
+# What a template engine would have filled in; code in an answer has other things in its braces.
+_PLACEHOLDER = re.compile(r"\{\{ *[A-Za-z_]\w* *\}\}")
+
+
+def _has_placeholder(found: Conversation) -> bool:
+    """Whether an answer that is trained holds a placeholder."""
+    return any(
+        turn.trained and turn.role == "assistant" and _PLACEHOLDER.search(turn.content)
+        for turn in found.messages
+    )
 
 
 def _count(report: DataReport, sample: Rendered) -> None:

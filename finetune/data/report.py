@@ -163,6 +163,7 @@ class DataReport:
     pairs: int = 0  # samples of two answers
     good_answers: int = 0  # samples with a label that is true
     bad_answers: int = 0  # samples with one that is false
+    placeholder_records: int = 0  # records with {{name}} or the like in an answer
     control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
     def add(self, other: DataReport) -> None:
@@ -235,6 +236,11 @@ class DataReport:
             *((1, f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()),
             (self.left_out_media, "left out: images, video or sound", f"{self.left_out_media:,}"),
             (self.without_media, "read without images, video or sound", f"{self.without_media:,}"),
+            (
+                self.placeholder_records,
+                "answers with a placeholder such as {{name}}, trained as it stands",
+                f"{self.placeholder_records:,}",
+            ),
             (self.duplicates, "duplicates dropped", f"{self.duplicates:,}"),
             (self.other_side, "on the other side of the split", f"{self.other_side:,}"),
         ]

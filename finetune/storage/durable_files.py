@@ -378,13 +378,13 @@ def format_bytes(size_bytes: int) -> str:
 def os_error_in(error: BaseException) -> OSError | None:
     """Return the system's error behind an exception, or None.
 
-    safetensors writes in Rust and raises its own error with `(os error 28)` or `code: 28` in the
-    text.
+    safetensors and tokenizers write in Rust and raise errors of their own, or a plain Exception,
+    with `(os error 28)` or `code: 28` in the text.
     """
     if isinstance(error, OSError):
         return error
     found = re.search(r"(?:os error |code: )(\d+)", str(error))
-    if type(error).__name__ != "SafetensorError" or found is None:
+    if type(error).__name__ not in ("SafetensorError", "Exception") or found is None:
         return None
     number = int(found.group(1))
     return OSError(number, os.strerror(number))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.config.run_config import RunConfig
     from finetune.data.samples import Samples
 
 _TRAINED, _CONTEXT = "bold green", "dim"
@@ -154,7 +155,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples, count=options.count, record=options.record, difficulty=options.difficulty
     ):
         show(samples, index, tokenizer, console)
+    _check_embeddings(config, samples, tokenizer)
     return int(ExitCode.DONE)
+
+
+def _check_embeddings(
+    config: RunConfig, samples: Samples, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse tokens without an embedding, as a start would; a folder of a tokenizer alone has none.
+
+    Raises:
+        DataError: such a token, and its record.
+    """
+    from finetune.modeling.hub import from_modelscope
+    from finetune.modeling.model_config import check_ids, load_model_config
+
+    name = from_modelscope(config.model, config.hub)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        return
+    model = load_model_config(name, trust_remote_code=config.trust_remote_code)
+    check_ids(model, samples, tokenizer)
 
 
 def choose(

@@ -178,3 +178,28 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage: python -m finetune inspect" in done.stdout
+
+
+def test_what_a_start_would_refuse_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens that the model has no embedding for, behind the samples that show them."""
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has only 100 embeddings") as refused:
+        main(arguments)
+    assert refused.value.where == f"{tmp_path / 'train.jsonl'}:1"
+    assert "question 1" in capsys.readouterr().out
+
+
+def test_placeholders_in_answers_are_counted(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a template engine, in answers that are trained; not braces of code, or questions."""
+    answers = ["I am {{name}}.", "By {{ author }}", "print('{{}}'.format({{1: 2}}))", "{{a.b}}"]
+    rows = [{"instruction": "Are you {{name}}?", "output": answer} for answer in answers]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*arguments, "--rows", "0"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "answers with a placeholder such as {{name}}, trained as it stands" in shown
+    assert re.search(r"as it stands 2 ", shown)
