@@ -238,7 +238,7 @@ class DataReport:
             (self.without_media, "read without images, video or sound", f"{self.without_media:,}"),
             (
                 self.placeholder_records,
-                "answers with a placeholder such as {{name}}, trained as it stands",
+                "answers with {{name}} or the like",
                 f"{self.placeholder_records:,}",
             ),
             (self.duplicates, "duplicates dropped", f"{self.duplicates:,}"),
