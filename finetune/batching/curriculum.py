@@ -27,6 +27,7 @@ FEW_SAMPLES = 1000  # a difficulty with fewer is warned about
 UNIFORM_DIFFICULTY = "all"
 _INT64_ROOM = 1 << 61
 _PORTION = 1 << 18
+_CURRICULUM_SETTINGS = frozenset({"use_curriculum", "curriculum", "difficulty_field"})
 
 logger = logging.getLogger("finetune")
 
@@ -160,8 +161,16 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
 def build_schedule(
     config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
 ) -> tuple[Schedule, np.ndarray]:
-    """Call `choose_schedule` for a run, and log its warnings."""
+    """Call `choose_schedule` for a run, and log its warnings.
+
+    A curriculum is the default: data without difficulties is worth a warning only if a setting
+    asks for one.
+    """
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
+    is_asked_for = not _CURRICULUM_SETTINGS.isdisjoint(config.model_fields_set)
+    if warnings and schedule == uniform_schedule() and not is_asked_for:
+        logger.info("no sample has a '%s': uniform sampling", config.difficulty_field)
+        return schedule, difficulty_ids
     for warning in warnings:
         logger.warning("%s", warning)
     return schedule, difficulty_ids

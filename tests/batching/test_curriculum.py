@@ -225,6 +225,7 @@ def config_like(**changes: object) -> SimpleNamespace:
             "use_curriculum": True,
             "difficulty_field": "difficulty",
             "curriculum": curriculum,
+            "model_fields_set": changes.keys(),
             **changes,
         }
     )
@@ -238,18 +239,25 @@ def test_enough_rows_of_each_level_are_silent(caplog: pytest.LogCaptureFixture) 
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("field", ["difficulty", "niveau"])
-def test_no_level_anywhere_is_one_warning_and_uniform(
-    caplog: pytest.LogCaptureFixture, field: str
+@pytest.mark.parametrize(
+    ("asked", "level", "said"),
+    [
+        ({"difficulty_field": "niveau"}, logging.WARNING, "'niveau' field not found"),
+        ({"use_curriculum": True}, logging.WARNING, "'difficulty' field not found"),
+        ({}, logging.INFO, "no sample has a 'difficulty': uniform sampling"),
+    ],
+    ids=["field", "curriculum", "nothing"],
+)
+def test_no_level_anywhere_is_uniform(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, object], level: int, said: str
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="finetune"):
-        schedule, ids = build_schedule(
-            config_like(difficulty_field=field), np.full(50, -1, dtype=np.int16)
-        )
+    """One warning if a setting asks for a curriculum, which is the default too."""
+    with caplog.at_level(logging.INFO, logger="finetune"):
+        schedule, ids = build_schedule(config_like(**asked), np.full(50, -1, dtype=np.int16))
     assert schedule == uniform_schedule()
     assert ids.tolist() == [0] * 50
-    assert len(caplog.records) == 1
-    assert f"'{field}' field not found" in caplog.text
+    assert [record.levelno for record in caplog.records] == [level]
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize("difficulties", [[-1, -1], [0, 1], [0, -1]])
