@@ -17,12 +17,16 @@ is in docs/defaults_benchmark.md:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.config.base_config import BaseConfig
+from finetune.config.fields import HUB_PREFIXES
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
-from finetune.errors import ConfigError
+from finetune.data.reading.files import expand_sources, read_records
+from finetune.errors import ConfigError, DataError
 from finetune.runtime.language import _
 
 WIDTH, WIDTH_POWER = 4096, 0.78
@@ -96,6 +100,29 @@ def batch_for(config: RunConfig, samples: int) -> int:
     """
     wanted = samples * config.num_epochs / STEPS
     return max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
+
+
+def with_batch_of_data(config: BaseConfig) -> BaseConfig:
+    """Return a configuration with the batch that `auto` becomes by the records that are here.
+
+    What a start leaves out of them (the validation split, bad records) is not known yet. Data that
+    is not here leaves the batch at auto, which is planned as its largest.
+    """
+    if not isinstance(config, RunConfig) or config.global_batch_size != "auto":
+        return config
+    if any(source.path.startswith(HUB_PREFIXES) for source in config.sources):
+        return config
+    enough = math.ceil(AUTO_BATCHES[-1] * STEPS / config.num_epochs)  # for the largest batch
+    count = 0
+    try:
+        for file in expand_sources(config.sources):
+            most = file.source.max_samples
+            left = enough - count
+            count += sum(1 for _ in read_records(file.path, min(left, most or left)))
+    except DataError:
+        return config
+    with_rate = config.model_copy(update={"learning_rate": 1.0})  # which is not what is asked for
+    return config.model_copy(update=learning_defaults(with_rate, width=1, samples=count).values)
 
 
 def rate_for(config: RunConfig, width: int, batch: int) -> float:

@@ -17,7 +17,7 @@ from run_helpers import Materials, make_data, make_materials
 from finetune import run
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
 from finetune.errors import ConfigError, FinetuneError
-from finetune.planning.learning_defaults import STEPS, learning_defaults
+from finetune.planning.learning_defaults import STEPS, learning_defaults, with_batch_of_data
 
 
 def config(**settings: Any) -> RunConfig:
@@ -59,6 +59,21 @@ def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: 
     if micro != "auto":
         size = found.get("micro_batch_size", micro)
         assert batch % size == 0 and size <= micro and (size == micro or batch % micro)
+
+
+@pytest.mark.parametrize("count", [91, 5_000, 40_000])
+def test_the_plan_has_the_batch_of_the_data(count: int, tmp_path: Path) -> None:
+    """That of a run on as many samples; without data here, auto stays."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"instruction": "q", "output": "a"}\n' * count)
+    settings = {"model": "m", "output_dir": "o", "num_epochs": 1.0, "micro_batch_size": 12}
+    planned = with_batch_of_data(RunConfig(data=str(data), **settings))
+    found = derived(samples=count, num_epochs=1.0, micro_batch_size=12)
+    assert planned.global_batch_size == found["global_batch_size"]
+    assert planned.micro_batch_size == found.get("micro_batch_size", 12)
+    assert planned.learning_rate == "auto"
+    for elsewhere in ("hub:owner/name", "not-said"):
+        assert with_batch_of_data(RunConfig(data=elsewhere, **settings)).global_batch_size == "auto"
 
 
 def test_a_run_that_goes_on_keeps_its_numbers() -> None:

@@ -174,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
     """The plan of resolved settings on the machines of the options."""
     from finetune.planning.inputs import shape_for
+    from finetune.planning.learning_defaults import with_batch_of_data
     from finetune.planning.plan import make_plan
 
+    config = with_batch_of_data(config)
     if config.device_type != "auto":
         cluster = replace(cluster, device_type=config.device_type)
     return make_plan(config, shape_for(config, options.model_file), cluster, options.efficiency)

@@ -127,6 +127,12 @@ def _step(plan: Plan) -> list[str]:
         f" ({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts"
         " 4 of 6)",
     ]
+    if plan.cluster.device_type != "cpu" and plan.cluster.peak_flops is None:
+        lines.append(
+            _(
+                "  the peak of {name} is not known: give --peak-tflops, or its name (910B3, H100)"
+            ).format(name=plan.cluster.device_name or "the device")
+        )
     for name, seconds, traffic in (
         (_("network"), time.network, plan.network),
         (_("to and from the host"), time.host, plan.host),
