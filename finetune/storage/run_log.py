@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -204,6 +204,18 @@ class StepLog(JsonLines):
         self.sync()
 
 
+def warn_of_lost_lines(log: StepLog, resume_step: int) -> None:
+    """Warn if the lines that were kept end earlier before the checkpoint than lines are apart."""
+    steps = [0, *log.kept_steps]
+    apart = max((later - earlier for earlier, later in pairwise(steps)), default=resume_step)
+    if resume_step - steps[-1] > apart:
+        logger.warning(
+            "%s lost its end: the last line before step %d, from which the run resumes, is of"
+            " step %d; curves and reports have a gap",
+            log.path, resume_step, steps[-1],
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------- curves for TensorBoard
 
 _numbers = count()  # of the files of this process: two of one second have the same time
@@ -267,6 +279,7 @@ class RunLog:
         self._curves: CurveFile | None = None
         if run_folder is not None:
             self._steps = StepLog(run_folder / "trainer_log.jsonl", resume_step)
+            warn_of_lost_lines(self._steps, resume_step)
             self._events = JsonLines(run_folder / "events.jsonl")
 
     def step(self, record: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,22 @@ def test_going_on_cuts_what_is_torn_or_later(torn: bytes, tmp_path: Path):
         assert log.kept_steps == [1, 2]
         log.write({"step": 3, "again": True})
     assert list(read_jsonl_tolerant(path)) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_lost"),
+    [(range(1, 21), False), (range(1, 12), True), (range(5, 21, 5), False), ([5, 10], True)],
+    ids=["whole", "every step", "every fifth", "lost fifths"],
+)
+def test_lines_that_are_lost_are_warned_of(
+    steps: Iterable[int], is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Of a run that goes on from step 20, by the distance of its own lines."""
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
+    (tmp_path / "trainer_log.jsonl").write_text(lines)
+    with caplog.at_level(logging.WARNING, logger="finetune"):
+        RunLog(tmp_path, resume_step=20).close()
+    assert ("lost its end" in caplog.text) == is_lost
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path):
