@@ -13,7 +13,7 @@ from finetune.planning.auto import with_values
 from finetune.planning.inputs import DTYPE_BYTES, shape_for, workload_of
 from finetune.planning.memory import memory_of
 from finetune.planning.workload import Cluster, Workload
-from finetune.storage.run_log import read_jsonl_tolerant
+from finetune.storage.run_log import plain_record, read_jsonl_tolerant
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def read_events(run: Path) -> list[dict[str, Any]]:
         DataError: no run is there.
     """
     try:
-        return list(read_jsonl_tolerant(run / "events.jsonl"))
+        return [plain_record(event) for event in read_jsonl_tolerant(run / "events.jsonl")]
     except OSError as error:
         raise DataError(
             f"no run is there: {error.strerror}",

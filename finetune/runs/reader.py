@@ -26,9 +26,11 @@ from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.runtime.process_start import is_same_start, recorded_start
 from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME, describe_folder
 from finetune.storage.run_lock import LOCK_NAME, holder
+from finetune.storage.run_log import plain_record
 
 RANK_LOGS_FOLLOWED = 64
 CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
+_END_OF_TIME = 253_402_300_800  # seconds from 1970 to the year 10000, which no calendar has
 _RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
 
@@ -89,9 +91,9 @@ class FolderReader:
             if not self._described:
                 raise
             return
-        self.view.identity = described.identity or {}
-        self.view.config = described.config or {}
-        self.view.status = described.status or {}
+        self.view.identity = plain_record(described.identity or {})
+        self.view.config = plain_record(described.config or {})
+        self.view.status = plain_record(described.status or {})
         self._described = files
 
     def _state(self) -> State:
@@ -241,7 +243,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         record = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return plain_record(record) if isinstance(record, dict) else {}
 
 
 def _take_step(steps: StepTable, raw: bytes) -> None:
@@ -252,7 +254,9 @@ def _take_step(steps: StepTable, raw: bytes) -> None:
 
 def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
     record = json_object(raw)
-    is_event = isinstance(record.get("event"), str) and is_finite_number(record.get("time"))
+    time = record.get("time")
+    is_event = isinstance(record.get("event"), str) and is_finite_number(time)
+    is_event = is_event and 0 <= time < _END_OF_TIME
     if is_event and (record["event"] != "eval" or type(record.get("step")) is int):
         events.append(record)
 

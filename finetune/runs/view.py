@@ -131,7 +131,7 @@ class RunView:
         names = self._named_by("tokens", "eval_loss")
         curriculum = self.config.get("curriculum")
         known = curriculum.get("levels") if isinstance(curriculum, dict) else None
-        known = [str(name) for name in known or []]
+        known = [str(name) for name in known] if isinstance(known, list) else []
         return [name for name in known if name in names] + sorted(names - set(known))
 
     @property

@@ -209,11 +209,13 @@ def warn_of_lost_lines(log: StepLog, resume_step: int) -> None:
     steps = [0, *log.kept_steps]
     apart = max((later - earlier for earlier, later in pairwise(steps)), default=resume_step)
     if resume_step - steps[-1] > apart:
-        logger.warning(
+        logging.getLogger(LOGGER_NAME).warning(
             "%s lost its end: the last line before step %d, from which the run resumes, is of"
             " step %d; curves and reports have a gap",
-            log.path, resume_step, steps[-1],
-        )  # fmt: skip
+            log.path,
+            resume_step,
+            steps[-1],
+        )
 
 
 # ---------------------------------------------------------------- curves for TensorBoard
@@ -328,6 +330,74 @@ def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
                 torn = number
             else:
                 yield record
+
+
+# Fields of events and of status.json that readers compute with, and how a field of several numbers
+# holds them.
+_NUMBERS = frozenset(
+    (
+        "step",
+        "total_steps",
+        "world_size",
+        "size_bytes",
+        "exit_code",
+        "zero_stage",
+        "global_batch_size",
+        "flops_per_token",
+        "peak_flops",
+        "best",
+        "best_step",
+        "output_step",
+    )
+)
+_SEVERAL = {
+    "peak_device_bytes": list,
+    "peak_host_bytes": list,
+    "planned_peak_bytes": dict,
+    "parameters": dict,
+    "plan": dict,
+    "versions": dict,
+    "removed": list,
+}
+_LARGEST = 1 << 53  # whole number that a float holds
+
+
+def plain_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a run's files as readers can show it: they may be damaged, or hostile.
+
+    Texts have no control characters, numbers that are not finite or are too large are None, and a
+    field that readers compute with is left out if it holds something else.
+    """
+    plain = _plain_value(record)
+    for name in _NUMBERS & plain.keys():
+        if not _is_number(plain[name]):
+            del plain[name]
+    for name in _SEVERAL.keys() & plain.keys():
+        given = plain[name]
+        numbers = given.values() if isinstance(given, dict) else given
+        is_whole = isinstance(given, _SEVERAL[name])
+        if is_whole and name.endswith(("_bytes", "parameters")):
+            known = [
+                number for number in numbers if number is not None or name == "planned_peak_bytes"
+            ]
+            is_whole = all(map(_is_number, known))  # a rank may not know its memory
+        if not is_whole:
+            del plain[name]
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return plain_lines(value)
+    if isinstance(value, dict):
+        return {plain_lines(str(name)): _plain_value(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain_value(inner) for inner in value]
+    return value if not isinstance(value, int | float) or abs(value) <= _LARGEST else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
