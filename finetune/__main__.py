@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         known = _ELSEWHERE.get(name) or nearest(name, COMMANDS)
         hint = f"; did you mean {known}?" if known else ";"
+        if name.startswith("-"):
+            hint = ": flags follow their command;"
         print(
             f"[ERROR] unknown command {name!r}{hint} `python -m finetune --help` lists the"
             " commands",

@@ -86,12 +86,13 @@ class AnswerText:
         return self._hand_out(self.text + fresh, keep_back=True)
 
     def finish(self) -> str:
-        """Return what was kept back."""
+        """Return what was kept back, but not the first bytes of a character that never ended."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        # Bytes that never became a character appear only here, as U+FFFD.
-        return self._hand_out(whole if whole.startswith(self.text) else self.text, keep_back=False)
+        if not whole.startswith(self.text) or not whole[len(self.text) :].strip("\ufffd"):
+            whole = self.text
+        return self._hand_out(whole, keep_back=False)
 
     def _hand_out(self, text: str, *, keep_back: bool) -> str:
         if self.stopped:

@@ -180,6 +180,14 @@ def test_no_character_is_ever_broken(message: str):
     assert "".join(pieces) == text.text == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+def test_a_character_that_max_tokens_cuts_is_left_out():
+    ids = TOKENIZER("an answer 👩", add_special_tokens=False)["input_ids"]
+    assert TOKENIZER.decode(ids[:-1]).endswith("\ufffd"), "the last character has several tokens"
+    text = AnswerText(TOKENIZER)
+    pieces = [text.add(ids[:-1]), text.finish()]
+    assert "".join(pieces) == text.text == "an answer "
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.text(st.sampled_from("ab\n中"), max_size=20),

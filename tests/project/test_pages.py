@@ -239,8 +239,8 @@ def check_server(line: str, place: Path) -> None:
             run_block("python client.py", place)
         finally:
             server.send_signal(signal.SIGINT)
-            server.communicate(timeout=PATIENCE_SECONDS)
-    assert server.returncode == 0
+            rest = server.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert server.returncode == 0 and b"stopped by a signal" in rest
 
 
 def answers(url: str) -> bool:

@@ -198,9 +198,9 @@ def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         if _SECRET_NAME.search(name) and value not in (None, ""):
             yield path, "***"
         elif isinstance(value, list):
-            yield path, " ".join(map(_plain, value))
+            yield path, " ".join(map(_plain, value)) or "–"
         else:
-            yield path, "–" if value is None else _plain(value)
+            yield path, "–" if value in (None, "") else _plain(value)
 
 
 def _plain(value: Any) -> str:

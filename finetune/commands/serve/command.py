@@ -105,6 +105,8 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     )
     try:
         await server.serve(sockets=[listener])
+        if not pool.all_failed.is_set():
+            logger.info("stopped by a signal")
     finally:
         failed.cancel()
         await pool.close()
