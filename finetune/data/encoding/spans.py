@@ -108,6 +108,20 @@ class ChatTemplate:
         self.stop_tokens = tuple(
             token for token in map(str, model_stop_tokens(tokenizer)) if token in self.specials
         )
+        self._takes_parts = False
+        if not self._writes_content():
+            # Templates of processors (Idefics 3, LLaVA-NeXT) loop over the parts of a content.
+            self._takes_parts = True
+            self._takes_parts = self._writes_content()
+
+    def _writes_content(self) -> bool:
+        """Whether a question comes out in the form that contents are given in."""
+        probe = "a7f3 probe"
+        try:
+            text = self._render([Message("user", probe)], False, text_arguments=False)
+        except RecordProblem:
+            return False
+        return probe in text and f"'text': '{probe}" not in text  # as Python writes a part
 
     def with_tools(self, tools: Tools) -> ChatTemplate:
         """The same template for a conversation in which these may be called."""
@@ -148,7 +162,7 @@ class ChatTemplate:
     ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [_for_template(message, text_arguments) for message in messages],
+                [self._for_template(message, text_arguments) for message in messages],
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -157,6 +171,23 @@ class ChatTemplate:
             return str(text)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RecordProblem("refused by the chat template", first_line(error)[:200]) from error
+
+    def _for_template(self, message: Message, text_arguments: bool) -> dict[str, Any]:
+        """A message as transformers' chat templates read it."""
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        if self._takes_parts:
+            turn["content"] = [{"type": "text", "text": message.content}]
+        if message.reasoning:
+            turn["reasoning_content"] = message.reasoning
+        if message.calls:
+            turn["tool_calls"] = [
+                call.for_template(as_text=text_arguments) for call in message.calls
+            ]
+        if message.call_id:
+            turn["tool_call_id"] = message.call_id
+        if message.name:
+            turn["name"] = message.name
+        return turn
 
     def has_special(self, text: str) -> bool:
         """Whether the text spells one of the tokenizer's special tokens."""
@@ -179,20 +210,6 @@ class ChatTemplate:
             if token is None:
                 return
             stop = len(text[: stop - len(token)].rstrip())
-
-
-def _for_template(message: Message, text_arguments: bool) -> dict[str, Any]:
-    """A message as transformers' chat templates read it."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        turn["reasoning_content"] = message.reasoning
-    if message.calls:
-        turn["tool_calls"] = [call.for_template(as_text=text_arguments) for call in message.calls]
-    if message.call_id:
-        turn["tool_call_id"] = message.call_id
-    if message.name:
-        turn["name"] = message.name
-    return turn
 
 
 def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendering]:
