@@ -8,7 +8,9 @@ completion, as texts or as lists of messages, and plain text are those of TRL's 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,8 +119,12 @@ _MEDIA = (
 _NOT_READ_OF_RECORD = dict.fromkeys(MEDIA_KEYS, _MEDIA)
 _NOT_READ_OF_TURN = {
     **_NOT_READ_OF_RECORD,
-    "thinking": "give it as 'reasoning_content'",
+    "reasoning_details": "give its text as 'reasoning_content'",
+    "function_calls": "give it as 'tool_calls'",
+    "functions": "give it as 'tools' of the record",
 }
+# What servers and data sets call the thoughts before an answer: DeepSeek, vLLM, gpt-oss.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MAY_FOLLOW = {
     None: ("system", "user", "text"),
     "text": (),
@@ -334,6 +340,9 @@ def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Mes
     message.
     """
     turns = record[key]
+    if isinstance(turns, str):  # as JSON, which columns of CSV and Parquet often hold
+        with contextlib.suppress(ValueError, RecursionError):
+            turns = json.loads(turns)
     if not isinstance(turns, (list, tuple)):
         raise RecordProblem("wrong type", f"'{key}' is {kind_of(turns)}, not a list of turns")
     if not turns:
@@ -372,7 +381,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
         raise RecordProblem("wrong type", f"{where}: '{weight_key}' must be 0 or 1")
     calls = _calls(turn, given, content_key, where, number)
     content = "" if given.lower() == "function_call" else turn.get(content_key)
-    reasoning = _text(turn, "reasoning_content")
+    reasoning = _reasoning(turn, where)
     if isinstance(content, (list, tuple)):
         if role == "assistant" and not reasoning:
             thoughts = [part for part in content if _is_part(part, "reasoning")]
@@ -392,6 +401,15 @@ def _turn(turn: Any, where: str, number: int) -> Message:
     if role == "tool":
         return Message(role, content, call_id=_text(turn, "tool_call_id"), name=_text(turn, "name"))
     return Message(role, content)
+
+
+def _reasoning(turn: Mapping[str, Any], where: str) -> str:
+    """The thoughts of a turn, under one of their names."""
+    found = {key: text for key in _REASONING_KEYS if (text := _text(turn, key))}
+    if len(set(found.values())) > 1:
+        names = " and ".join(map(repr, found))
+        raise RecordProblem("unsupported key", f"{where} has {names}, which differ; keep one")
+    return next(iter(found.values()), "")
 
 
 def _calls(

@@ -218,3 +218,58 @@ def test_labels_and_single_answers_name_their_kind_of_run() -> None:
     assert "python -m finetune.dpo --loss kto" in str(problem)
     ((_, _, problem),) = PreferenceReader().conversations([(1, record)])
     assert "python -m finetune.sft trains on single answers" in str(problem)
+
+
+# ---------------------------------------------------------------- names of other tools
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_under_the_names_of_servers(key: str) -> None:
+    """vLLM answers with `reasoning`, gpt-oss's template reads `thinking`."""
+    answer = {"role": "assistant", "content": "a", key: "T"}
+    found = conversation({"messages": [{"role": "user", "content": "q"}, answer]})
+    assert found.messages[1].reasoning == "T"
+    both = answer | {"reasoning_content": "T", "reasoning": None}
+    assert conversation({"messages": [{"role": "user", "content": "q"}, both]}) == found
+    other = answer | {"reasoning_content": "T", "reasoning": "U"}
+    with pytest.raises(RecordProblem, match="'reasoning'.*, which differ"):
+        conversation({"messages": [{"role": "user", "content": "q"}, other]})
+
+
+@pytest.mark.parametrize(
+    ("turn", "fix"),
+    [
+        ({"function_calls": "f(x=1)"}, "'tool_calls'"),
+        ({"functions": '[{"name": "f"}]'}, "'tools' of the record"),
+        ({"reasoning_details": [{"text": "T"}]}, "'reasoning_content'"),
+    ],
+)
+def test_keys_of_turns_that_hold_what_is_trained_are_not_left_out(
+    turn: dict[str, Any], fix: str
+) -> None:
+    """As OLMo 3's tool data and OpenRouter's answers have them."""
+    answer = {"role": "assistant", "content": "a"} | turn
+    with pytest.raises(RecordProblem, match=fix):
+        conversation({"messages": [{"role": "user", "content": "q"}, answer]})
+
+
+def test_turns_as_json() -> None:
+    """A column of CSV or Parquet often holds the list as a text; a text of Python is refused."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    found = conversation({"messages": json.dumps(turns)})
+    assert found == conversation({"messages": turns})
+    with pytest.raises(RecordProblem, match="is a text, not a list of turns"):
+        conversation({"messages": str(turns)})
+
+
+def test_pairs_of_llama_factorys_new_form() -> None:
+    def side(answer: str) -> list[dict[str, Any]]:
+        return [
+            {"role": role, "content": [{"type": "text", "value": text}]}
+            for role, text in (("user", "q"), ("assistant", answer))
+        ]
+
+    record = {"chosen_messages": side("good"), "rejected_messages": side("bad")}
+    ((_, _, found),) = PreferenceReader().conversations([(1, record)])
+    assert not isinstance(found, RecordProblem), found
+    assert [found.messages[-1].content, found.rejected[-1].content] == ["good", "bad"]

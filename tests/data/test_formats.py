@@ -210,7 +210,7 @@ BAD = [
             },
             "unsupported",
         )
-        for key in ({"thinking": "t"}, {"images": [b"png"]})
+        for key in ({"reasoning_details": ["t"]}, {"images": [b"png"]})
     ),
     (
         {
@@ -369,16 +369,16 @@ def test_files_folders_and_globs(tmp_path: Path) -> None:
 
 def test_missing_files_are_reported_together(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", "x")
-    write(tmp_path / "notes.txt", "x")
+    write(tmp_path / "notes.md", "x")
     (tmp_path / "empty").mkdir()
-    names = ["trian.jsonl", "notes.txt", "empty", "*.parquet"]
+    names = ["trian.jsonl", "notes.md", "empty", "*.parquet"]
     with pytest.raises(Problems) as caught:
         expand_paths([str(tmp_path / name) for name in names])
     missing, kind, folder, pattern = map(str, caught.value.problems)
     assert "did you mean" in missing and "train.jsonl" in missing
     assert (
-        ".txt is not a known kind" in kind
-        and "python -m finetune prepare" in kind
+        ".md is not a known kind" in kind
+        and ".txt" in kind
         and "holds no" in folder
         and "no data file matches" in pattern
     )

@@ -178,7 +178,8 @@ class ChatTemplate:
         if self._takes_parts:
             turn["content"] = [{"type": "text", "text": message.content}]
         if message.reasoning:
-            turn["reasoning_content"] = message.reasoning
+            # Most templates read the first name, gpt-oss's own the second.
+            turn["reasoning_content"] = turn["thinking"] = message.reasoning
         if message.calls:
             turn["tool_calls"] = [
                 call.for_template(as_text=text_arguments) for call in message.calls

@@ -67,6 +67,9 @@ class PreferenceReader(RecordReader):
         searched for media.
         """
         renamed = dict(super()._renamed(record))
+        if _has(renamed, ("chosen_messages",)):  # LLaMA-Factory v1
+            for key in _BOTH_KEYS:
+                renamed.setdefault(key, renamed.pop(f"{key}_messages", None))
         for key in _SIDE_KEYS:
             if isinstance(renamed.get(key), Mapping):
                 renamed[key] = [renamed[key]]
