@@ -77,6 +77,8 @@ from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# People paste the lines that they take for the cause: such a log need not look like a run's.
+EXCERPT_LINES = 20
 # Lines between that an engine or Slurm ends all processes and that the shell says so.
 QUIT_LINES = 50
 # No rule knows these by their words.
@@ -93,7 +95,7 @@ def scan_log(file: LogFile) -> LogEvidence:
         scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
     scan.found.result = result_of(file.last)
     scan.name_holders()
-    if not scan.of_a_run:
+    if not scan.of_a_run and not scan.is_excerpt:
         scan.found.evidence.clear()
     return scan.found
 
@@ -115,6 +117,8 @@ class _Scan:
     def __init__(self) -> None:
         self.found = LogEvidence()
         self.of_a_run = False
+        self._lines = 0
+        self._foreign = False
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
         self._killed_by_launcher: set[str] = set()
@@ -129,9 +133,17 @@ class _Scan:
         # tokens and the model's maximum, as tokenizers warned of them
         self._too_long: list[set[str]] = []
 
+    @property
+    def is_excerpt(self) -> bool:
+        """Whether these are a few lines that somebody has copied, and no other program's."""
+        return self._lines <= EXCERPT_LINES and not self._foreign
+
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
         kind = line_kind(text)
+        if text.strip():
+            self._lines += 1
+            self._foreign = self._foreign or bool(FOREIGN.search(text))
         if not self.of_a_run:
             self.of_a_run = kind == "step" or bool(RUN.search(text) and not FOREIGN.search(text))
         return kind

@@ -275,6 +275,7 @@ RUN = re.compile(
 )
 FOREIGN = re.compile(
     r"^\s+at [\w.$]+\(|\[\d+\] (?:\S+ )?(?:LOG|DETAIL|STATEMENT|HINT|FATAL|PANIC): "
+    r"|^Error response from daemon:|userland proxy|UNREACHABLE! =>|/var/cache/apt|\bdpkg\b"
     r"|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
 )
 # Lines of programs that are never the run's own, and of those that watch over it: they count where

@@ -623,3 +623,32 @@ def test_standard_input_is_a_log(monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", Input)
     assert causes("-") == ["device_oom"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("Memory cgroup out of memory: Killed process 4246 (pt_main_thread)", "host_oom"),
+        ("Bus error (core dumped)", "dataloader_worker_killed_shm"),
+        ("tar: write error: disk full", "disk_full"),
+        ("Worker proc VllmWorker-5 died unexpectedly.", "peer_died"),
+        ("Task was killed due to the node running low on memory.", "host_oom"),
+        ("Device[6] lost heartbeat", "illegal_memory_or_ecc"),
+    ],
+)
+def test_one_line_that_was_copied_is_enough(line: str, cause: str, tmp_path: Path) -> None:
+    """People paste what they take for the cause; nothing else says that it is of a run."""
+    log = tmp_path / "log"
+    log.write_text(line + "\n")
+    assert [finding.cause for finding in diagnose_logs([log])] == [cause]
+
+
+def test_a_long_line_takes_no_quadratic_time() -> None:
+    """By the steps that patterns may take from one place: none may search to the end of a line."""
+    unbounded = [
+        pattern.pattern
+        for symptom in SYMPTOMS
+        for _, pattern in symptom._compiled
+        if re.search(r"(?<!\\)\.\*", pattern.pattern)
+    ]
+    assert not unbounded

@@ -93,7 +93,13 @@ class Symptom:
 
     @cached_property
     def _compiled(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
-        return tuple((word, re.compile(p)) for p in self.patterns for word in fixed_words(p))
+        compiled = []
+        for pattern in self.patterns:
+            # "A .*B" is searched to the end of the line from every A: a long line of As would take
+            # quadratic time.
+            bounded = re.compile(re.sub(r"(?<!\\)\.\*", f".{{0,{GAP_CHARACTERS}}}", pattern))
+            compiled += [(word, bounded) for word in fixed_words(pattern)]
+        return tuple(compiled)
 
     def match(self, text: str, lowered: str) -> re.Match[str] | None:
         """The first pattern that matches, None without one. `lowered` is `text.lower()`."""
@@ -107,6 +113,7 @@ class Symptom:
         return _(self.explanation), " ".join(_(text) for text in (self.fix, self.more_fix) if text)
 
 
+GAP_CHARACTERS = 500  # between two parts of one message, at most
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
 _GROUP_BEGINS = re.compile(r"\?(?:P<\w+>|[a-z]*:)")
 

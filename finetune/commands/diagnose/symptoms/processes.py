@@ -78,6 +78,7 @@ SYMPTOMS = (
             r"Connection closed by (?:remote )?peer(?: \[?(?P<peer>[\w.:]+)\]?(?::\d+)?)?",
             r"Connection reset by (?:remote )?peer|\bncclRemoteError\b|\[Errno 104\]|ConnectionResetError",
             r"remote process exited or there was a network error|NCCL WARN .*remote process exit",
+            r"Worker proc (?P<peer>[\w.-]+) died unexpectedly",
             r"socketProgress.*(?:closed|reset)|Broken pipe.*(?:rank|peer)|writev \[\S+\]: Broken pipe|readv \[\S+\]:",
             r"recv fail|[Ss]ocket (?:was )?[Cc]losed by (?:the )?(?:peer|remote)"
             r"|peer (?:process )?(?:has )?(?:exited|gone"
