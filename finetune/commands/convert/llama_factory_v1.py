@@ -78,9 +78,19 @@ def _adapter(draft: Draft) -> None:
 
 
 def _devices(draft: Draft) -> None:
-    """Write DeepSpeed's configuration; how FSDP shards is no setting of ours."""
+    """Write DeepSpeed's configuration; how FSDP shards is no setting of ours.
+
+    The degree of context parallelism stands here, or among the options (`Tool.degrees`).
+    """
     block = _block(draft, "dist_config")
     kind = block.pop("name", None)
+    block.pop("cp_mode", None)
+    draft.sharing *= int(block.pop("cp_size", 1))
+    if draft.devices % draft.sharing:
+        what = f"{draft.sharing} devices share every sample, and that does not divide"
+        raise ConfigError(
+            f"{what} {draft.devices}", "cp_size", "say with --devices how many devices it was on"
+        )
     if kind == "deepspeed":
         draft.options["deepspeed"] = block.pop("config_file", "zero3")
     elif kind is not None:

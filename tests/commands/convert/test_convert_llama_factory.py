@@ -265,6 +265,9 @@ def test_the_new_form_with_all_parameters_and_deepspeed(capsys: Any, folder: Pat
     }
     config, text = converted(run, capsys, "--devices", "8")
     assert config.finetuning == "full" and config.global_batch_size == 2 * 8 // 2
+    inside = {name: value for name, value in run.items() if name != "cp_size"}
+    inside["dist_config"] = {"name": "fsdp2", "cp_size": 2}
+    assert converted(inside, capsys, "--devices", "8")[0].global_batch_size == 2 * 8 // 2
     assert config.deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu"}
     assert "optim_config" in section(text, TRAINED)
 
