@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        from finetune.config.names import nearest
+        from finetune.config.fields import nearest
 
         known = _ELSEWHERE.get(name) or nearest(name, COMMANDS)
         hint = f"; did you mean {known}?" if known else ";"

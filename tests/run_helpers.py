@@ -27,8 +27,8 @@ from typing import Any
 from launching import PATIENCE_SECONDS
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of
-from finetune.config.names import flag
+from finetune.config.fields import flag
+from finetune.config.options import EXTRA, ONLY_IN_FILES, flags_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (

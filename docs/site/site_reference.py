@@ -13,9 +13,8 @@ from importlib import import_module
 import finetune
 from finetune.__main__ import COMMANDS
 from finetune.commands.diagnose.document import renewed
-from finetune.config.fields import GROUPS, Strict
-from finetune.config.flags import flags_of
-from finetune.config.names import flag
+from finetune.config.fields import GROUPS, Strict, flag
+from finetune.config.options import flags_of
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import RunConfig

@@ -15,19 +15,19 @@ from finetune.config.fields import (
     Problem,
     Recompute,
     Reporters,
+    Rule,
     Settings,
     Text,
     Warmup,
     batch_setting,
     data_setting,
     device_setting,
+    flag,
     logging_setting,
     optimizer_setting,
     preparation_setting,
     saving_setting,
 )
-from finetune.config.names import flag
-from finetune.config.rules import Rule
 from finetune.config.schedules import PretrainingScheduleName, described
 from finetune.runtime.device import DeviceType
 from finetune.runtime.launch_environment import npu_variables

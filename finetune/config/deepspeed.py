@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.names import nearest
-from finetune.config.rules import Resolution, SourcedValue
+from finetune.config.fields import Resolution, SourcedValue, nearest
 from finetune.errors import ConfigError
 
 Names = dict[str, Any]

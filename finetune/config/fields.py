@@ -1,13 +1,18 @@
-"""The parts that settings are made of: typed fields with group and unit, strict models, the sources
-of `data`, and the curriculum's stages.
+"""The parts that settings are made of: names as people type them, typed fields with group and unit,
+strict models, the sources of `data`, the curriculum's stages; and how the values of several sources
+become one configuration: which source wins, and rules that more than one kind of run has.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -27,7 +32,95 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from finetune.config.names import did_you_mean
+from finetune.errors import ConfigError
+
+
+def normal(name: str) -> str:
+    """`--Learning-Rate`, `learning-rate` and `learning_rate` are one name."""
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `--learning-rate`."""
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` most probably is a slip of, None where there is none near.
+
+    A name that begins or ends with what was typed (`zero` for `zero_optimization`) counts as near.
+    """
+    by_normal = {normal(candidate): candidate for candidate in known}
+    typed = normal(name)
+    close = get_close_matches(typed, by_normal, n=1, cutoff=0.6)
+    if not close and len(typed) >= 3:
+        close = [
+            candidate
+            for candidate in by_normal
+            if candidate.startswith(typed) or candidate.endswith(typed)
+        ][:1]
+    return by_normal[close[0]] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` to end a message with, or nothing where no known name is near."""
+    guess = nearest(name, known)
+    return f"; did you mean {guess!r}?" if guess else ""
+
+
+_ELSEWHERE = json.loads(Path(__file__).with_name("names_elsewhere.json").read_text("utf-8"))
+# Name in transformers, LLaMA-Factory, nanochat and training scripts in use -> our name for it.
+FOREIGN: dict[str, str] = {
+    name: ours for ours, names in _ELSEWHERE["same"].items() for name in names.split()
+}
+# Name -> (why it is not a setting here, what to do instead).
+OTHERWISE: dict[str, tuple[str, str]] = {
+    name: (entry["why"], entry["fix"])
+    for entry in _ELSEWHERE["otherwise"]
+    for name in entry["names"].split()
+}
+
+
+class UnknownName(ConfigError):
+    """A name that is not a setting; `guess` is the setting that was probably meant, None where
+    nobody can tell.
+    """
+
+    def __init__(self, what: str, where: str, fix: str, guess: str | None = None) -> None:
+        super().__init__(what, where, fix)
+        self.guess = guess
+
+
+def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) -> UnknownName:
+    """The error for a name that is not a setting: what replaces it, or the nearest that is one.
+
+    Args:
+        known: names of the settings that exist there.
+        flags: whether to write names as flags in the remedy.
+    """
+    known, typed = list(known), normal(name)
+    kind, shown = ("flag", flag) if flags else ("setting", str)
+    if FOREIGN.get(typed) in known:
+        ours = FOREIGN[typed]
+        return UnknownName(
+            f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours
+        )
+    why, fix = OTHERWISE.get(typed, ("", ""))
+    if (typed == "quantization" or "--quantization" in fix) and "quantization" not in known:
+        what = (
+            f"{name} is not a {kind} here: only fine-tuning trains an adapter on a base in few bits"
+        )
+        return UnknownName(what, where, "remove it; finetune.sft has --quantization nf4 and int8")
+    if typed in OTHERWISE:
+        return UnknownName(f"{name} is not a {kind} here: {why}", where, fix)
+    if typed.startswith("no_") and typed[3:] in known:
+        return UnknownName(
+            f"unknown {kind} {name}", where, f"write {shown(typed[3:])} false", typed[3:]
+        )
+    guess = nearest(name, known)
+    fix = f"did you mean {shown(guess)}?" if guess else "see --help for the names"
+    return UnknownName(f"unknown {kind} {name}", where, fix, guess)
+
 
 # The order of `--help`, `--print-config` and run.yaml.
 GROUPS = (
@@ -338,7 +431,7 @@ class CurriculumConfig(Strict):
 
 NATURAL = "natural"
 HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/reading/hub_data.py)
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def _weight(value: Any) -> float | str:
@@ -356,7 +449,7 @@ def _weights(value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
     return tuple(
-        float(one) if isinstance(one, str) and _NUMBER.fullmatch(one) else one for one in value
+        float(one) if isinstance(one, str) and NUMBER.fullmatch(one) else one for one in value
     )
 
 
@@ -444,3 +537,206 @@ def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
         name if names.count(name) == 1 else f"{name} ({names[:number].count(name) + 1})"
         for number, name in enumerate(names)
     )
+
+
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+class Precedence(IntEnum):
+    """Of two sources the higher wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
+    order given.
+    """
+
+    DEFAULT = 0
+    FILE = 1
+    DEEPSPEED = 1_000_000  # the file of --deepspeed
+    FLAG = 1_000_001
+    OVERRIDE = 1_000_002  # of a Python caller
+
+
+@dataclass(frozen=True)
+class SourcedValue:
+    """A value and its source.
+
+    Args:
+        value: the value as read.
+        precedence: that of its source, a `Precedence` or one of the files above `FILE`.
+        origin: what `--print-config` shows, e.g. `default`, `ds_configs/zero3.json`,
+            `--learning-rate`.
+        location: the exact location for an error message, if it is not the origin.
+    """
+
+    value: Any
+    precedence: int
+    origin: str
+    location: str = ""
+
+    @property
+    def where(self) -> str:
+        """The exact location."""
+        return self.location or self.origin
+
+
+@dataclass
+class Resolution:
+    """What the sources give, while one configuration is made of it.
+
+    Args:
+        model_class: the settings that are made.
+        world_size: number of processes.
+        values: the winning value of every field that has one.
+        derived: names that were computed here rather than decided by anyone.
+        unread: whether a file could not be read at all, so that nothing is known of what it sets.
+    """
+
+    model_class: type[Settings]
+    world_size: int = 1
+    values: dict[str, SourcedValue] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[ConfigError] = field(default_factory=list)
+    derived: set[str] = field(default_factory=set)
+    unread: bool = False
+
+    def add_defaults(self) -> None:
+        """Add the defaults that depend on nothing else."""
+        for name, info in self.model_class.model_fields.items():
+            if not info.is_required() and info.default_factory is None:
+                self.values[name] = SourcedValue(info.default, Precedence.DEFAULT, "default")
+
+    def default(self, name: str) -> Any:
+        """Return the default of a setting."""
+        return self.model_class.model_fields[name].default
+
+    def value(self, name: str) -> Any:
+        """Return the winning value, None if there is none."""
+        return self.values[name].value if name in self.values else None
+
+    def is_given(self, name: str) -> bool:
+        """Return whether a source gives the setting a value other than None."""
+        return self.precedence(name) > Precedence.DEFAULT
+
+    def precedence(self, name: str) -> int:
+        """Return the precedence of the winning value; None counts as a default."""
+        return Precedence.DEFAULT if self.value(name) is None else self.values[name].precedence
+
+    def derive(self, name: str, value: Any, origin: str) -> None:
+        """Set a value that follows from others."""
+        self.values[name] = SourcedValue(value, Precedence.DEFAULT, origin)
+        self.derived.add(name)
+
+    def instead_of(self, name: str, value: Any) -> str:
+        """Return ` instead of 8 (ds.json)` if `value` replaces another, else nothing. Call it
+        before `derive`.
+        """
+        before = self.values.get(name)
+        if before is None or before.value in (None, "auto", value):
+            return ""
+        return f" instead of {before.value} ({before.where})"
+
+    def refuse(self, what: str, names: Iterable[str], fix: str) -> None:
+        """Note a problem of several settings together."""
+        where = ", ".join(dict.fromkeys(self.values[name].where for name in names))
+        self.problems.append(ConfigError(what, where, fix))
+
+
+# Derives what the user left open, or notes a problem. A value of the wrong type is left alone: the
+# schema rejects it.
+Rule = Callable[[Resolution], None]
+
+
+def processes(world_size: int) -> str:
+    """Return `1 process` or `2 processes`."""
+    return f"{world_size} process{'' if world_size == 1 else 'es'}"
+
+
+def multiples_around(number: int, factor: int) -> str:
+    """Return the nearest positive multiples of `factor`, as `28 or 32`."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def divisors_around(number: int, near: int) -> str:
+    """Return the nearest divisors of `number` on both sides of `near`, as `3 or 5`."""
+    below = next((d for d in range(min(near, number), 0, -1) if number % d == 0), None)
+    above = next((d for d in range(near + 1, number + 1) if number % d == 0), None)
+    return " or ".join(str(divisor) for divisor in (below, above) if divisor)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number from 1."""
+    return type(value) is int and value >= 1
+
+
+def refuse_product(
+    resolution: Resolution, whole: str, factors: tuple[str, ...], product: int
+) -> None:
+    """Note the problem of a batch that is given with all its factors and is not their product."""
+    named = " x ".join(f"{name} {resolution.value(name)}" for name in factors)
+    # Defaults that nobody touched are no place to look at, unless there is nothing else.
+    names = (*factors, whole)
+    resolution.refuse(
+        f"{named} x {processes(resolution.world_size)} is {product}, not {whole}"
+        f" {resolution.value(whole)}",
+        list(filter(resolution.is_given, names)) or names,
+        f"nearest that agrees: {whole} {product}; or leave {ACCUMULATION} out, it is derived",
+    )
+
+
+def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
+    """Warn about a warm-up that fills the run; it is allowed.
+
+    Args:
+        total: the setting with the number of steps.
+        share: a usual warm-up as a share of them, e.g. "0.03 for 3%".
+    """
+    warmup, steps = resolution.value("warmup_steps"), resolution.value(total)
+    if is_count(warmup) and is_count(steps) and warmup >= steps:
+        resolution.notes.append(
+            f"warning: warmup_steps {warmup} is not below {total} {steps}: the learning rate never"
+            f" reaches its maximum; set {flag('warmup_steps')} to {share} of the steps"
+        )
+
+
+def note_unused(
+    resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]
+) -> None:
+    """Note settings that somebody gave and that this run does not read.
+
+    Args:
+        unused: (names, whether the run does not read them, why).
+    """
+    for names, holds, reason in unused:
+        given = filter(resolution.is_given, names)
+        named = ", ".join(f"{name} ({resolution.values[name].where})" for name in given)
+        if holds and named:
+            resolution.notes.append(f"not used, because {reason}: {named}")
+
+
+def resolve_data_weights(resolution: Resolution, *, data: str = "data") -> None:
+    """Let the weights of higher precedence win, and drop weights of data that was replaced.
+
+    Args:
+        data: the setting with the entries that are weighted.
+    """
+    named, weights = resolution.values.get(data), resolution.values["data_weights"]
+    if not named or not weights.value:
+        return
+    if named.precedence >= Precedence.FLAG > weights.precedence:
+        resolution.derive("data_weights", [], f"dropped: {data} is from {named.origin}")
+        resolution.notes.append(
+            f"data_weights ({weights.where}) is dropped, because {data} is from {named.origin}"
+        )
+    elif weights.precedence > named.precedence and isinstance(named.value, list | tuple | dict):
+        given = [named.value] if isinstance(named.value, dict) else list(named.value)
+        entries = [
+            {name: value for name, value in entry.items() if name != "weight"}
+            if isinstance(entry, dict)
+            else entry
+            for entry in given
+        ]
+        if entries != given:
+            resolution.values[data] = replace(named, value=entries)
+            resolution.notes.append(
+                f"the weights in {data} ({named.where}) are not used: data_weights is"
+                f" {weights.where}"
+            )

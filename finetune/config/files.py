@@ -21,10 +21,17 @@ from typing import Any
 import yaml
 
 from finetune.config.deepspeed import KNOWN, REMOVED, decides, split
-from finetune.config.fields import Settings
-from finetune.config.flags import Parsed
-from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
-from finetune.config.rules import Precedence, Resolution, SourcedValue
+from finetune.config.fields import (
+    FOREIGN,
+    OTHERWISE,
+    Precedence,
+    Resolution,
+    Settings,
+    SourcedValue,
+    nearest,
+    unknown_name,
+)
+from finetune.config.options import Parsed
 from finetune.errors import ConfigError
 
 BLOCK = "finetune"

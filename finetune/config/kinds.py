@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.files import BLOCK, read_file
-from finetune.config.flags import Parsed, parse
+from finetune.config.options import Parsed, parse
 from finetune.errors import ConfigError, FinetuneError
 
 # name -> entry module; the first is the default, if neither flags nor files show the kind.

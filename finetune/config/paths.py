@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.fields import HUB_PREFIXES
+from finetune.config.fields import HUB_PREFIXES, did_you_mean, flag
 from finetune.config.files import similar_files
-from finetune.config.names import did_you_mean, flag
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError

@@ -17,16 +17,18 @@ from pydantic import Field
 from finetune.config.fields import (
     Positive,
     Problem,
+    Resolution,
+    Rule,
     Strict,
     Text,
     batch_setting,
+    flag,
     logging_setting,
+    note_unused,
     optimizer_setting,
     redefined,
     setting,
 )
-from finetune.config.names import flag
-from finetune.config.rules import Resolution, Rule, note_unused
 from finetune.config.run_config import RunConfig
 
 PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]

@@ -14,31 +14,29 @@ from pydantic import Field
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import (
+    ACCUMULATION,
     Names,
     Paths,
     Positive,
     Problem,
     Rate,
+    Resolution,
+    Rule,
     Text,
     Warmup,
     Weights,
     batch_setting,
     data_setting,
     device_setting,
-    logging_setting,
-    optimizer_setting,
-    redefined,
-)
-from finetune.config.names import flag
-from finetune.config.rules import (
-    ACCUMULATION,
-    Resolution,
-    Rule,
     divisors_around,
+    flag,
     is_count,
+    logging_setting,
     multiples_around,
     note_unused,
+    optimizer_setting,
     processes,
+    redefined,
     refuse_product,
     resolve_data_weights,
     warn_of_long_warmup,

@@ -2,9 +2,9 @@
 
 A value passes these modules in this order (the classes of settings say which names there are):
 
-1. `flags` and `files`, with `deepspeed`: text -> values with their sources;
-2. `rules`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a Python
-  caller; then the rules of the class of settings resolve what depends on one another;
+1. `options.parse` and `files`, with `deepspeed`: text -> values with their sources;
+2. `Resolution`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a
+  Python caller; then the rules of the class of settings resolve what depends on one another;
 3. `options.validated`: pydantic checks the result, and its errors are put into words.
 
 Everything wrong is collected and reported together, before torch is imported and before anything is
@@ -14,23 +14,92 @@ written.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from finetune.config.base_config import BaseConfig
-from finetune.config.fields import ordered_fields, shown_of
+from finetune.config.fields import (
+    HUB_PREFIXES,
+    Precedence,
+    Resolution,
+    SourcedValue,
+    ordered_fields,
+    shown_of,
+)
 from finetune.config.files import add_deepspeed_file, add_file, add_values
-from finetune.config.flags import help_text, parse, shown
-from finetune.config.options import validated
-from finetune.config.rules import Precedence, Resolution, SourcedValue
+from finetune.config.options import help_text, parse, shown, validated
 from finetune.config.run_config import RunConfig
-from finetune.config.texts import resolve_texts
 from finetune.errors import ConfigError
+
+PATH_SETTINGS = (
+    "output_dir",
+    "cache_dir",
+    "resume",
+    "model",
+    "tokenizer",
+    "template",
+    "data",
+    "valid_data",
+    "train_data_path",
+    "valid_data_path",
+)
+_UNSET = re.compile(r"\$\{(\w+)\}")
+
+
+def resolve_texts(resolution: Resolution) -> None:
+    """Expand `~`, `$VAR` and `${VAR}` in every setting that names files or folders.
+
+    A shell does not expand `--output-dir=~/out`, and a run file has no shell. A variable that is
+    not set, a NUL character and half of a surrogate pair are noted as problems.
+    """
+    for name, sourced in list(resolution.values.items()):
+        if any(map(_unusable, _texts_of(sourced.value))):
+            what = f"{name} has a NUL character or half of a surrogate pair"
+            resolution.refuse(what, [name], "write it as plain text")
+            del resolution.values[name]
+        elif name in PATH_SETTINGS:
+            value = _expanded(sourced.value)
+            resolution.values[name] = replace(sourced, value=value)
+            for text in _texts_of(value):
+                if unset := _UNSET.search(text):
+                    what = f"{name} names the variable {unset[1]}, which is not set"
+                    resolution.refuse(what, [name], "set it, or write the path itself")
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, str) and not value.startswith(HUB_PREFIXES):
+        return os.path.expanduser(os.path.expandvars(value))
+    if isinstance(value, list):
+        return [_expanded(entry) for entry in value]
+    if isinstance(value, Mapping) and "path" in value:  # an entry of data with more settings
+        return {**value, "path": _expanded(value["path"])}
+    return value
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_of(name)
+            yield from _texts_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_of(inner)
+
+
+# Bytes of a path that are not UTF-8 are U+DC80 to U+DCFF in Python: those are real paths.
+_UNUSABLE = re.compile("[\\0\\ud800-\\udc7f\\udd00-\\udfff]")
+
+
+def _unusable(text: str) -> bool:
+    return _UNUSABLE.search(text) is not None
 
 
 @dataclass(frozen=True)

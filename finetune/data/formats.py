@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.config.names import did_you_mean
+from finetune.config.fields import did_you_mean
 from finetune.data.report import RecordProblem
 from finetune.data.tools import Call, Tools, match_results, read_calls, read_tools
 

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from finetune.config.adapter_config import AdapterSettings
-from finetune.config.names import flag
+from finetune.config.fields import flag
 from finetune.config.paths import split_revision
+from finetune.config.run_config import AdapterSettings
 from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.model_config import outside_text
 from finetune.modeling.scratch import parameter_generator

@@ -12,13 +12,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import run_kind
 from finetune.config.paths import split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.config.run_config import RunConfig, check_device
+from finetune.config.run_config import EMBEDDINGS, HEADS, RunConfig, check_device, last_parts
 from finetune.errors import ConfigError, FinetuneError
 from finetune.planning.shapes import (
     KNOWN_MODELS,

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.adapter_config import adapter_identity
 from finetune.config.fields import source_names
 from finetune.config.paths import split_revision
 from finetune.config.preference_config import LOSSES, PreferenceConfig
-from finetune.config.run_config import RunConfig, check_device
+from finetune.config.run_config import RunConfig, adapter_identity, check_device
 from finetune.errors import DataError
 from finetune.planning.learning_defaults import learning_defaults
 

@@ -12,8 +12,7 @@ import yaml
 
 from finetune.config.files import read_file
 from finetune.config.preference_config import PreferenceConfig
-from finetune.config.resolution import resolve, resolve_object
-from finetune.config.texts import PATH_SETTINGS
+from finetune.config.resolution import PATH_SETTINGS, resolve, resolve_object
 from finetune.errors import ConfigError, FinetuneError
 
 

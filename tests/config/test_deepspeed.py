@@ -26,7 +26,7 @@ from finetune.config.deepspeed import (
     split,
     unknown_keys,
 )
-from finetune.config.rules import Resolution
+from finetune.config.fields import Resolution
 from finetune.config.run_config import RunConfig
 
 pytest.importorskip("deepspeed", reason="deepspeed is an extra, and is not installed here")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import flag_table
 
-from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of, help_text, parse
-from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
+from finetune.config.fields import FOREIGN, OTHERWISE, nearest, unknown_name
+from finetune.config.options import EXTRA, ONLY_IN_FILES, flags_of, help_text, parse
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig

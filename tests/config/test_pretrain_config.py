@@ -10,7 +10,7 @@ import pytest
 import yaml
 from run_helpers import flag_table
 
-from finetune.config.flags import help_text
+from finetune.config.options import help_text
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
 from finetune.errors import FinetuneError

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from sample_rows import expand_paths
 
-from finetune.config.names import did_you_mean
+from finetune.config.fields import did_you_mean
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.reading.files import read_records
 from finetune.data.report import ProblemLog, RecordProblem

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import ClassVar, Literal
 
-from finetune.config.fields import Settings, setting
-from finetune.config.flags import typed_flags
+from finetune.config.fields import Settings, flag, setting
 from finetune.config.kinds import KINDS
-from finetune.config.names import flag
-from finetune.config.options import Options, read_options
+from finetune.config.options import Options, read_options, typed_flags
 from finetune.errors import ExitCode
 
 # Flag -> its choices; none if other values are possible.

@@ -28,9 +28,8 @@ from finetune.commands.doctor.launched import check_launched, check_this_world
 from finetune.commands.doctor.probe import ask
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import setting
-from finetune.config.flags import Parsed
 from finetune.config.kinds import KINDS, RunKind, kind_of_arguments
-from finetune.config.options import SpokenOptions, read_known_options
+from finetune.config.options import Parsed, SpokenOptions, read_known_options
 from finetune.errors import ConfigError, ExitCode, raise_problems
 from finetune.runtime.host import HostMeter
 from finetune.runtime.language import _

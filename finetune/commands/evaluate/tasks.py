@@ -19,7 +19,7 @@ import numpy as np
 
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.scores import Measure, ModelScores
-from finetune.config.names import did_you_mean
+from finetune.config.fields import did_you_mean
 from finetune.errors import ConfigError, FinetuneError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from finetune.config.fields import Paths, setting
-from finetune.config.names import did_you_mean
+from finetune.config.fields import Paths, did_you_mean, setting
 from finetune.config.options import Options, read_known_options
 from finetune.errors import ConfigError, DataError, ExitCode
 from finetune.plain_text import CONTROLS

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from finetune.config.fields import Text, setting
-from finetune.config.flags import flags_of
+from finetune.config.fields import Text, flag, setting
 from finetune.config.kinds import KINDS
-from finetune.config.names import flag
-from finetune.config.options import Options, read_options
+from finetune.config.options import Options, flags_of, read_options
 from finetune.runtime.language import pick_language, speak
 
 DEFAULT_RESTARTS = 3

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from finetune.config.fields import PathOption, Text, rule_broken, setting
+from finetune.config.fields import (
+    PathOption,
+    Precedence,
+    Resolution,
+    SourcedValue,
+    Text,
+    flag,
+    rule_broken,
+    setting,
+)
 from finetune.config.files import BLOCK
 from finetune.config.kinds import KINDS, RunKind, kind_of_arguments, run_kind
-from finetune.config.names import flag
 from finetune.config.options import SpokenOptions, read_known_options, validated
 from finetune.config.resolution import resolve, resolve_object
-from finetune.config.rules import Precedence, Resolution, SourcedValue
 from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.device import peak_flops
 from finetune.runtime.terminal import write_filled

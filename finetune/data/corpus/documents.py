@@ -14,8 +14,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.fields import nearest
 from finetune.config.files import similar_files
-from finetune.config.names import nearest
 from finetune.data.parts import Part, byte_parts
 from finetune.data.reading.file_kinds import first_character, wrap_read_errors
 from finetune.data.reading.files import (

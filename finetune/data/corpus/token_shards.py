@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.config.names import nearest
+from finetune.config.fields import nearest
 from finetune.data.reading.files import expand_each, glob_files, named_twice
 from finetune.data.shards import ShardFile, damage
 from finetune.errors import DataError, FinetuneError, StateError, raise_problems

@@ -16,7 +16,7 @@ from pathlib import Path
 import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from finetune.config.names import did_you_mean
+from finetune.config.fields import did_you_mean
 from finetune.config.paths import near_folder, split_revision
 from finetune.data.report import first_line
 from finetune.errors import DataError

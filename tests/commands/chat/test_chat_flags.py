@@ -13,9 +13,8 @@ from finetune.commands.serve.answers import Metrics
 from finetune.commands.serve.app import create_app
 from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.workers import WorkerPool
-from finetune.config.flags import flags_of
-from finetune.config.names import flag
-from finetune.config.options import read_options
+from finetune.config.fields import flag
+from finetune.config.options import flags_of, read_options
 from finetune.errors import ConfigError
 from finetune.inference.options import ModelOptions
 

@@ -36,10 +36,9 @@ from finetune.commands.doctor.command import (
 from finetune.commands.doctor.config import check_output, demands_of
 from finetune.commands.doctor.probe import Answer, answer_with
 from finetune.commands.doctor.versions import PAIRS
-from finetune.config.flags import flags_of
+from finetune.config.fields import flag
 from finetune.config.kinds import KINDS, kind_of_arguments
-from finetune.config.names import flag
-from finetune.config.options import read_known_options
+from finetune.config.options import flags_of, read_known_options
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig

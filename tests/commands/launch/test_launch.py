@@ -37,8 +37,8 @@ from finetune.commands.launch.launch_spec import (
 from finetune.commands.launch.log import LaunchLog, TracebackFold
 from finetune.commands.launch.options import LaunchOptions, read_launch_options
 from finetune.commands.launch.supervise import AttemptResult, decide_restart
-from finetune.config.flags import flags_of
-from finetune.config.names import flag
+from finetune.config.fields import flag
+from finetune.config.options import flags_of
 from finetune.errors import ConfigError, Problems, StateError
 from finetune.runtime import nodes as launch_nodes
 from finetune.runtime import ports as launch_ports

@@ -18,8 +18,8 @@ from finetune.commands.verify.comparison import FINDINGS, with_reasoning
 from finetune.commands.verify.endpoint import Endpoint
 from finetune.commands.verify.evidence import EngineResponse
 from finetune.commands.verify.options import VerifyOptions
-from finetune.config.flags import flags_of
-from finetune.config.names import flag
+from finetune.config.fields import flag
+from finetune.config.options import flags_of
 from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import speaking
 
