@@ -10,7 +10,7 @@ numbers choose the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
@@ -155,7 +155,27 @@ def choose_execution(
         choices = {
             name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()
         }
-    ways = list(_ways(config, shape, cluster, choices, decided, step_tokens, workload))
+    ways = []
+    for combination in product(*choices.values()):
+        values = dict(zip(choices, combination, strict=True))
+        made = with_values(config, {**decided, **values})
+        tokens = step_tokens or made.tokens_per_step
+        work = workload(made, shape, cluster)
+        size = values.get("micro_batch_size", 1)
+        if size > 1:
+            divides = made.tokens_per_step // work.sample_tokens % size == 0
+            # Of those that hold a whole step the smallest is of use too: then a step is one
+            # microbatch.
+            is_filled = work.microbatch_tokens * work.processes < 2 * tokens
+            if not divides or not is_filled or work.microbatch_tokens > MOST_MICROBATCH_TOKENS:
+                continue
+        if hasattr(made, "micro_batch_size"):
+            count = ceil(tokens / (work.processes * work.microbatch_tokens))
+            work = replace(work, microbatches=max(1, count))
+        memory = memory_of(work)
+        need = memory.node() if cluster.device_type == "cpu" else memory.device()
+        seconds = _seconds(work, cluster, tokens)
+        ways.append(_Way(values, made, need, seconds, fits(memory, cluster)))
     if all(way.fits is None for way in ways):
         return lowest_memory_choice(config, cluster.device_type, decided)
     fitting = [way for way in ways if way.fits]
@@ -168,46 +188,6 @@ def choose_execution(
     equal = [way for way in fitting if way.seconds <= shortest * (1 + EQUAL_SHARE)]
     best = min(equal, key=lambda way: (way.offloads, way.need_bytes))
     return Chosen(best.config, best.values, _reason(best, ways, cluster), True)
-
-
-def _ways(
-    config: BaseConfig,
-    shape: ModelShape,
-    cluster: Cluster,
-    choices: Mapping[str, tuple[Any, ...]],
-    decided: Mapping[str, Any],
-    step_tokens: float | None,
-    workload: Callable[[Any, ModelShape, Cluster], Workload],
-) -> Iterator[_Way]:
-    for combination in product(*choices.values()):
-        values = dict(zip(choices, combination, strict=True))
-        made = with_values(config, {**decided, **values})
-        tokens = step_tokens or made.tokens_per_step
-        work = workload(made, shape, cluster)
-        if "micro_batch_size" in values and not _useful(
-            made, work, values["micro_batch_size"], tokens
-        ):
-            continue
-        if hasattr(made, "micro_batch_size"):
-            work = replace(
-                work,
-                microbatches=max(1, ceil(tokens / (work.processes * work.microbatch_tokens))),
-            )
-        memory = memory_of(work)
-        need = memory.node() if cluster.device_type == "cpu" else memory.device()
-        yield _Way(values, made, need, _seconds(work, cluster, tokens), fits(memory, cluster))
-
-
-def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -> bool:
-    """Whether a microbatch of this size is one that the rule of the batch allows, and half of it
-    would not do.
-    """
-    if size == 1:
-        return True
-    # Of those that hold a whole step the smallest is of use too: then a step is one microbatch.
-    filled = work.microbatch_tokens * work.processes < 2 * step_tokens
-    divides = config.tokens_per_step // work.sample_tokens % size == 0
-    return divides and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
 
 
 def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:

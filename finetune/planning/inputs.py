@@ -206,6 +206,13 @@ def _workload(
         fused_layers=device_type != "cpu" and config.fused_layers != "off",
         float32_attention=device_type == "cpu" and size == 2,
     )
+    hccl_bytes = 0
+    if device_type == "npu" and cluster.devices > 1:
+        # torch's group of all, DeepSpeed's own of all, and that of hpZ's second copies.
+        zero = (config.deepspeed or {}).get("zero_optimization") or {}
+        has_second_copies = int(zero.get("zero_hpz_partition_size", 1)) > 1
+        communicators = 1 + bool(config.deepspeed) + has_second_copies
+        hccl_bytes = hccl_buffer_bytes(config.hccl_buffer_mb, communicators)
     work = Workload(
         shape=shape,
         computing=computing,
@@ -221,7 +228,7 @@ def _workload(
         device_type=device_type,
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
-        hccl_bytes=_hccl_bytes(config, cluster),
+        hccl_bytes=hccl_bytes,
         saves_behind=config.async_save and config.save_steps > 0,
     )
     return with_sharding(work, sharding)
@@ -286,17 +293,6 @@ def adapter_parameters(
     train_tokens = getattr(config, "train_tokens", ())
     tokens = _AUTO_TOKENS if "auto" in train_tokens else len(set(train_tokens))
     return parameters + tokens * shape.hidden * (1 if shape.tied else 2)
-
-
-def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
-    """Of a run on several NPUs: torch's group of all, DeepSpeed's own of all, and that of hpZ's
-    second copies.
-    """
-    if cluster.device_type != "npu" or cluster.devices == 1:
-        return 0
-    zero = (config.deepspeed or {}).get("zero_optimization") or {}
-    communicators = 1 + bool(config.deepspeed) + (int(zero.get("zero_hpz_partition_size", 1)) > 1)
-    return hccl_buffer_bytes(config.hccl_buffer_mb, communicators)
 
 
 def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:

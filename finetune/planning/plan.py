@@ -5,6 +5,7 @@ run, and advice.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -158,7 +159,14 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
     memory, moved = memory_of(work), host_traffic(work)
     if moved.bytes and cluster.host_bytes_per_second is None:
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
-    judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
+
+    def is_too_large(micro_batch: int) -> bool:
+        return fits(memory_of(with_micro_batch(work, config, micro_batch)), cluster) is False
+
+    judged = fits(memory, cluster)
+    largest = None
+    if judged is not None:  # memory never falls with the microbatch
+        largest = bisect_left(range(1, MOST_SAMPLES + 1), True, key=is_too_large)
     # Pretraining has DDP, and Muon needs whole matrices.
     sharded = not hasattr(config, "train_data_path") and not work.muon
     choices = tuple(_choices(work, cluster)) if sharded else ()
@@ -212,21 +220,6 @@ def _choices(work: Workload, cluster: Cluster) -> Iterator[Choice]:
             host_traffic(other).bytes,
             fits(memory, cluster),
         )
-
-
-def _largest_micro_batch(work: Workload, config: BaseConfig, cluster: Cluster) -> int | None:
-    """By halving: memory never falls with the microbatch."""
-
-    def fitting(micro_batch: int) -> bool:
-        return fits(memory_of(with_micro_batch(work, config, micro_batch)), cluster) is not False
-
-    if fits(memory_of(work), cluster) is None:
-        return None
-    low, high = 0, MOST_SAMPLES
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fitting(middle) else (low, middle - 1)
-    return low
 
 
 def measured_copy_rate() -> float:
@@ -285,7 +278,20 @@ def _advice(
         ).format(size=frozen_bytes / GIB, trained=work.trained / 1e6)
     samples = work.microbatches * work.microbatch_tokens // work.sample_tokens  # of a step
     if not fits and not choices:
-        yield _smaller_microbatches(work, largest or 0, samples)
+        if largest:
+            size = max(size for size in range(1, min(largest, samples) + 1) if samples % size == 0)
+            text = _(
+                "--device-batch-size {size} fits; accumulation makes up for it and the training"
+                " stays the same"
+            )
+            yield text.format(size=size)
+        elif work.computing.checkpointing:
+            yield _("not even one window fits: make --max-seq-len or --depth smaller")
+        else:
+            yield _(
+                "not even one window fits: turn on --gradient-checkpointing, or lower"
+                " --max-seq-len or --depth"
+            )
     tokens = min(largest or 0, samples) * work.sample_tokens
     if fits and work.microbatches > 1 and tokens > work.microbatch_tokens:
         yield _(
@@ -320,19 +326,3 @@ def _nothing_fits(cluster: Cluster, choices: Sequence[Choice]) -> str:
             " little: take more nodes, or hosts with more memory"
         )
     return text.format(devices=cluster.devices, nearest=nearest.sharding.name, need=_need(nearest))
-
-
-def _smaller_microbatches(work: Workload, largest: int, samples: int) -> str:
-    if largest:
-        size = max(size for size in range(1, min(largest, samples) + 1) if samples % size == 0)
-        text = _(
-            "--device-batch-size {size} fits; accumulation makes up for it and the training stays"
-            " the same"
-        )
-        return text.format(size=size)
-    if work.computing.checkpointing:
-        return _("not even one window fits: make --max-seq-len or --depth smaller")
-    return _(
-        "not even one window fits: turn on --gradient-checkpointing, or lower --max-seq-len or"
-        " --depth"
-    )

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -63,21 +64,8 @@ Size = Annotated[int, BeforeValidator(bytes_of, json_schema_input_type=str)]
 MACHINES = "the machines"
 
 
-def _of_run(unit: str, description: str, shown_default: str = "", **rules: Any) -> Any:
-    return setting(
-        None,
-        group="the run",
-        unit=unit,
-        description=description,
-        shown_default=shown_default,
-        **rules,
-    )
-
-
-def _of_machines(unit: str, description: str, shown_default: str) -> Any:
-    return setting(
-        None, group=MACHINES, unit=unit, description=description, shown_default=shown_default
-    )
+of_run = partial(setting, None, group="the run")
+of_machines = partial(setting, group=MACHINES)
 
 
 class PlanOptions(SpokenOptions):
@@ -99,50 +87,52 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
     positional: ClassVar[tuple[str, ...]] = ("run_kind",)
     aliases: ClassVar[Mapping[str, str]] = {"nnodes": "nodes", "nproc_per_node": "devices_per_node"}
 
-    run_kind: Text | None = _of_run(
-        "|".join(KINDS), "Which command the configuration is for.", "by its names"
+    run_kind: Text | None = of_run(
+        "Which command the configuration is for.",
+        unit="|".join(KINDS),
+        shown_default="by its names",
     )
-    kind: Text | None = _of_run("|".join(KINDS), "The same, as a flag; it wins.")
+    kind: Text | None = of_run("The same, as a flag; it wins.", unit="|".join(KINDS))
     # `model_config` itself belongs to pydantic's models.
-    model_file: PathOption | None = _of_run(
-        "FILE", "A config.json.", "the model's own", alias="model_config"
+    model_file: PathOption | None = of_run(
+        "A config.json.", unit="FILE", shown_default="the model's own", alias="model_config"
     )
-    check: PathOption | None = _of_run("RUN", "Compare with what this run's folder logged.")
-    nodes: int = setting(1, group=MACHINES, ge=1, description="Machines.")
-    devices_per_node: int | None = setting(
+    check: PathOption | None = of_run("Compare with what this run's folder logged.", unit="RUN")
+    nodes: int = of_machines(1, "Machines.", ge=1)
+    devices_per_node: int | None = of_machines(
+        None, "Devices of each.", ge=1, shown_default="those of this machine, else 1"
+    )
+    device_name: Text | None = of_machines(
         None,
-        group=MACHINES,
-        ge=1,
-        shown_default="those of this machine, else 1",
-        description="Devices of each.",
-    )
-    device_name: Text | None = _of_machines(
-        "NAME",
         'E.g. 910B3 or "H100 PCIe"; decides the peak and, where auto, the device type.',
-        "this machine's",
+        unit="NAME",
+        shown_default="this machine's",
     )
-    device_memory: Size | None = _of_machines(
-        "SIZE", "Of one device, e.g. 64GiB.", "this machine's, where it has some"
-    )
-    host_memory: Size | None = _of_machines(
-        "SIZE", "Of one node, e.g. 512GiB.", "this machine's, where --devices-per-node is not given"
-    )
-    host_bandwidth: Size | None = _of_machines(
-        "SIZE", "Bytes a second between one device and its host.", "a copy measured here"
-    )
-    network_bandwidth: Size | None = _of_machines(
-        "SIZE", "Bytes a second that one device sends.", "unknown"
-    )
-    peak_tflops: float | None = setting(
+    device_memory: Size | None = of_machines(
         None,
-        group=MACHINES,
-        gt=0,
-        shown_default="by its name",
-        description="Of one device, where no table has it.",
+        "Of one device, e.g. 64GiB.",
+        unit="SIZE",
+        shown_default="this machine's, where it has some",
     )
-    efficiency: float = setting(
-        0.4, group=MACHINES, gt=0, le=1, description="Share of the peak that is reached."
+    host_memory: Size | None = of_machines(
+        None,
+        "Of one node, e.g. 512GiB.",
+        unit="SIZE",
+        shown_default="this machine's, where --devices-per-node is not given",
     )
+    host_bandwidth: Size | None = of_machines(
+        None,
+        "Bytes a second between one device and its host.",
+        unit="SIZE",
+        shown_default="a copy measured here",
+    )
+    network_bandwidth: Size | None = of_machines(
+        None, "Bytes a second that one device sends.", unit="SIZE", shown_default="unknown"
+    )
+    peak_tflops: float | None = of_machines(
+        None, "Of one device, where no table has it.", gt=0, shown_default="by its name"
+    )
+    efficiency: float = of_machines(0.4, "Share of the peak that is reached.", gt=0, le=1)
 
     def problems(self) -> list[tuple[str, str]]:
         return [
