@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ import torch
 from run_helpers import Materials, events
 from safetensors.torch import load_file
 
+import finetune
 from finetune.errors import ConfigError, FinetuneError
 from finetune.storage.checkpoint_files import list_checkpoints
 from finetune.training.results import Best, read_best
@@ -148,6 +150,8 @@ def test_a_run_that_ended_early_is_finished(materials: Materials, stopped_early:
     before = (stopped_early / "events.jsonl").read_bytes()
     ranks = run_helpers.train(settings(materials, stopped_early))
     assert "this run is finished" in ranks.output()
+    steps = run_helpers.status(stopped_early)["step"]
+    assert finetune.run(settings(materials, stopped_early)).steps == steps < 40
     assert (stopped_early / "events.jsonl").read_bytes() == before
 
 
@@ -349,3 +353,14 @@ def test_what_cannot_be_followed_is_refused(
     with pytest.raises((ConfigError, FinetuneError), match=words):
         finetune.run(settings(materials, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_last_step_is_logged_however_rare_logging_is(
+    materials: Materials, tmp_path: Path
+) -> None:
+    """Files of other tools write `logging_steps: 10`, and a first run has fewer steps."""
+    rare = materials.settings(tmp_path / "run", max_steps=3, logging_steps=50)
+    said = run_helpers.train(rare).output()
+    (line,) = run_helpers.lines(tmp_path / "run" / "trainer_log.jsonl")
+    assert line["step"] == 3 and math.isfinite(line["loss"])
+    assert re.search(rf"step 3/3 .*loss {line['loss']:.4f}", said)

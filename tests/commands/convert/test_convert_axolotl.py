@@ -56,3 +56,20 @@ def test_what_stands_behind_two_dashes_is_the_launchers(capsys: Any, folder: Pat
     )
     config, text = converted(command, capsys)
     assert config.global_batch_size == 2 * 8 and "launcher " not in text and "29501" not in text
+
+
+def test_moments_in_8_bits_under_deepspeed_are_float32(capsys: Any) -> None:
+    """DeepSpeed shards the moments of AdamW; the run is written with it, and the option named."""
+    run = {
+        "base_model": "m",
+        "datasets": [{"path": "own.jsonl", "type": "alpaca"}],
+        "optimizer": "adamw_bnb_8bit",
+        "deepspeed": "deepspeed_configs/zero2.json",
+        "learning_rate": 1e-4,
+        "output_dir": "o",
+    }
+    config, text = converted(run, capsys)
+    assert config.optimizer == "adamw" and config.deepspeed is not None
+    assert "adamw_bnb_8bit" in section(text, TRAINED)
+    config, text = converted({**run, "deepspeed": None}, capsys)
+    assert config.optimizer == "adamw-8bit"

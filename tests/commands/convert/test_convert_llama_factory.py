@@ -312,3 +312,11 @@ def test_a_start_that_would_be_refused_is_no_success(capsys: Any, folder: Path) 
         assert main(["theirs.yaml", "--output", "ours.yaml"]) == 0
         said = capsys.readouterr().err
         assert words in said and ("[SUCCESS]" in said) != ("would be refused" in said)
+
+
+def test_keys_that_deepspeed_ignores_are_left_out_and_named(capsys: Any) -> None:
+    ignored = {"comms_config": {"comms_logger": {"enabled": False}}, "monitor_config": {}}
+    config, text = converted(EXAMPLE | {"deepspeed": DEEPSPEED | ignored}, capsys)
+    assert not ignored.keys() & config.deepspeed.keys()
+    assert "zero_optimization" in config.deepspeed
+    assert "deepspeed: comms_config" in text and "deepspeed: monitor_config" in text

@@ -184,6 +184,12 @@ def test_other_dtypes(tiny_model: Path, make_adapter: Make, tmp_path: Path):
     exact = (base[f"{name}.weight"].double() + scale * up @ down).bfloat16()
     differing = (merged[f"{name}.weight"] != exact).float().mean()
     assert differing < 1e-3  # where float32's rounding falls on the other side of a tie
+    # In float32 nothing is rounded to the base's 16 bits.
+    whole = tmp_path / "whole"
+    assert merge(adapter, whole, "--model", str(output), "--dtype", "float32") == 0
+    found = load_file(whole / "model.safetensors")[f"{name}.weight"].double()
+    exact = base[f"{name}.weight"].double() + scale * up @ down
+    assert (found - exact).norm() < 1e-6 * exact.norm()
 
 
 def test_sft_goes_on_from_a_merged_model(make_adapter: Make, tiny_data: Path, tmp_path: Path):
