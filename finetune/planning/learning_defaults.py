@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config.base_config import BaseConfig
 from finetune.config.fields import HUB_PREFIXES
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
 from finetune.data.reading.files import expand_sources, read_records
@@ -102,13 +101,13 @@ def batch_for(config: RunConfig, samples: int) -> int:
     return max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
 
 
-def with_batch_of_data(config: BaseConfig) -> BaseConfig:
+def with_batch_of_data(config: Any) -> Any:
     """Return a configuration with the batch that `auto` becomes by the records that are here.
 
     What a start leaves out of them (the validation split, bad records) is not known yet. Data that
     is not here leaves the batch at auto, which is planned as its largest.
     """
-    if not isinstance(config, RunConfig) or config.global_batch_size != "auto":
+    if getattr(config, "global_batch_size", None) != "auto":
         return config
     if any(source.path.startswith(HUB_PREFIXES) for source in config.sources):
         return config

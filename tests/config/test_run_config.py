@@ -33,6 +33,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "model": "m",
         "data": ("d.jsonl",),
         "data_weights": (),
+        "max_samples": None,
         "columns": None,
         "valid_data": (),
         "valid_split": None,
