@@ -99,7 +99,7 @@ SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
 # A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of
 # other causes.
-DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
+DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+(?:  \(.+ [01]\.\d\d\)|（.+ [01]\.\d\d）)$")
 DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
 FRAME = re.compile(r'^\s+File ".*", line \d+')
 RAISES = re.compile(r"^\s+(?:raise|assert) ")  # source code that is quoted under a frame

@@ -325,8 +325,8 @@ def test_the_runs_own_numbers_are_in_the_remedy(tmp_path):
     with speaking("zh"):
         chinese = diagnose_logs([log])[0]
         shown = render_findings([chinese])
-    assert "当前 12,可试 6" in chinese.fix
-    assert shown.startswith("1. device_oom  (置信度 0.95)\n   原因:")
+    assert "当前 12，可试 6" in chinese.fix
+    assert shown.startswith("1. device_oom（置信度 0.95）\n   原因：")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
