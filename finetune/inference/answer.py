@@ -85,12 +85,14 @@ class AnswerText:
         )
         return self._hand_out(self.text + fresh, keep_back=True)
 
-    def finish(self) -> str:
-        """Return what was kept back, but not the first bytes of a character that never ended."""
+    def finish(self, *, is_cut: bool = False) -> str:
+        """Return what was kept back; of a cut answer without the bytes that begin a character."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        if not whole.startswith(self.text) or not whole[len(self.text) :].strip("\ufffd"):
+        # Bytes that never became a character appear only here, as U+FFFD.
+        is_torn = is_cut and not whole[len(self.text) :].strip("\ufffd")
+        if is_torn or not whole.startswith(self.text):
             whole = self.text
         return self._hand_out(whole, keep_back=False)
 
@@ -177,7 +179,7 @@ class Generation:
 
     def _end(self, piece: str, reason: str) -> None:
         self._over = True
-        piece = self._without_calls(piece + self._text.finish())
+        piece = self._without_calls(piece + self._text.finish(is_cut=reason == "length"))
         if self._text.stopped and reason != "cancelled":  # what was kept back completed a stop text
             reason = "stop"
         calls: tuple[Call, ...] = ()

@@ -327,6 +327,8 @@ def test_the_answers_are_transformers_own(
         [line["text"] for line in lines if line["model"] == name["name"]]
         for name in results[0][0]["models"]
     ]
+    # A character that the last token only begins is left out.
+    expected = [[text.rstrip("\ufffd") for text in texts] for texts in expected]
     assert said == expected and said[0] != said[1]
     assert [line["row"] for line in lines] == [*range(9), *range(9)]
     assert {line["correct"] for line in lines[:6]} <= {True, False} and lines[6]["correct"] is None
