@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, load_tool
@@ -72,12 +73,14 @@ def _entry(given: str, columns: dict[str, str], draft: Draft) -> Any:
         draft.note(f"dataset {path}", f"#{count}", reason)
     else:
         path, count = given, ""
+    hub = "hub" if draft.options.get("use_hf") else "modelscope"
+    if named := re.fullmatch("(HF|MS)::(.+)", path):
+        hub, path = {"HF": "hub", "MS": "modelscope"}[named[1]], named[2]
     head, _, subset = path.rpartition(":")
     name, subsets = (head, subset.split("/")) if is_hub_data(head) else (path, [])
     if len(subsets) > 1:
         draft.drop(f"dataset {name}", f":{subset}", f"name each subset as an entry: {subsets}")
     if is_hub_data(name):
-        hub = "hub" if draft.options.get("use_hf") else "modelscope"
         path = hub_entry(draft, name, hub, subset=subsets[0] if subsets else None)
     return data_entry(path, columns, count)
 

@@ -66,6 +66,12 @@ def read_run(given: str, tool_name: str | None) -> Run:
         options, tool, processes = _read_command(_command_text(given, path))
     if tool_name is not None:
         tool = next(each for each in TOOLS if each.name == tool_name)
+    if "distributed_type" in options and "compute_environment" in options:
+        raise ConfigError(
+            "this is a configuration of accelerate's launcher, not a run",
+            source,
+            "convert the command that names it with --config_file",
+        )
     tool = tool or _recognize(options, source)
     return Run(tool, options, source, processes)
 
@@ -97,6 +103,7 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
     """
     shell = Shell(text.replace("\r\n", "\n"))
     words: list[str] = []
+    other: ConfigError | None = None
     for command in _readable_commands(shell):
         words += command
         if found := _start(command):
@@ -115,6 +122,9 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
             processes = _processes([*counts, *before, *_as_words(options), *own], shell.variables)
             return {**tool.starts[start], **launcher, **switches, **options}, tool, processes
         _refuse_megatron(command)
+        other = other or _other_command(command)
+    if other is not None:
+        raise other
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     options = _options(words[first:])
     return options, None, _processes(_as_words(options), {})
@@ -150,6 +160,22 @@ def _refuse_megatron(words: list[str]) -> None:
                 f"write the run as swift {following}, with learning_rate, warmup_ratio,"
                 " per_device_train_batch_size and gradient_accumulation_steps",
             )
+
+
+def _other_command(words: list[str]) -> ConfigError | None:
+    """Return an error for a tool's command that does not train, whose options mean other things."""
+    for name, following in pairwise(words):
+        program = Path(name).name
+        starts = [
+            start for tool in TOOLS for start in tool.starts if start.startswith(f"{program} ")
+        ]
+        if starts and re.fullmatch(r"[a-z][a-z-]*", following):
+            return ConfigError(
+                f"{program} {following} does not train, or is not read",
+                "the command line",
+                f"convert one of {', '.join(starts)}",
+            )
+    return None
 
 
 def _start(words: list[str]) -> tuple[Tool, str, int] | None:

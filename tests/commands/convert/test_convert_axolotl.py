@@ -73,3 +73,11 @@ def test_moments_in_8_bits_under_deepspeed_are_float32(capsys: Any) -> None:
     assert "adamw_bnb_8bit" in section(text, TRAINED)
     config, text = converted({**run, "deepspeed": None}, capsys)
     assert config.optimizer == "adamw-8bit"
+
+
+def test_offloaded_activations_are_computed_again(capsys: Any) -> None:
+    run = {"base_model": "m", "datasets": [{"path": "own.jsonl", "type": "alpaca"}]}
+    run |= {"gradient_checkpointing": "offload", "output_dir": "o"}
+    config, text = converted(run, capsys)
+    assert config.gradient_checkpointing is True
+    assert "gradient_checkpointing offload" in section(text, DIFFERS)

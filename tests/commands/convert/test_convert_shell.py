@@ -6,14 +6,17 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from converted_runs import converted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.commands.convert.accelerate_file import read_accelerate
 from finetune.commands.convert.read import read_run
 from finetune.commands.convert.shell import Shell
+from finetune.config.fields import DataSource
 from finetune.errors import ConfigError
 
 SCRIPTS = [
@@ -132,3 +135,29 @@ def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
 def test_megatron_is_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"megatron {kind} has options of its own"):
         read_run(f"PORT=1 megatron {kind} --model m --dataset d --lr 1e-5", None)
+
+
+def test_commands_that_do_not_train_are_refused(folder: Path) -> None:
+    """They take data, too (for quantization, for answers); a script may have one beside a training."""
+    for command in ("swift export --model m --dataset own.jsonl", "llamafactory-cli api run.yaml"):
+        with pytest.raises(ConfigError, match="does not train, or is not read"):
+            read_run(command, None)
+    script = "swift export --model m --quant_bits 4\nswift sft --model m --dataset own.jsonl\n"
+    (folder / "both.sh").write_text(script)
+    assert read_run("both.sh", None).options["dataset"] == "own.jsonl"
+
+
+def test_a_file_of_accelerate_is_no_run(folder: Path) -> None:
+    keys = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
+    (folder / "fsdp.yaml").write_text(keys)
+    with pytest.raises(ConfigError, match="configuration of accelerate's launcher"):
+        read_run("fsdp.yaml", None)
+
+
+def test_hubs_in_front_of_a_name(capsys: Any, folder: Path) -> None:
+    run = "swift sft --model m --dataset HF::owner/texts:full#7 MS::owner/more"
+    config, _ = converted(run, capsys)
+    assert config.data == (
+        DataSource(path="hub:owner/texts/full", max_samples=7),
+        "modelscope:owner/more",
+    )
