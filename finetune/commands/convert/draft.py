@@ -192,8 +192,12 @@ class Draft:
         known = {}
         for written, value in run.items():
             name = tool.aliases.get(written, written)
+            positive = name.removeprefix("no_")
             if name in tool.options:
                 known[name] = value
+            elif positive in tool.options and value is True:
+                # transformers' parser gives an option that is true by default a --no_ form.
+                known[positive] = False
             else:
                 reason = f"not an option of {tool.title} that is known here: look it up"
                 self.drop(written, value, reason)

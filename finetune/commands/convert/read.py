@@ -103,31 +103,54 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
     """
     shell = Shell(text.replace("\r\n", "\n"))
     words: list[str] = []
+    scripts: list[tuple[list[str], int]] = []
     other: ConfigError | None = None
     for command in _readable_commands(shell):
         words += command
         if found := _start(command):
             tool, start, place = found
-            # Behind -- a launcher's own options begin.
-            own = command[place:]
-            options = _options(own[: own.index("--")] if "--" in own else own)
-            switches = {
-                option: shell.variables[name] in ("1", "true", "True")
-                for name, option in tool.environment.items()
-                if name in shell.variables
-            }
-            before = command[: place - len(start.split())]
-            launcher = read_accelerate(before)
-            counts = _as_words({"num_processes": launcher.pop("num_processes", "")})
-            processes = _processes([*counts, *before, *_as_words(options), *own], shell.variables)
-            return {**tool.starts[start], **launcher, **switches, **options}, tool, processes
+            options, processes = _launched(command, place, shell, tool, start)
+            return options, tool, processes
         _refuse_megatron(command)
         other = other or _other_command(command)
+        script = next((n for n, word in enumerate(command) if word.endswith(".py")), None)
+        if script is not None and any(word.startswith("--") for word in command[script:]):
+            scripts.append((command, script + 1))
     if other is not None:
         raise other
+    if len(scripts) == 1:
+        options, processes = _launched(*scripts[0], shell)
+        return options, None, processes
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     options = _options(words[first:])
     return options, None, _processes(_as_words(options), {})
+
+
+def _launched(
+    command: list[str], place: int, shell: Shell, tool: Tool | None = None, start: str = ""
+) -> tuple[dict[str, Any], int | None]:
+    """Return the options of a command, those of its launcher among them, and its processes.
+
+    Args:
+        place: where the options of the program begin.
+        tool: whose command it is; None: a script of the user.
+        start: how the tool's command begins.
+    """
+    # Behind -- a launcher's own options begin.
+    own = command[place:]
+    options = _options(own[: own.index("--")] if "--" in own else own)
+    before = command[: place - len(start.split())]
+    launcher = read_accelerate(before)
+    counts = _as_words({"num_processes": launcher.pop("num_processes", "")})
+    processes = _processes([*counts, *before, *_as_words(options), *own], shell.variables)
+    if tool is None:
+        return launcher | options, processes
+    switches = {
+        option: shell.variables[name] in ("1", "true", "True")
+        for name, option in tool.environment.items()
+        if name in shell.variables
+    }
+    return {**tool.starts[start], **launcher, **switches, **options}, processes
 
 
 def _readable_commands(shell: Shell) -> Iterator[list[str]]:

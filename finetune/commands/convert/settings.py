@@ -106,6 +106,8 @@ def _intervals(draft: Draft) -> None:
     limit = options.get("save_total_limit", "not set")
     if isinstance(limit, int) and limit > 0:
         settings["save_total_limit"] = max(2, limit)
+        if limit == 1:
+            draft.note("save_total_limit", 1, "2 are kept: the newest may be damaged")
     else:
         reason = "there every checkpoint is kept, here the newest 2"
         draft.note("save_total_limit", limit, reason)

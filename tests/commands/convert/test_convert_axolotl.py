@@ -44,6 +44,9 @@ def test_how_long_samples_and_old_checkpoints_end_is_said(capsys: Any) -> None:
     )
     assert "there: truncate" in section(text, DIFFERS) and "drop" not in section(text, DIFFERS)
     assert "save_total_limit 0: there every checkpoint is kept" in section(text, DIFFERS)
+    config, text = converted({**AXOLOTL, "save_total_limit": 1}, capsys)
+    assert config.save_total_limit == 2
+    assert "save_total_limit 1: 2 are kept" in section(text, DIFFERS)
 
 
 def test_what_stands_behind_two_dashes_is_the_launchers(capsys: Any, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from converted_runs import (
     DIFFERS,
     SWIFT,
@@ -13,7 +14,9 @@ from converted_runs import (
     section,
 )
 
+from finetune.commands.convert.command import main
 from finetune.config.fields import DataSource
+from finetune.errors import ConfigError
 
 
 def test_swift(capsys: Any) -> None:
@@ -42,6 +45,12 @@ def test_swift_by_yaml_with_columns(capsys: Any) -> None:
     config, _ = converted(run, capsys)
     assert config.sources[0].columns == {"prompt": "question", "response": "a"}
     assert (config.finetuning, config.learning_rate) == ("full", 1e-5)
+
+
+def test_a_file_of_megatron_is_refused(folder: Path) -> None:
+    (folder / "sft.yaml").write_text("model: m\ntuner_type: lora\ndataset: [d.jsonl]\nlr: 1e-4\n")
+    with pytest.raises(ConfigError, match="lr is an option of megatron"):
+        main(["sft.yaml"])
 
 
 def test_swift_takes_models_from_modelscope(capsys: Any, folder: Path) -> None:

@@ -111,6 +111,10 @@ def test_what_needs_a_program_stays_as_it_is_written() -> None:
             {"num_processes": 4, "fsdp": {"fsdp_version": 2}},
         ),
         ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {"num_processes": 2}),
+        (
+            {"num_processes": 8, "parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 2}},
+            {"num_processes": 2},
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["accelerate.yaml", "zero3.config"])
@@ -129,6 +133,19 @@ def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
     assert run.processes == 8 and run.options["deepspeed"] == {"zero_optimization": {"stage": 2}}
     with pytest.raises(ConfigError, match=r"accelerate's file none.yaml is not here"):
         read_run("accelerate launch --config_file none.yaml sft.py --dataset_name own", None)
+
+
+def test_that_file_counts_for_a_script_of_the_user_too(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 8\n")
+    command = f"accelerate launch --config_file {path} own.py --dataset_name d --use_peft"
+    run = read_run(command, "trl")
+    assert run.processes == 8
+    assert run.options == {
+        "deepspeed": {"zero_optimization": {"stage": 2}},
+        "dataset_name": "d",
+        "use_peft": True,
+    }
 
 
 @pytest.mark.parametrize("kind", ["sft", "pt", "rlhf"])

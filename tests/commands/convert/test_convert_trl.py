@@ -54,6 +54,13 @@ def test_trl_by_yaml(capsys: Any) -> None:
     assert config.sources[0].columns == {"text": "body"}
 
 
+def test_options_that_are_turned_off_by_name(capsys: Any, folder: Path) -> None:
+    """transformers' parser has --no_NAME for what is true by default."""
+    command = "trl sft --model_name_or_path m --dataset_name d.jsonl --no_gradient_checkpointing"
+    config, text = converted(f"{command} --no_remove_unused_columns", capsys)
+    assert config.gradient_checkpointing is False and "look it up" not in text
+
+
 def test_null_as_length_is_named(capsys: Any) -> None:
     for name in ("max_length", "max_seq_length"):
         config, text = converted({**TRL, name: None, "dataset_train_split": None}, capsys)
