@@ -32,7 +32,11 @@ def finish(draft: Draft) -> None:
         options.setdefault("warmup_ratio", 0.03)
     if options.get("eval_steps"):
         options.setdefault("eval_strategy", "steps")
-    trackers = {"wandb": "wandb_project", "tensorboard": "use_tensorboard"}
+    trackers = {
+        "wandb": "wandb_project",
+        "tensorboard": "use_tensorboard",
+        "swanlab": "use_swanlab",
+    }
     used = [name for name, option in trackers.items() if options.get(option)]
     options["report_to"] = used or "none"
     write_settings(draft)

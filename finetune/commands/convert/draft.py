@@ -198,7 +198,7 @@ class Draft:
             elif positive in tool.options and value is True:
                 # transformers' parser gives an option that is true by default a --no_ form.
                 known[positive] = False
-            else:
+            elif not is_nothing(value):
                 reason = f"not an option of {tool.title} that is known here: look it up"
                 self.drop(written, value, reason)
         self.options = self.read(tool, known)

@@ -84,3 +84,13 @@ def test_offloaded_activations_are_computed_again(capsys: Any) -> None:
     config, text = converted(run, capsys)
     assert config.gradient_checkpointing is True
     assert "gradient_checkpointing offload" in section(text, DIFFERS)
+
+
+def test_plugins(capsys: Any) -> None:
+    """Kernels of plugins change nothing; trainings of plugins are refused."""
+    run = {**AXOLOTL, "liger_rope": True, "unknown_and_not_used": None, "use_swanlab": True}
+    config, text = converted(run, capsys)
+    assert "liger_rope" not in section(text, TRAINED) and "unknown_and" not in text
+    assert "swanlab" in config.report_to
+    with pytest.raises(ConfigError, match="diffusion is a training of its own"):
+        converted({**AXOLOTL, "diffusion": {"noise_schedule": "cosine"}}, capsys)
