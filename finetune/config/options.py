@@ -50,6 +50,7 @@ IS_FLAG = re.compile(r"--?[A-Za-z][^\s=]*(?:=|$)")
 COMMAND_LINE = "the command line"
 ONLY_IN_FILES = frozenset({"curriculum", "deepspeed"})
 MAX_WIDTH = 118
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _INDENT = 38
 _SOURCES = """\
 Values come from the defaults, then the files of --config in order, then the flags; the later wins.
@@ -506,6 +507,8 @@ def _missing(wanted: Flag, model_class: type[Settings]) -> ConfigError:
 
 def _wrong(wanted: Flag, given: SourcedValue, model_class: type[Settings]) -> ConfigError:
     what = f"{wanted.name} is {given.value!r}"
+    if isinstance(given.value, str) and _SURROGATE.search(given.value):
+        return ConfigError(f"{what}: not UTF-8", given.where, "set PYTHONUTF8=1")
     typed = normal(given.value) if isinstance(given.value, str) else ""
     if wanted.choices and typed in OTHERWISE:
         what += f": {OTHERWISE[typed][0]}"

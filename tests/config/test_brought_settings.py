@@ -111,3 +111,11 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_texts_that_nothing_can_hold_are_refused(text: str, name: str) -> None:
     with pytest.raises(FinetuneError):
         resolve_object({"model": "m", "data": "d", "output_dir": "o", name: text}, world_size=1)
+
+
+def test_bytes_that_this_python_does_not_decode_are_named() -> None:
+    """PYTHONUTF8=0 with LC_ALL=C gives the bytes of a Chinese path as halves of surrogate pairs."""
+    model = "/模型".encode().decode("ascii", "surrogateescape")
+    with pytest.raises(FinetuneError, match="not UTF-8") as refused:
+        resolve(["--model", model, "--data", "d", "--output-dir", "o"], world_size=1)
+    assert "PYTHONUTF8=1" in str(refused.value)
