@@ -78,7 +78,13 @@ COMMANDS = {
     ),
 }
 # What other tools call them.
-_ELSEWHERE = {"train": "sft", "export": "merge", "infer": "chat", "api": "serve", "rlhf": "dpo"}
+_ELSEWHERE = {
+    "train": "sft",
+    "export": "merge",
+    "infer": "chat",
+    "api": "serve",
+    "rlhf": "dpo",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

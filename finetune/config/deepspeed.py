@@ -85,7 +85,11 @@ SHARED: dict[str, str | tuple[str, str]] = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+PRECISIONS = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+}
 # Top-level keys and blocks that finetune fills in.
 OURS = frozenset({path.partition(".")[0] for path in SHARED} | set(PRECISIONS))
 
@@ -140,7 +144,11 @@ UNSUPPORTED = (
 OTHER_TRAINING = ("zero_optimization.zenflow", "weight_quantization")
 
 # DeepSpeed's schedule -> ours with the same curve.
-SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULERS = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 
 
 def lookup(config: Mapping[str, Any], path: str) -> Any:

@@ -181,7 +181,12 @@ def setting(
         depends_on: the setting that a computed default follows from.
         rules: bounds and anything else `pydantic.Field` takes.
     """
-    given = {"group": group, "unit": unit, "shown_default": shown_default, "depends_on": depends_on}
+    given = {
+        "group": group,
+        "unit": unit,
+        "shown_default": shown_default,
+        "depends_on": depends_on,
+    }
     shown: dict[str, Any] = {name: text for name, text in given.items() if text}
     if "default_factory" not in rules:
         rules["default"] = default
@@ -318,7 +323,12 @@ class Strict(BaseModel):
     infinity.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+    )
 
     def problems(self) -> Iterable[Problem]:
         """Return fields that contradict one another; needs no file, device or number of

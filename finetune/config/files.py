@@ -48,7 +48,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     where, suffix = str(path), path.suffix.lower()
-    readers = {".json": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".py": _read_python}
+    readers = {
+        ".json": _read_json,
+        ".yaml": read_yaml,
+        ".yml": read_yaml,
+        ".py": _read_python,
+    }
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

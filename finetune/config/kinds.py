@@ -17,7 +17,11 @@ from finetune.config.options import Parsed, parse
 from finetune.errors import ConfigError, FinetuneError
 
 # name -> entry module; the first is the default, if neither flags nor files show the kind.
-_MODULES = {"sft": "finetune.sft", "pretrain": "finetune.pretrain", "dpo": "finetune.dpo"}
+_MODULES = {
+    "sft": "finetune.sft",
+    "pretrain": "finetune.pretrain",
+    "dpo": "finetune.dpo",
+}
 
 
 class RunKind:

@@ -197,7 +197,11 @@ def _expected(branch: Mapping[str, Any]) -> str:
         number = "a whole number" if kind == "integer" else "a number"
         given = (f"{word} {branch[key]}" for key, word in bounds.items() if key in branch)
         return f"{number} {' and '.join(given)}".strip()
-    words = {"boolean": "true or false", "null": "null", "string": "a text that is not empty"}
+    words = {
+        "boolean": "true or false",
+        "null": "null",
+        "string": "a text that is not empty",
+    }
     return words.get(kind, "a block of names and values")
 
 

@@ -161,7 +161,11 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         # there is no margin.
         if self.loss == "kto":
             return {"loss": False}
-        return {"loss": False, "accuracy": True, "margin": True}
+        return {
+            "loss": False,
+            "accuracy": True,
+            "margin": True,
+        }
 
     @property
     def needs_reference(self) -> bool:

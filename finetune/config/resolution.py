@@ -221,7 +221,12 @@ def to_yaml(config: BaseConfig, decided: Mapping[str, Any] | None = None) -> str
     values = config.model_dump(mode="json", exclude=set(config.machine_fields))
     values |= decided or {}
     ordered = {name: values[name] for name in ordered_fields(type(config)) if name in values}
-    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(
+        ordered,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
 
 
 def format_config(resolved: Resolved) -> str:

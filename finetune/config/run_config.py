@@ -647,7 +647,11 @@ class RunConfig(AdapterSettings, BaseConfig):
             processes=world_size,
             accumulation=accumulation,
         )
-        return text, {"samples": size, "accumulation": accumulation, "world_size": world_size}
+        return text, {
+            "samples": size,
+            "accumulation": accumulation,
+            "world_size": world_size,
+        }
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

@@ -477,7 +477,11 @@ FORMATS: dict[str, tuple[str, ReadTurns]] = {
     "prompt-completion": ("prompt", _prompt_completion),
     "text": ("text", lambda record, key: [Message("text", _text(record, key))]),
 }
-_EMPTY = {"user": "empty question", "assistant": "empty answer", "text": "empty text"}
+_EMPTY = {
+    "user": "empty question",
+    "assistant": "empty answer",
+    "text": "empty text",
+}
 _TRAINED_ROLES = ("assistant", "text")
 
 

@@ -45,7 +45,11 @@ ROW = np.dtype(
 )
 _PREFERENCE_FIELDS = ("first_lengths", "first_supervised", "labels")
 # Files of a shard. The rows are removed at the end.
-_DTYPES = {"tokens": np.dtype(np.int32), "supervised": np.dtype(np.bool_), f"{SCRATCH}/rows": ROW}
+_DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "supervised": np.dtype(np.bool_),
+    f"{SCRATCH}/rows": ROW,
+}
 TOKEN_BYTES = 5  # of a token, in all files that stay
 # What a fingerprint is of, in this order. Where records are in which file is not part of it.
 _HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")
@@ -128,7 +132,12 @@ class SampleWriter:
             digest = file.finish()
             file.publish()
             files[str(file.path.relative_to(self.folder))] = [file.size_bytes, digest]
-        state = {**state, "samples": self._samples, "tokens": self._tokens, "files": files}
+        state = {
+            **state,
+            "samples": self._samples,
+            "tokens": self._tokens,
+            "files": files,
+        }
         replace_file(self._state_path, json.dumps(state).encode())
         self.states.append(state)
         self._begin()

@@ -337,7 +337,13 @@ def _message(number: int, message: Any) -> Message:
     if role == "tool":
         call_id = str(message.get("tool_call_id") or "")
         return Message(role, content, call_id=call_id, name=name)
-    return Message(role, content, reasoning=reasoning, calls=calls, name=name)
+    return Message(
+        role,
+        content,
+        reasoning=reasoning,
+        calls=calls,
+        name=name,
+    )
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> Tools:

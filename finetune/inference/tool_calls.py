@@ -155,7 +155,16 @@ def _read_named(text: str) -> list[Call]:
         arguments, end = _decoded(part, found.end())
         if part[end:].strip():
             raise _NoCall
-        calls.append(_call({"name": found[1], "arguments": arguments, "id": found[2]}, "arguments"))
+        calls.append(
+            _call(
+                {
+                    "name": found[1],
+                    "arguments": arguments,
+                    "id": found[2],
+                },
+                "arguments",
+            )
+        )
     return calls
 
 

@@ -151,7 +151,11 @@ def _liger_ops() -> Mapping[str, Operation]:
     # Rotary rotates q and k in place, and swiglu's backward overwrites gate and up. Nothing reads
     # those again: the projections and norms before them keep their inputs for the backward pass,
     # not their outputs.
-    return {"rms_norm": rms_norm, "rotary": liger.liger_rope, "swiglu": liger.liger_swiglu}
+    return {
+        "rms_norm": rms_norm,
+        "rotary": liger.liger_rope,
+        "swiglu": liger.liger_swiglu,
+    }
 
 
 def _npu_ops() -> Mapping[str, Operation]:
@@ -175,7 +179,11 @@ def _npu_ops() -> Mapping[str, Operation]:
     def swiglu(gate: Tensor, up: Tensor) -> Any:
         return torch_npu.npu_swiglu(torch.cat((gate, up), dim=-1), dim=-1)
 
-    return {"rms_norm": rms_norm, "rotary": rotary, "swiglu": swiglu}
+    return {
+        "rms_norm": rms_norm,
+        "rotary": rotary,
+        "swiglu": swiglu,
+    }
 
 
 # ---------------------------------------------------------------- the modules of a model
@@ -210,7 +218,12 @@ def find_fusable(model: nn.Module) -> list[FusableLayer]:
         _code(Olmo2RMSNorm.forward): True,
         _code(HeliumRMSNorm.forward): True,
     }
-    references = {llama: False, olmo2: True, glm4_moe: False, phi3: False}
+    references = {
+        llama: False,
+        olmo2: True,
+        glm4_moe: False,
+        phi3: False,
+    }
     rotations = {_rotation_code(getattr(file, ROTARY)): keeps for file, keeps in references.items()}
     swiglu = _code(LlamaMLP.forward)
     found: list[FusableLayer] = []
@@ -253,7 +266,11 @@ def use_fused_layers(model: nn.Module, ops: Mapping[str, Operation]) -> dict[str
     Nothing is compared here: see `agreeing_ops`. Each module is changed, not transformers' files:
     other models of the process compute as before.
     """
-    forwards = {"rms_norm": _norm_forward, "rotary": _rotary_forward, "swiglu": _mlp_forward}
+    forwards = {
+        "rms_norm": _norm_forward,
+        "rotary": _rotary_forward,
+        "swiglu": _mlp_forward,
+    }
     counts = dict.fromkeys(forwards, 0)
     for layer in find_fusable(model):
         if layer.operation in ops:

@@ -87,7 +87,11 @@ def _call(
     mode: dict[str, int] = {"sparse_mode": CAUSAL}
     if sliding_window is not None and sliding_window < max(lengths):
         # A token attends to itself, `pre_tockens` before it and `next_tockens` after it.
-        mode = {"pre_tockens": sliding_window - 1, "next_tockens": 0, "sparse_mode": BAND}
+        mode = {
+            "pre_tockens": sliding_window - 1,
+            "next_tockens": 0,
+            "sparse_mode": BAND,
+        }
     output: Tensor = torch_npu.npu_fusion_attention(
         *states,
         heads,

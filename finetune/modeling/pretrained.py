@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def check_model(config: RunConfig | PretrainConfig) -> PretrainedConfig:

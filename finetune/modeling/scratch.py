@@ -117,7 +117,12 @@ def scratch_config(
         own = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
         register()
         kind = Lfm2Config if arch == "lfm2" else Lfm2ValueConfig
-        return kind(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
+        return kind(
+            layer_types=kinds,
+            conv_L_cache=CONVOLUTION_TAPS,
+            **own,
+            **common,
+        )
     raise ValueError(
         f"unknown architecture {arch!r}: nanochat, qwen3, llama, lfm2 and lfm2_value are known"
     )

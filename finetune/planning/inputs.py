@@ -32,7 +32,11 @@ from finetune.planning.workload import Cluster, Computing, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.launch_environment import hccl_buffer_bytes
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+}
 DEFAULT_VOCABULARY = 32768  # of `prepare`, if there are no token files yet
 # Of `--train-tokens auto`, which only the tokenizer and the weights decide: a template ends answers
 # with one or two.
@@ -253,7 +257,12 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
     tokens = micro_batch * work.sample_tokens
     samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
-    return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
+    return replace(
+        work,
+        microbatch_tokens=tokens,
+        targets=tokens,
+        microbatches=count,
+    )
 
 
 def adapter_parameters(

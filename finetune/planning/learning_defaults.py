@@ -87,7 +87,12 @@ def learning_defaults(
     text = _(
         "auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}"
     )
-    reason = text.format(values=named, samples=samples, width=width, method=config.finetuning)
+    reason = text.format(
+        values=named,
+        samples=samples,
+        width=width,
+        method=config.finetuning,
+    )
     return LearningDefaults(values, reason)
 
 

@@ -410,7 +410,15 @@ class _MatrixReader:
             down = "down" in path or "output" in path
             inputs, outputs = (inner, self.hidden) if down else (self.hidden, inner)
             active = min(self.active, first)
-            return Matrix(path, inputs, outputs, False, experts=first, active=active, **place)
+            return Matrix(
+                path,
+                inputs,
+                outputs,
+                False,
+                experts=first,
+                active=active,
+                **place,
+            )
         if type(module).__name__ == "Conv1D":  # GPT-2's linear layer
             return Matrix(path, first, second, **place)
         if isinstance(module, nn.Embedding):

@@ -75,7 +75,11 @@ def parse_console_line(raw: bytes) -> ConsoleLine:
         facts = {name: _number(value) for name, value in _EVAL_FACT.findall(found[2])}
         line.evaluation = {"step": int(found[1]), **facts}
     elif (found := _STEP.search(text)) and (facts := _step_facts(text)):
-        line.step = {"step": int(found[1]), "total_steps": int(found[2]), **facts}
+        line.step = {
+            "step": int(found[1]),
+            "total_steps": int(found[2]),
+            **facts,
+        }
     return line
 
 

@@ -106,7 +106,11 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
             fix="srun --ntasks-per-node=1 (launchers/slurm.sbatch does)",
         )
     hosts = slurm_hosts(environment["SLURM_STEP_NODELIST"])
-    return {"count": len(hosts), "rank": int(environment["SLURM_NODEID"]), "address": hosts[0]}
+    return {
+        "count": len(hosts),
+        "rank": int(environment["SLURM_NODEID"]),
+        "address": hosts[0],
+    }
 
 
 def slurm_hosts(nodelist: str) -> list[str]:

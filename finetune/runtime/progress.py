@@ -58,7 +58,12 @@ class ProgressLine:
             TimeRemainingColumn(),
             console=terminal_console(stderr=True),
         )
-        return bar, bar.add_task("train", total=self.total_steps, completed=done_steps, facts="")
+        return bar, bar.add_task(
+            "train",
+            total=self.total_steps,
+            completed=done_steps,
+            facts="",
+        )
 
     def update(self, step: int, *, stage: str, facts: str, eta_seconds: float) -> None:
         """`stage` is the curriculum's, "" for none."""

@@ -182,7 +182,14 @@ def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
         if [other.npu for other in chips].count(chip.npu) > 1:
             label += f" chip {chip.chip}"
         processes = tuple(chip.processes) if has_process_table else None
-        devices.append(replace(chip.device, index=index, label=label, processes=processes))
+        devices.append(
+            replace(
+                chip.device,
+                index=index,
+                label=label,
+                processes=processes,
+            )
+        )
     version = _VERSION.search(text)
     return SmiReport(
         "npu",

@@ -100,7 +100,15 @@ def is_allowed(name: str) -> bool:
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
+    return (
+        json.dumps(
+            content,
+            sort_keys=True,
+            indent=1,
+            allow_nan=False,
+        )
+        + "\n"
+    ).encode("ascii")
 
 
 def manifest_bytes(

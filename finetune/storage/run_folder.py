@@ -92,7 +92,12 @@ def write_status(
     """
     if state not in get_args(RunState):
         raise ValueError(f"{state!r} is not one of {get_args(RunState)}")
-    content = {"state": state, "exit_code": exit_code, "written_at": now_utc(), **facts}
+    content = {
+        "state": state,
+        "exit_code": exit_code,
+        "written_at": now_utc(),
+        **facts,
+    }
     durable_files.replace_file(Path(run_folder) / STATUS_NAME, _json_text(content))
 
 

@@ -80,7 +80,11 @@ def try_flock(descriptor: int, how: int, path: Path) -> bool | None:
 
 def _signature() -> dict[str, Any]:
     """Return what identifies this process on all machines, for messages and for `clean`."""
-    facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
+    facts = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": now_utc(),
+    }
     return facts | asdict(process_start(os.getpid()))
 
 

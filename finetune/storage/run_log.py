@@ -293,7 +293,13 @@ class RunLog:
         if name not in EVENTS:
             raise ValueError(f"unknown event {name!r}; the schema knows {', '.join(EVENTS)}")
         if self._events is not None:
-            self._events.write({"event": name, "time": round(time.time(), 3), **facts})
+            self._events.write(
+                {
+                    "event": name,
+                    "time": round(time.time(), 3),
+                    **facts,
+                }
+            )
 
     def draw_curves(self, folder: Path) -> None:
         """Let `curves` write for TensorBoard, into a new file of this folder."""

@@ -261,7 +261,13 @@ def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> Finetun
         old=old.describe(),
         error=error,
     )
-    session.runlog.event("oom", step=step, error=error, old=old.describe(), new=new.describe())
+    session.runlog.event(
+        "oom",
+        step=step,
+        error=error,
+        old=old.describe(),
+        new=new.describe(),
+    )
     return OutOfMemoryError(
         f"out of memory at step {step} ({old.describe()}): {error}",
         where=str(session.output_dir),

@@ -23,7 +23,12 @@ SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
 # Steps, or lines of the log, without a change after which there is a warning.
 STILL_STEPS = 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 
 
 class NonFiniteGuard:

@@ -156,7 +156,12 @@ class ConsoleProgress:
         stage = ""
         if len(stages) > 1:
             stage = f"stage {self.batches.stage(step - 1) + 1}/{len(stages)}"
-        self._line.update(step, stage=stage, facts=progress_text(logs), eta_seconds=eta_seconds)
+        self._line.update(
+            step,
+            stage=stage,
+            facts=progress_text(logs),
+            eta_seconds=eta_seconds,
+        )
 
     def close(self) -> None:
         if self._line is not None:

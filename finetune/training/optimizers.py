@@ -142,13 +142,21 @@ def make_optimizer(
     kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
     beta1, beta2 = config.adam_beta1, config.adam_beta2
     groups = {
-        "head": {"lr": rates.head, "betas": (beta1, beta2), "weight_decay": HEAD_DECAY},
+        "head": {
+            "lr": rates.head,
+            "betas": (beta1, beta2),
+            "weight_decay": HEAD_DECAY,
+        },
         "embedding": {
             "lr": rates.embedding,
             "betas": (beta1, EMBEDDING_BETA2),
             "weight_decay": EMBEDDING_DECAY,
         },
-        "vector": {"lr": rates.vector, "betas": (beta1, beta2), "weight_decay": 0.0},
+        "vector": {
+            "lr": rates.vector,
+            "betas": (beta1, beta2),
+            "weight_decay": 0.0,
+        },
     }
     parts: list[torch.optim.Optimizer] = []
     if config.optimizer in MUONS:
@@ -165,10 +173,18 @@ def make_optimizer(
             parts.append(BatchedMuon([matrices], **settings))
     else:
         groups = {
-            "matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}
+            "matrix": {
+                "lr": rates.matrix,
+                "betas": (beta1, beta2),
+                "weight_decay": rates.decay,
+            }
         } | groups
     adamw = [
-        {"params": kinds[kind], "kind": kind, **group}
+        {
+            "params": kinds[kind],
+            "kind": kind,
+            **group,
+        }
         for kind, group in groups.items()
         if kinds[kind]
     ]
@@ -198,7 +214,12 @@ def make_small_optimizer(
         )
         return eight
     if name == "adafactor":
-        return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            groups,
+            lr=rate,
+            scale_parameter=False,
+            relative_step=False,
+        )
     matrices = {id(parameter) for _, parameter in parameter_kinds(model)["matrix"]}
     muon, adamw = (
         [
@@ -279,7 +300,13 @@ def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: 
             group["params"] = [
                 parameter for parameter in group["params"] if id(parameter) not in chosen
             ]
-            optimizer.add_param_group({**group, "params": own, "lr": ratio * group["lr"]})
+            optimizer.add_param_group(
+                {
+                    **group,
+                    "params": own,
+                    "lr": ratio * group["lr"],
+                }
+            )
 
 
 class StepSchedule(torch.optim.lr_scheduler.LRScheduler):

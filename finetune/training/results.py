@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": ExitCode.FAILED}
+EXIT_CODES = {
+    "done": ExitCode.DONE,
+    "stopped": ExitCode.STOPPED,
+    "failed": ExitCode.FAILED,
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,15 @@ class Best:
     data: str | None = None
     loss: float | None = None
 
-    def after(self, step: int, value: float, loss: float, *, higher: bool, keep: bool) -> Best:
+    def after(
+        self,
+        step: int,
+        value: float,
+        loss: float,
+        *,
+        higher: bool,
+        keep: bool,
+    ) -> Best:
         """Return the best after the evaluation of a step, given its value and loss.
 
         Args:
@@ -137,7 +149,11 @@ class Best:
         """Return it for events and the status; nothing before the first."""
         if self.value is None:
             return {}
-        return {"metric": self.metric, "best": self.value, "best_step": self.step}
+        return {
+            "metric": self.metric,
+            "best": self.value,
+            "best_step": self.step,
+        }
 
 
 class Evaluations:

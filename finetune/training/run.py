@@ -137,7 +137,11 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     dtype = devices.choose_dtype(requested.dtype, device_type)
     backend = devices.choose_backend(getattr(requested, "backend", "auto"), device_type)
     data = kind.prepare(requested, identity_begun(Path(requested.output_dir), requested.resume))
-    decided = {"device_type": device_type, "dtype": dtype, **data.decided}
+    decided = {
+        "device_type": device_type,
+        "dtype": dtype,
+        **data.decided,
+    }
     total_steps = data.batches.total_steps
     check_evaluated(requested, total_steps)
     output_dir = Path(requested.output_dir)

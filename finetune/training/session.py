@@ -263,7 +263,14 @@ class Session:
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             outcome = outcome or {}
-            write_status(self.output_dir, state, code, step=step, **status, **outcome)
+            write_status(
+                self.output_dir,
+                state,
+                code,
+                step=step,
+                **status,
+                **outcome,
+            )
             self.runlog.event(
                 "end", state=state, exit_code=code, step=step, **(peaks or {}), **outcome
             )
@@ -284,7 +291,12 @@ class Session:
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
             try:
-                self.finish("failed", step=self.steps_done, exit_code=code, error=message)
+                self.finish(
+                    "failed",
+                    step=self.steps_done,
+                    exit_code=code,
+                    error=message,
+                )
             except OSError as second:  # e.g. a full disk: the first error is the one to report
                 logger.error("the run's end could not be written down: %s", second)
         self._stack.close()

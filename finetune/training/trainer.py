@@ -633,7 +633,12 @@ class RunTrainer(Trainer):
             if self.spikes.is_spike(logs["loss"]):
                 logger.warning("step %d: loss %.4f is a spike", step, logs["loss"])
                 ids = self._record_ids(self._batch)
-                self.session.runlog.event("spike", step=step, loss=logs["loss"], ids=ids)
+                self.session.runlog.event(
+                    "spike",
+                    step=step,
+                    loss=logs["loss"],
+                    ids=ids,
+                )
             self.still.line(logs["loss"])
             self.session.runlog.step({"step": step, **logs})
             if self.is_world_process_zero():

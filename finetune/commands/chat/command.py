@@ -58,7 +58,12 @@ Sampling that is not given is as the model's generation_config.json says."""
     seed: int | None = sampling_option(
         None, unit="N", description="The same seed gives the same answer."
     )
-    system: str = talk_option("", unit="TEXT", shown_default="none", description="System prompt.")
+    system: str = talk_option(
+        "",
+        unit="TEXT",
+        shown_default="none",
+        description="System prompt.",
+    )
     prompt: str | None = talk_option(
         None, unit="TEXT", description="Print the answer to this and leave; - reads stdin."
     )

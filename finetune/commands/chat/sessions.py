@@ -47,7 +47,13 @@ class ChatSession:
 
     def result(self, call: Call, text: str) -> None:
         """What a called tool gave."""
-        self.turns.append({"role": "tool", "tool_call_id": call.id, "content": text})
+        self.turns.append(
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "content": text,
+            }
+        )
 
     def take_back(self) -> None:
         """Forget the last question, which got no answer, with the calls and results after it."""
@@ -64,7 +70,12 @@ class ChatSession:
         Raises:
             StateError: something else is there, or it cannot be written.
         """
-        record = {"form": FORM, "version": VERSION, "model": model, "messages": self.messages}
+        record = {
+            "form": FORM,
+            "version": VERSION,
+            "model": model,
+            "messages": self.messages,
+        }
         data = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode()
         try:
             if path.exists():

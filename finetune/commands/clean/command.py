@@ -154,7 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             # before anything is ended
             text = _("waiting up to {seconds:.0f} s for {count} process(es), which may be saving")
             waiting = text.format(seconds=options.wait, count=len(stale.orphans))
-            print(*_process_lines(stale.orphans), waiting, sep="\n", file=sys.stderr, flush=True)
+            print(
+                *_process_lines(stale.orphans),
+                waiting,
+                sep="\n",
+                file=sys.stderr,
+                flush=True,
+            )
         clean(stale, options.wait)
     if options.as_json:
         report = to_json(stale, not options.yes)

@@ -197,7 +197,12 @@ def _add_orphans(stale: Stale, launches: Iterable[_Launch]) -> None:
 
 def _facts(record: StartedProcess, run: Path, process: psutil.Process) -> dict[str, Any]:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
-    facts = {"pid": record.pid, "role": record.role, "rank": record.rank, "run": str(run)}
+    facts = {
+        "pid": record.pid,
+        "role": record.role,
+        "rank": record.rank,
+        "run": str(run),
+    }
     return facts | {"started": began, "command": shlex.join(process.cmdline())}
 
 
@@ -228,7 +233,11 @@ def _end(orphans: Sequence[Orphan], wait_seconds: float) -> None:
 
     psutil sends no signal to a process that has another start time than when it was found.
     """
-    stages = {0: wait_seconds, signal.SIGTERM: wait_seconds, signal.SIGKILL: KILL_WAIT_SECONDS}
+    stages = {
+        0: wait_seconds,
+        signal.SIGTERM: wait_seconds,
+        signal.SIGKILL: KILL_WAIT_SECONDS,
+    }
     for number, seconds in stages.items():
         living = [orphan.process for orphan in orphans if _lives(orphan.process)]
         for process in living:

@@ -37,7 +37,13 @@ class CompletionOptions(Options):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the script."""
     shell = read_options(CompletionOptions, argv).shell
-    sys.stdout.write({"bash": bash, "zsh": zsh, "fish": fish}[shell](flags_of_commands()))
+    sys.stdout.write(
+        {
+            "bash": bash,
+            "zsh": zsh,
+            "fish": fish,
+        }[shell](flags_of_commands())
+    )
     return int(ExitCode.DONE)
 
 

@@ -17,7 +17,11 @@ _ASKED = {"intel": "question", "icr": "input"}  # type chatml.intel and so on ->
 # Formats that leave a field as it is.
 _PLAIN = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 # Columns that are read, by the form of the records, and of pairs and labels.
-_COLUMNS = {"completion": ("text",), "pretrain": ("text",), "chat_template": ("messages",)}
+_COLUMNS = {
+    "completion": ("text",),
+    "pretrain": ("text",),
+    "chat_template": ("messages",),
+}
 _PAIR = ("messages", "prompt", "chosen", "rejected", "completion", "label", "system")
 
 

@@ -183,5 +183,10 @@ def _run_file(
     return (
         "\n".join(lines)
         + "\n"
-        + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=_WIDTH)
+        + yaml.safe_dump(
+            ordered,
+            sort_keys=False,
+            allow_unicode=True,
+            width=_WIDTH,
+        )
     )

@@ -188,7 +188,11 @@ class Draft:
         self.tool = tool
         self.devices = devices
         self.settings: dict[str, Any] = {}
-        self.named: dict[str, list[Named]] = {"unsupported": [], "different": [], "harmless": []}
+        self.named: dict[str, list[Named]] = {
+            "unsupported": [],
+            "different": [],
+            "harmless": [],
+        }
         known = {}
         for written, value in run.items():
             name = tool.aliases.get(written, written)
@@ -248,7 +252,13 @@ class Draft:
                     continue
                 self.settings.update(row.settings)
                 value = options.get(name, "not set")
-                reason = row.reason.format_map({**options, "name": name, "value": value})
+                reason = row.reason.format_map(
+                    {
+                        **options,
+                        "name": name,
+                        "value": value,
+                    }
+                )
                 if row.kind == "refused":
                     raise ConfigError(reason, name, row.fix)
                 if reason:

@@ -28,7 +28,11 @@ def write_loss(draft: Draft, loss: str) -> None:
     settings = draft.settings
     if loss == "dpo":
         loss = _combined(draft)
-    settings |= {"kind": "dpo", "loss": loss, "beta": options["beta"]}
+    settings |= {
+        "kind": "dpo",
+        "loss": loss,
+        "beta": options["beta"],
+    }
     for setting, option in _SETTINGS[loss].items():
         if options.get(option) is not None:
             settings[setting] = options[option]

@@ -150,7 +150,12 @@ def _launched(
         for name, option in tool.environment.items()
         if name in shell.variables
     }
-    return {**tool.starts[start], **launcher, **switches, **options}, processes
+    return {
+        **tool.starts[start],
+        **launcher,
+        **switches,
+        **options,
+    }, processes
 
 
 def _readable_commands(shell: Shell) -> Iterator[list[str]]:

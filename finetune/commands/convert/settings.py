@@ -14,7 +14,11 @@ from finetune.config.files import read_file
 from finetune.config.paths import is_hub_id, split_revision
 
 # How accelerate is told to shard -> what a tool's own `deepspeed` has instead.
-_SHARDING = {"deepspeed_config_file": "{}", "zero_stage": "zero{}", "accelerate_config": "{}"}
+_SHARDING = {
+    "deepspeed_config_file": "{}",
+    "zero_stage": "zero{}",
+    "accelerate_config": "{}",
+}
 _TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "trackio")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_to_transform")

@@ -50,7 +50,12 @@ class Check:
         words = self.values | words
         what = what.format(**words)
         fix = None if fix is None else fix.format(**words)
-        return replace(self, verdict=verdict, what=what, fix=fix)
+        return replace(
+            self,
+            verdict=verdict,
+            what=what,
+            fix=fix,
+        )
 
 
 def failed(name: str, error: FinetuneError) -> list[Check]:

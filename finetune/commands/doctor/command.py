@@ -99,7 +99,12 @@ class DoctorOptions(SpokenOptions):
         gt=0,
         description="Processes that the run will have on this machine.",
     )
-    min_devices: int | None = option(None, unit="N", gt=0, description="Least number of devices.")
+    min_devices: int | None = option(
+        None,
+        unit="N",
+        gt=0,
+        description="Least number of devices.",
+    )
     min_free_memory: float | None = option(
         None,
         unit="GiB",

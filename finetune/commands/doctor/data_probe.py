@@ -73,7 +73,11 @@ def _check_data(
         samples = samples_of(config, tokenizer, difficulties, side, cache_dir=folder, num_proc=1)
         check_ids(model_config, samples, tokenizer)
         report = samples.report
-    values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
+    values = {
+        "rows": report.records_read,
+        "samples": report.samples,
+        "tokens": report.tokens,
+    }
     check = Check("data", values=values)
     what = _("{files}: {rows:,} records, {samples:,} samples, {tokens:,} tokens")
     if doubts := "; ".join(report.warnings()):

@@ -102,7 +102,14 @@ def check_devices(
     seen, needed = visible_devices(report, environment), max(min_devices or 0, processes)
     names, driver = [device.name for device in seen], report.driver_version
     count = {"visible": len(seen), "here": len(report.devices)}
-    check = Check("devices", values={**count, "names": names, "driver": driver})
+    check = Check(
+        "devices",
+        values={
+            **count,
+            "names": names,
+            "driver": driver,
+        },
+    )
     variable = runtime_device.DEVICE_KINDS[device_type].visible_variable
     shown = f" ({variable}={environment[variable]})" if variable in environment else ""
     if len(seen) < needed:
@@ -336,7 +343,11 @@ def check_device_type(
 ) -> Check:
     """Check that the requested device is there, and that torch sees what the driver lists."""
     chosen, available, count = report["device_type"], report["available"], report.get("count")
-    values = {"available": available, "device_type": chosen, "count": count}
+    values = {
+        "available": available,
+        "device_type": chosen,
+        "count": count,
+    }
     check = Check("torch_device", values=values)
     if chosen not in available:
         return check.fail(
@@ -391,11 +402,20 @@ def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> 
         )
     if getattr(config, "fp8", False) and not able["fp8"]:
         return check.warn(_("{device} has no fp8: --fp8 is ignored"), _("leave --fp8 out"), **words)
-    there = {"bf16": able["bfloat16"], "fp8": able["fp8"], "flash attention": able["flash"]}
+    there = {
+        "bf16": able["bfloat16"],
+        "fp8": able["fp8"],
+        "flash attention": able["flash"],
+    }
     has = ", ".join(feature for feature, is_there in there.items() if is_there) or _("float32 only")
     lacks = ", ".join(feature for feature, is_there in there.items() if not is_there)
     what = _("{device}: {has}; no {lacks}") if lacks else _("{device}: {has}")
-    return check.ok(what, has=has, lacks=lacks, **words)
+    return check.ok(
+        what,
+        has=has,
+        lacks=lacks,
+        **words,
+    )
 
 
 # ---------------------------------------------------------------- in the process of its own

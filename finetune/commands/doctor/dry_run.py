@@ -86,7 +86,12 @@ def check_dry_run(
 
 def compare(kind: str, whole: float, resumed: float, processes: int) -> Check:
     """Check that step 2 after a resume has the loss of step 2 without."""
-    values = {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes}
+    values = {
+        "kind": kind,
+        "loss": whole,
+        "resumed_loss": resumed,
+        "processes": processes,
+    }
     check = Check("dry_run", values=values)
     if not abs(whole - resumed) <= LOSS_TOLERANCE * abs(whole):
         return check.fail(
@@ -155,7 +160,11 @@ def rehearse_pretraining(
         "num_iterations": STEPS,
     }
     if config is not None and config.model is not None:
-        settings |= {"model": str(folder / "model"), "lora_r": 4, "finetuning": config.finetuning}
+        settings |= {
+            "model": str(folder / "model"),
+            "lora_r": 4,
+            "finetuning": config.finetuning,
+        }
         del settings["tokenizer"], settings["depth"]
     return settings | _of_config(config, "arch", "optimizer", "backend", "compile", "fp8")
 
@@ -191,10 +200,19 @@ def make(folder: Path) -> None:
     records: dict[str, list[dict[str, Any]]] = {
         "train": [{"instruction": asked, "output": answer} for asked, answer in sums],
         "pairs": [
-            {"prompt": asked, "chosen": answer, "rejected": f"{answer}0"} for asked, answer in sums
+            {
+                "prompt": asked,
+                "chosen": answer,
+                "rejected": f"{answer}0",
+            }
+            for asked, answer in sums
         ],
         "labels": [
-            {"prompt": asked, "completion": answer, "label": n % 2 == 0}
+            {
+                "prompt": asked,
+                "completion": answer,
+                "label": n % 2 == 0,
+            }
             for n, (asked, answer) in enumerate(sums)
         ],
     }

@@ -51,7 +51,11 @@ def check_host_memory(host: HostUse, needed_bytes: int = 0, needed_for: str = ""
     """
     total = host.memory_total_bytes
     available = max(0, total - host.memory_used_bytes)
-    values = {"total_bytes": total, "available_bytes": available, "needed_bytes": needed_bytes}
+    values = {
+        "total_bytes": total,
+        "available_bytes": available,
+        "needed_bytes": needed_bytes,
+    }
     check = Check("host_memory", values=values)
     what = _("{free} of {total} host memory free")
     what = what.format(free=format_bytes(available), total=format_bytes(total))
@@ -82,7 +86,11 @@ def check_shared_memory(
     several = processes if processes > 1 else 0
     needed = several * SHM_PER_PROCESS_BYTES
     needed += processes * loader_workers * SHM_PER_LOADER_WORKER_BYTES
-    values = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
+    values = {
+        "free_bytes": free,
+        "total_bytes": total,
+        "needed_bytes": needed,
+    }
     check, shown = Check("shared_memory", values=values), format_bytes(free)
     if free >= needed:
         return check.ok(_("{folder}: {free} free"), folder=folder, free=shown)
@@ -174,7 +182,11 @@ def check_disk(use: str, folder: Path, needed_bytes: int = 0) -> Check:
         "needed_bytes": needed_bytes,
     }
     check, least = Check(f"disk_{use}", values=values), max(LEAST_DISK_BYTES, needed_bytes)
-    words = {"folder": there, "free": format_bytes(free), "needed": format_bytes(least)}
+    words = {
+        "folder": there,
+        "free": format_bytes(free),
+        "needed": format_bytes(least),
+    }
     fix = _("free space there, or name another folder")
     if state.f_flag & os.ST_RDONLY or not os.access(there, os.W_OK | os.X_OK):
         return check.fail(_("{folder} cannot be written to"), _("name another folder"), **words)

@@ -33,7 +33,11 @@ LAUNCH_TIMEOUT_SECONDS = 300.0
 COLLECTIVE_TIMEOUT_SECONDS = 60
 # Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of
 # results and sums it is.
-MATMUL_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 2e-3}
+MATMUL_TOLERANCE = {
+    "float32": 1e-3,
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
+}
 MATMUL_SIZE = 512
 # Numbers whose float32 sums over up to 2**15 ranks are exact: a wrong sum is wrong, and not
 # rounding.
@@ -82,7 +86,11 @@ def judge(reports: Sequence[Mapping[str, Any]], processes: int, answer: Answer) 
     if missing:
         values = {"silent": missing, "messages": answer.last_lines}
         what = _("rank {ranks} of {processes} reported nothing: {reason}")
-        words = {"ranks": _joined(missing), "processes": processes, "reason": answer.reason}
+        words = {
+            "ranks": _joined(missing),
+            "processes": processes,
+            "reason": answer.reason,
+        }
         return [Check("launched_world", values=values).fail(what, answer.fix, **words)]
     backend = reports[0]["backend"]
     what = _("{processes} processes met ({backends})")
@@ -178,7 +186,12 @@ def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> lis
         device = torch.device(device_type, world.local_rank)
         getattr(torch, device_type).set_device(device)
     able, timeout = devices.capabilities(device_type), timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     numbers = torch.full((REDUCED_NUMBERS,), float(rank + 1), device=device)
     dist.all_reduce(numbers)
     expected = world_size * (world_size + 1) / 2

@@ -71,7 +71,14 @@ def check_port(nodes: Nodes) -> Check:
     if free == port:
         return Check("port", values={"port": port}).ok(_("port {port} is free"))
     pid = holder_of(port)
-    check = Check("port", values={"port": port, "holder": pid, "next_free": free})
+    check = Check(
+        "port",
+        values={
+            "port": port,
+            "holder": pid,
+            "next_free": free,
+        },
+    )
     what = _("port {port} is taken by pid {pid}") if pid else _("port {port} is taken")
     if free is None:
         return check.fail(what, _("choose a MASTER_PORT far from {port}"), pid=pid)
@@ -168,7 +175,11 @@ def check_master_reachable(nodes: Nodes) -> Check:
         return Check("master_reachable").skip(_("this is the first node: ask on the others"))
     port = nodes.port or DEFAULT_PORT
     result = reach(nodes.address, port)
-    values = {"address": nodes.address, "port": port, "result": result}
+    values = {
+        "address": nodes.address,
+        "port": port,
+        "result": result,
+    }
     check = Check("master_reachable", values=values)
     if result == "open":
         return check.ok(_("{address}:{port} answers"))
@@ -264,7 +275,11 @@ def _threads(environment: Mapping[str, str], processes: int) -> Check | None:
         " another"
     )
     fix = _("export OMP_NUM_THREADS={fitting}, or unset it")
-    words = {"count": text, "processes": processes, "cores": cores}
+    words = {
+        "count": text,
+        "processes": processes,
+        "cores": cores,
+    }
     return Check("omp_threads").warn(what, fix, fitting=max(1, cores // processes), **words)
 
 

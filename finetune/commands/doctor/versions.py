@@ -308,7 +308,12 @@ def check_pairing(
         importable: a module torch_npu is on the path, installed as a distribution or not.
         npus_here: there are NPUs on this machine.
     """
-    values = {"torch": torch, "torch_npu": torch_npu, "cann": cann, "floor": floor}
+    values = {
+        "torch": torch,
+        "torch_npu": torch_npu,
+        "cann": cann,
+        "floor": floor,
+    }
     check = Check("torch_npu_pairing", values=values)
     found = re.match(r"\d+\.\d+", cann or "")
     number = found[0] if found else ""

@@ -38,7 +38,12 @@ class EvalOptions(ModelOptions):
         unit="FOLDER|ID",
         description="LoRA adapters for --model; without --model on their base.",
     )
-    data: Paths = setting((), group="data", unit="FILE...", description="Held-out records.")
+    data: Paths = setting(
+        (),
+        group="data",
+        unit="FILE...",
+        description="Held-out records.",
+    )
     columns: Columns | None = setting(
         None,
         group="data",
@@ -94,7 +99,12 @@ class EvalOptions(ModelOptions):
     max_new_tokens: Count = setting(
         512, group="answers", unit="N", description="Most tokens of an answer."
     )
-    batch_size: Count = setting(32, group="answers", unit="N", description="Answers at a time.")
+    batch_size: Count = setting(
+        32,
+        group="answers",
+        unit="N",
+        description="Answers at a time.",
+    )
     text: Paths = setting(
         (),
         group="text",

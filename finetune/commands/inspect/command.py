@@ -122,7 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     world_size = launch_world().world_size
     overrides = {"output_dir": "."}  # nothing is written there
     settings = kind_of_arguments(rest, RunConfig).config_class
-    config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
+    config = resolve(
+        rest,
+        overrides=overrides,
+        world_size=world_size,
+        model_class=settings,
+    ).config
     if options.audit and config.preference_form:
         raise ConfigError(
             "the audit reads one answer a record",

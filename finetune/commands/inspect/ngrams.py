@@ -37,7 +37,11 @@ def _kinds() -> np.ndarray:
     kinds = np.zeros(0x110000, dtype=np.uint8)
     for point in range(len(kinds)):
         category = unicodedata.category(chr(point))[0]
-        kinds[point] = {"L": 1, "M": _WORD, "N": _WORD}.get(category, 0)
+        kinds[point] = {
+            "L": 1,
+            "M": _WORD,
+            "N": _WORD,
+        }.get(category, 0)
     for name, ranges in _RANGES.items():
         for first, last in ranges:
             span = kinds[first : last + 1]

@@ -81,7 +81,11 @@ class LaunchSpec:
         """Return what the nodes of one launch have in common, so that two launches on the same
         machines stay separate.
         """
-        common = {"module": self.module, "flags": self.flags, "nodes": self.nodes.count}
+        common = {
+            "module": self.module,
+            "flags": self.flags,
+            "nodes": self.nodes.count,
+        }
         return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
 
     def worker_arguments(self, attempt: int) -> list[str]:

@@ -17,7 +17,13 @@ DEFAULT_RESTARTS = 3
 
 
 def _from_environment(unit: str, default: str, description: str) -> Any:
-    return setting(None, group="options", unit=unit, shown_default=default, description=description)
+    return setting(
+        None,
+        group="options",
+        unit=unit,
+        shown_default=default,
+        description=description,
+    )
 
 
 class LaunchOptions(Options):

@@ -59,7 +59,13 @@ def use_libuv() -> bool:
 
     if "USE_LIBUV" not in os.environ:
         try:
-            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
+            TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                use_libuv=True,
+            )
         except RuntimeError as error:
             if "libuv" not in str(error):
                 raise
@@ -231,7 +237,11 @@ class Rendezvous:
         )
 
     def _error(self, message: str, **facts: object) -> RendezvousError:
-        facts |= {"seconds": self.timeout_seconds, "address": self.address, "port": self.port}
+        facts |= {
+            "seconds": self.timeout_seconds,
+            "address": self.address,
+            "port": self.port,
+        }
         return RendezvousError(message.format(**facts))
 
     def _connect(self, seconds: float, **options: Any) -> None:

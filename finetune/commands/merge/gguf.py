@@ -28,7 +28,11 @@ logger = logging.getLogger("finetune")
 
 CONVERTER = "convert_hf_to_gguf.py"
 FILE_NAME = "model.gguf"
-OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+OUT_TYPES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+}
 KEPT = ("README.md", "chat_template.jinja", FILE_NAME, "Modelfile")
 VARIABLE = "LLAMA_CPP"
 LARGEST_CONTEXT = 8192  # tokens, where the run was not of longer ones
@@ -106,7 +110,14 @@ def make_gguf(
         )
     else:
         (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
-    write_card(folder, source, name=name, dtype=dtype, test=test, gguf_difference=difference)
+    write_card(
+        folder,
+        source,
+        name=name,
+        dtype=dtype,
+        test=test,
+        gguf_difference=difference,
+    )
     for path in folder.iterdir():
         if path.name not in KEPT:
             path.unlink()

@@ -115,7 +115,13 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         rounding=rounding,
     )
     check_logits(test, dtype)
-    write_card(folder, source, name=name, dtype=dtype, test=test)
+    write_card(
+        folder,
+        source,
+        name=name,
+        dtype=dtype,
+        test=test,
+    )
     return test
 
 

@@ -22,7 +22,11 @@ from finetune.errors import FinetuneError
 # Norm of the difference of the logits over the norm of the logits. Adding before multiplying
 # instead of after rounds otherwise: once per number in float32; a 16-bit weight is rounded to 8
 # (bfloat16) or 11 bits besides.
-TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+TOLERANCES = {
+    "float32": 1e-4,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
 TEMPLATE_NAME = "chat_template.jinja"
 TEXTS = (
     "What does a router do?",

@@ -292,7 +292,13 @@ def _message_line(message: Message) -> Text:
 
 
 def _panel(title: str | Text, inner: RenderableType) -> Panel:
-    return Panel(inner, title=title, title_align="left", border_style="dim", padding=(0, 1))
+    return Panel(
+        inner,
+        title=title,
+        title_align="left",
+        border_style="dim",
+        padding=(0, 1),
+    )
 
 
 def _row_count(parts: Sequence[RenderableType]) -> int:
@@ -353,7 +359,12 @@ class Curve(_Stretching):
             first, last = f"{self.points[0][0]:,}", f"{self.points[-1][0]:,}"
             gap = max(1, width - len(first) - len(last))
             axis = f"{'':>{margin}} {first}{' ' * gap}{last}"
-            yield Text(axis, style="dim", no_wrap=True, overflow="crop")
+            yield Text(
+                axis,
+                style="dim",
+                no_wrap=True,
+                overflow="crop",
+            )
 
 
 @dataclass(frozen=True)

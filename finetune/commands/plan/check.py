@@ -62,7 +62,12 @@ class Checked:
     def to_json(self) -> dict[str, Any]:
         """For machines."""
         compared = [{**asdict(peak), "error": peak.error} for peak in self.compared]
-        return {**asdict(self), "agrees": self.agrees, "limit": LIMIT, "compared": compared}
+        return {
+            **asdict(self),
+            "agrees": self.agrees,
+            "limit": LIMIT,
+            "compared": compared,
+        }
 
     def text(self) -> str:
         """For people."""

@@ -34,8 +34,16 @@ LOCATION_NAMES: dict[Location, str] = {
     "device": N_("each device"),
     "host": N_("each process, host"),
 }
-FITS = {True: N_("fits"), False: N_("does not fit"), None: "?"}
-VERDICTS = {True: N_("it fits"), False: N_("it does not fit"), None: N_("not judged")}
+FITS = {
+    True: N_("fits"),
+    False: N_("does not fit"),
+    None: "?",
+}
+VERDICTS = {
+    True: N_("it fits"),
+    False: N_("it does not fit"),
+    None: N_("not judged"),
+}
 
 
 def plan_text(plan: Plan) -> str:

@@ -73,7 +73,13 @@ class PrepareOptions(Options):
         unit="fraction",
         description="Documents for validation, chosen by content.",
     )
-    seed: int = setting(42, ge=0, lt=2**32, group="preparation", description="Seed of that choice.")
+    seed: int = setting(
+        42,
+        ge=0,
+        lt=2**32,
+        group="preparation",
+        description="Seed of that choice.",
+    )
     shard_tokens: int = setting(
         100_000_000, ge=1, group="preparation", unit="tokens", description="Most tokens of a shard."
     )

@@ -116,7 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from error
     size_bytes = output.stat().st_size
     if options.as_json:
-        written = {"run": options.run, "report": str(output), "size_bytes": size_bytes}
+        written = {
+            "run": options.run,
+            "report": str(output),
+            "size_bytes": size_bytes,
+        }
         print(json.dumps(written, ensure_ascii=False))
     else:
         print(f"{output}  {format_bytes(size_bytes)}")

@@ -98,7 +98,13 @@ def _figure(
         return None
     ends = [f"{one.name} {one.points[0][1]:.4g} – {one.points[-1][1]:.4g}" for one in series]
     label = f"{title}: {'; '.join(ends)}"
-    svg = line_svg(series, label=label, resumes=resumes, events=events, zero=zero)
+    svg = line_svg(
+        series,
+        label=label,
+        resumes=resumes,
+        events=events,
+        zero=zero,
+    )
     high = frame_range(series, zero=zero)[1]
     above = [point for one in series for point in Points.of(one.points).above(high)]
     if above:

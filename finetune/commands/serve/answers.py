@@ -160,7 +160,13 @@ class AnswerResponse(Response):
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"x-accel-buffering", b"no"),
                 ]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": headers,
+                    }
+                )
                 self._started = True
                 await _send_event(send, self.shape.first())
             elif event["is"] == "piece":
@@ -173,7 +179,13 @@ class AnswerResponse(Response):
                 await _send_event(send, self.shape.last(event["finish_reason"]))
                 if self.request.include_usage:
                     await _send_event(send, self.shape.counts(counts))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"data: [DONE]\n\n",
+                "more_body": False,
+            }
+        )
 
     async def _fail(self, error: ApiError) -> None:
         self._status = str(error.status)
@@ -183,7 +195,13 @@ class AnswerResponse(Response):
         send = self._connection[2]
         # The protocol's form of an error in the middle of a stream; clients raise it.
         await _send_event(send, error.body)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"",
+                "more_body": False,
+            }
+        )
 
     def _first_token(self) -> None:
         if not self._has_text:
@@ -194,7 +212,11 @@ class AnswerResponse(Response):
         read, written = end["prompt_tokens"], end["completion_tokens"]
         self.metrics.tokens.labels("prompt").inc(read)
         self.metrics.tokens.labels("completion").inc(written)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
 
 
 async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterator[Event]:
@@ -219,4 +241,10 @@ async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterat
 async def _send_event(send: Send, body: Mapping[str, Any] | None) -> None:
     if body is not None:
         data = b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": data,
+                "more_body": True,
+            }
+        )

@@ -36,7 +36,12 @@ def create_app(
     pool: WorkerPool, options: ServeOptions, token: str | None, metrics: Metrics
 ) -> Guard:
     # The pages that FastAPI makes of its schema would load scripts from elsewhere.
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     began = int(time.time())
 
     # ------------------------------------------------------------ errors
@@ -67,13 +72,23 @@ def create_app(
     async def chat_completions(request: Request) -> Response:
         asked = parse(ChatRequest, await request.body())
         check_model(asked.model)
-        return AnswerResponse(asked, pool=pool, options=options, metrics=metrics)
+        return AnswerResponse(
+            asked,
+            pool=pool,
+            options=options,
+            metrics=metrics,
+        )
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         asked = parse(CompletionRequest, await request.body())
         check_model(asked.model)
-        return AnswerResponse(asked, pool=pool, options=options, metrics=metrics)
+        return AnswerResponse(
+            asked,
+            pool=pool,
+            options=options,
+            metrics=metrics,
+        )
 
     # ------------------------------------------------------------ the server itself
 
@@ -101,12 +116,21 @@ def create_app(
     @app.get("/health")
     async def health() -> Response:
         workers = [
-            {"number": w.number, "state": w.state, "active": len(w.running), "restarts": w.restarts}
+            {
+                "number": w.number,
+                "state": w.state,
+                "active": len(w.running),
+                "restarts": w.restarts,
+            }
             for w in pool.workers
         ]
         ready = pool.ready_count
         state = "ok" if ready == len(workers) else "degraded" if ready else "unavailable"
-        body = {"status": state, "workers": workers, "queued": pool.queued_count}
+        body = {
+            "status": state,
+            "workers": workers,
+            "queued": pool.queued_count,
+        }
         return JSONResponse(body, 200 if ready else 503)
 
     @app.get("/metrics")

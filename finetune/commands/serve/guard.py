@@ -150,14 +150,26 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
     response = error.response()
     start = {"type": "http.response.start", "status": error.status}
     await send({**start, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await send(
+        {
+            "type": "http.response.body",
+            "body": response.body,
+            "more_body": True,
+        }
+    )
     discarded = 0
     with anyio.move_on_after(LINGER_SECONDS), contextlib.suppress(ClientDisconnect):
         async for part in Request(scope, receive).stream():
             discarded += len(part)
             if discarded > LINGER_BYTES:
                 break
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    await send(
+        {
+            "type": "http.response.body",
+            "body": b"",
+            "more_body": False,
+        }
+    )
 
 
 def _host_name(host: str) -> str | None:
@@ -179,7 +191,13 @@ def _is_address(name: str) -> bool:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body as one message, then waits for the client to leave."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [
+        {
+            "type": "http.request",
+            "body": body,
+            "more_body": False,
+        }
+    ]
 
     async def receive_again() -> Message:
         return messages.pop() if messages else await receive()

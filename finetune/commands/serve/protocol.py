@@ -76,7 +76,14 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {
+                "message": message,
+                "type": kind,
+                "param": param,
+                "code": code,
+            }
+        }
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -84,7 +91,13 @@ class ApiError(Exception):
 
 def unavailable(message: str, code: str, *, status: int = 503) -> ApiError:
     """Return an error after which the client may try again."""
-    return ApiError(status, message, kind="server_error", code=code, headers={"retry-after": "1"})
+    return ApiError(
+        status,
+        message,
+        kind="server_error",
+        code=code,
+        headers={"retry-after": "1"},
+    )
 
 
 Name = Annotated[str, Field(max_length=256)]
@@ -325,7 +338,11 @@ class Shape:
     def __init__(self, *, chat: bool, model: str) -> None:
         self.chat = chat
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": identity, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": identity,
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def whole(
         self,
@@ -343,9 +360,19 @@ class Shape:
         if calls:
             said["tool_calls"] = list(calls)
         message = {"message": said} if self.chat else {"text": text}
-        choice = {"index": 0, **message, "logprobs": None, "finish_reason": reason}
+        choice = {
+            "index": 0,
+            **message,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
+        return {
+            **self._head,
+            "object": kind,
+            "choices": [choice],
+            "usage": dict(counts),
+        }
 
     def first(self) -> dict[str, Any] | None:
         """The chunk before any text."""
@@ -364,7 +391,12 @@ class Shape:
         return self._chunk({} if self.chat else "", reason)
 
     def counts(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        return {**self._head, "object": self._object, "choices": [], "usage": dict(counts)}
+        return {
+            **self._head,
+            "object": self._object,
+            "choices": [],
+            "usage": dict(counts),
+        }
 
     @property
     def _object(self) -> str:
@@ -377,4 +409,8 @@ class Shape:
             "logprobs": None,
             "finish_reason": reason,
         }
-        return {**self._head, "object": self._object, "choices": [choice]}
+        return {
+            **self._head,
+            "object": self._object,
+            "choices": [choice],
+        }

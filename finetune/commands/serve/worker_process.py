@@ -88,10 +88,23 @@ class Worker:
                 )
             except FinetuneError as error:
                 kind = type(error).__name__
-                self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
+                self.send(
+                    {
+                        "is": "refused",
+                        "id": identity,
+                        "kind": kind,
+                        "error": describe(error),
+                    }
+                )
                 return
             self._running[identity] = generation
-            self.send({"is": "accepted", "id": identity, "prompt_tokens": generation.prompt_tokens})
+            self.send(
+                {
+                    "is": "accepted",
+                    "id": identity,
+                    "prompt_tokens": generation.prompt_tokens,
+                }
+            )
 
 
 def _events(
@@ -100,18 +113,44 @@ def _events(
     from finetune.data.tools import protocol_calls
 
     if error is not None:
-        return [{"is": "error", "id": identity, "message": error.what}]
-    events: list[dict[str, Any]] = [{"is": "piece", "id": identity, "text": piece}] if piece else []
+        return [
+            {
+                "is": "error",
+                "id": identity,
+                "message": error.what,
+            }
+        ]
+    events: list[dict[str, Any]] = (
+        [
+            {
+                "is": "piece",
+                "id": identity,
+                "text": piece,
+            }
+        ]
+        if piece
+        else []
+    )
     if answer is not None:
         end = dataclasses.asdict(answer)
         del end["token_ids"]
         end["calls"] = protocol_calls(answer.calls)
-        events.append({"is": "end", "id": identity, **end})
+        events.append(
+            {
+                "is": "end",
+                "id": identity,
+                **end,
+            }
+        )
     return events
 
 
 def describe(error: FinetuneError) -> dict[str, str]:
-    return {"what": error.what, "where": error.where, "fix": error.fix}
+    return {
+        "what": error.what,
+        "where": error.where,
+        "fix": error.fix,
+    }
 
 
 def main() -> int:
@@ -137,9 +176,18 @@ def main() -> int:
     worker = Worker(generator, out)
     about = {"name": generator.name, "context_tokens": generator.context_tokens}
     worker.send(
-        {"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)}
+        {
+            "is": "ready",
+            **about,
+            "sampling": dataclasses.asdict(generator.default_sampling),
+        }
     )
-    threading.Thread(target=_send_heartbeats, args=(worker,), name="check", daemon=True).start()
+    threading.Thread(
+        target=_send_heartbeats,
+        args=(worker,),
+        name="check",
+        daemon=True,
+    ).start()
     for line in lines:
         worker.handle(json.loads(line))
     os._exit(0)  # no one reads any more: do not wait for threads and devices

@@ -274,8 +274,18 @@ class WorkerPool:
         events: asyncio.Queue[Event] = asyncio.Queue()
         worker = await self._reserve(identity, events, queue_seconds)
         if identity in worker.running:  # else it has died in between, and `lost` is in the queue
-            asked = {"prompt": prompt, "tools": list(tools), "sampling": dict(sampling)}
-            worker.send({"do": "answer", "id": identity, **asked})
+            asked = {
+                "prompt": prompt,
+                "tools": list(tools),
+                "sampling": dict(sampling),
+            }
+            worker.send(
+                {
+                    "do": "answer",
+                    "id": identity,
+                    **asked,
+                }
+            )
         try:
             yield events
         finally:

@@ -55,7 +55,11 @@ def _write_error(error: FinetuneError, exit_code: int) -> None:
 
 
 def _fields(error: FinetuneError) -> dict[str, Any]:
-    return {"what": error.what, "where": error.where, "fix": error.fix}
+    return {
+        "what": error.what,
+        "where": error.where,
+        "fix": error.fix,
+    }
 
 
 def _write(report: dict[str, Any]) -> None:
@@ -104,13 +108,21 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     del deployment  # and a folder's model with it
     refused = [one for one in replays if one.response.finish == "refused"]
     answered = [one for one in replays if one.response.finish != "refused"]
-    report: dict[str, Any] = {"same": 0, "compared": {"answers": 0}, "findings": []}
+    report: dict[str, Any] = {
+        "same": 0,
+        "compared": {"answers": 0},
+        "findings": [],
+    }
     if answered:  # else no model is loaded
         expected = options.deployed_dtype
         expected = reference.base_dtype if expected == "auto" else expected
         report = compare(reference, answered, options.max_new_tokens, expected)
     report["findings"] = [*refusals(refused), *report["findings"]]
-    return {**head, "prompts": len(replays), **report}
+    return {
+        **head,
+        "prompts": len(replays),
+        **report,
+    }
 
 
 def _room(options: VerifyOptions, config: Any) -> int | None:

@@ -118,7 +118,12 @@ def ask(
                 replay.again = None if second.finish == "refused" else second.answer
             replays.append(replay)
             left = (time.monotonic() - start) / number * (len(prompts) - number)
-            line.update(number, stage="", facts="", eta_seconds=left)
+            line.update(
+                number,
+                stage="",
+                facts="",
+                eta_seconds=left,
+            )
     finally:
         line.close()
     return replays
@@ -188,7 +193,11 @@ def compare(
         "answers": "answer",
         "logprobs": "logprobs",
     }
-    found = {"reasoning_parser": parsed, "template": other_prompts, name: others}
+    found = {
+        "reasoning_parser": parsed,
+        "template": other_prompts,
+        name: others,
+    }
     return {
         "same": len(replays) - len(other_prompts) - len(others),
         "compared": {

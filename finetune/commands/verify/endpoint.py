@@ -177,7 +177,11 @@ class Endpoint:
     def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
         """The greedy answer to a conversation, which the server renders."""
         path, turns = "/v1/chat/completions", [dict(message) for message in messages]
-        body = {"model": self.model, "messages": turns, "temperature": 0}
+        body = {
+            "model": self.model,
+            "messages": turns,
+            "temperature": 0,
+        }
         body |= {"max_tokens": max_new_tokens}
         try:
             completion = self._completion(path, body)
@@ -221,11 +225,19 @@ class Endpoint:
         """The prompt's ids, where the engine shows them."""
         if self.engine not in ("llama.cpp", "vllm"):
             return None
-        body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "add_generation_prompt": True,
+        }
         try:
             if self.engine == "llama.cpp":
                 content = self._json("/apply-template", {"messages": messages}, _Rendered).prompt
-                body = {"content": content, "add_special": True, "parse_special": True}
+                body = {
+                    "content": content,
+                    "add_special": True,
+                    "parse_special": True,
+                }
             return tuple(self._json("/tokenize", body, _Tokens).tokens)
         except Refused:
             self.facts["prompt_hidden"] = True

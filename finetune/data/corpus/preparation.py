@@ -518,7 +518,11 @@ class _Plan:
 
     def write(self, folder: Path) -> None:
         """Put the plan into its folder, replacing an older one."""
-        content = {"format": PLAN_FORMAT, "version": PLAN_VERSION, **asdict(self)}
+        content = {
+            "format": PLAN_FORMAT,
+            "version": PLAN_VERSION,
+            **asdict(self),
+        }
         replace_file(folder / PLAN_FILE, (json.dumps(content, indent=1) + "\n").encode())
 
     def is_whole(self, splits: Splits) -> bool:

@@ -83,7 +83,17 @@ class TokenHeader:
 
     def to_json(self) -> str:
         """The content of NAME.json."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return (
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    **asdict(self),
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 def header_path(path: Path) -> Path:

@@ -129,7 +129,11 @@ def open_text(path: Path) -> IO[bytes]:
 
         # The wheels of pyarrow have zstd; Python before 3.14 has not.
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers: dict[str, Any] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+    }
     return cast("IO[bytes]", openers.get(compression, open)(path, "rb"))
 
 

@@ -112,6 +112,11 @@ def _load_modelscope(name: str, subset: str | None, revision: str | None, split:
     from modelscope.msdatasets import MsDataset
 
     version = {} if revision is None else {"version": revision}
-    rows = MsDataset.load(name, subset_name=subset, split=split, **version)
+    rows = MsDataset.load(
+        name,
+        subset_name=subset,
+        split=split,
+        **version,
+    )
     # an MsDataset, or what it wraps
     return rows.to_hf_dataset() if hasattr(rows, "to_hf_dataset") else rows

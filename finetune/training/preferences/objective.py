@@ -160,7 +160,12 @@ class PreferenceObjective:
         }
         loss = losses_of.kto_losses(ratios, good, point, beta=config.beta, **weights)
         nothing = torch.zeros_like(ratios)
-        found = {"loss": loss, "right": nothing, "chosen_tokens": nothing, "reference_point": point}
+        found = {
+            "loss": loss,
+            "right": nothing,
+            "chosen_tokens": nothing,
+            "reference_point": point,
+        }
         for name, own in (("chosen", good), ("rejected", ~good)):
             found[name] = own.to(ratios.dtype)
             found[f"{name}_reward"] = torch.where(own, config.beta * ratios, nothing)

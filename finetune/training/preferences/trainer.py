@@ -238,7 +238,11 @@ def _saved_references(parts: RunParts) -> dict[str, SavedReference]:
     def add(side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None) -> None:
         found[side] = SavedReference(
             side=side,
-            parts={"weights": data.identity["weights"], "data": content, "dtype": config.dtype},
+            parts={
+                "weights": data.identity["weights"],
+                "data": content,
+                "dtype": config.dtype,
+            },
             drawn=drawn,
             folder=parts.session.output_dir,
             others=() if start.folder is None else (start.folder.parent,),

@@ -140,7 +140,11 @@ def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities
         model.compile()
     # The compiler fuses them itself, and cannot look into what others have made.
     fused_layers = "off" if compiled and config.fused_layers == "auto" else config.fused_layers
-    return {"compiled": compiled, "fp8": fp8, **speed_up(model, config, fused_layers)}
+    return {
+        "compiled": compiled,
+        "fp8": fp8,
+        **speed_up(model, config, fused_layers),
+    }
 
 
 def _model_from_scratch(config: PretrainConfig, data: PreparedTexts) -> PreTrainedModel:
