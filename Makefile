@@ -84,14 +84,14 @@ site-translations: $(READY)
 grid: $(READY)
 	$(BIN)/python tests/grid.py
 
-# The same on one NVIDIA GPU, whose table is docs/equivalence_grid_cuda.md; JOBS runs at a time.
+# The same on one NVIDIA GPU, whose table is docs/evidence/equivalence_grid_cuda.md; JOBS runs at a time.
 grid-cuda: $(READY)
 	$(BIN)/python tests/grid.py --device cuda --jobs $(or $(JOBS),1)
 
 crash: $(READY)
 	$(BIN)/python tests/crash.py
 
-# A tiny model of each family that people bring, trained, resumed, merged and asked: docs/models.md.
+# A tiny model of each family that people bring, trained, resumed, merged and asked: docs/reference/models.md.
 models: $(READY)
 	$(BIN)/python tests/models.py
 
@@ -99,15 +99,15 @@ models: $(READY)
 faults: $(READY)
 	$(BIN)/python tests/faults.py
 
-# What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/roofline.md.
+# What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/evidence/roofline.md.
 roofline: $(READY)
 	$(BIN)/python benchmarks/roofline/roofline.py
 
-# Sizes that users have, shown on a small machine: PART=checkpoints|data|start|long|storage|plan writes its section of docs/scale.md.
+# Sizes that users have, shown on a small machine: PART=checkpoints|data|start|long|storage|plan writes its section of docs/evidence/scale.md.
 scale: $(READY)
 	$(BIN)/python tests/scale/$(PART).py
 
-# Fine-tuning beside TRL and LLaMA-Factory, on a quiet machine: docs/benchmarks_sft.md. Ends within 9 minutes (making the peers'
+# Fine-tuning beside TRL and LLaMA-Factory, on a quiet machine: docs/evidence/benchmarks_sft.md. Ends within 9 minutes (making the peers'
 # environments, once, is apart from that) and goes on when called again. PART=fp32|bf16|vocab runs one; BENCH=... are more flags.
 PEERS := build/bench-venv
 PEER_ENVIRONMENTS := $(PEERS)/trl/.ready $(PEERS)/llamafactory/.ready

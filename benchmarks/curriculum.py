@@ -10,7 +10,7 @@ took. As the order within a difficulty is the same, all take the same samples eq
 checked on what the runs logged, sample by sample; where a step's share falls between two numbers,
 reversed may round a sample of each difficulty the other way. All are evaluated on the held-out
 records by `python -m finetune eval`. What is done is not done again, so the same command continues
-after a stop. The tables go into docs/curriculum_benchmark.md whichever wins.
+after a stop. The tables go into docs/evidence/curriculum_benchmark.md whichever wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpo import records, run
 import finetune
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "curriculum_benchmark.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "curriculum_benchmark.md"
 DATA = ROOT / "data_samples"
 MODEL = DATA / "tiny-qwen3"
 ARMS = ("staged", "uniform", "reversed")

@@ -4,7 +4,7 @@ method.
     python benchmarks/defaults.py bases                      # three small models; the bundled one
     is one of them python benchmarks/defaults.py sweep                      # what is in the results
     is not run again python benchmarks/defaults.py page                       #
-    docs/defaults_benchmark.md of what there is
+    docs/evidence/defaults_benchmark.md of what there is
 
 bases: models of width 128 and 512 beside the bundled one of 256, pretrained on a part of its corpus
 (its tokenizer). sweep: whole runs of three passes, each on one thread, on 167, 500 and all 1,500
@@ -29,7 +29,7 @@ from dpo import records
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_samples"
 RESULTS = ROOT / "benchmarks" / "results" / "defaults_sweep.jsonl"
-DOCUMENT = ROOT / "docs" / "defaults_benchmark.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "defaults_benchmark.md"
 WIDTHS = (128, 256, 512)
 LAYERS = {128: 4, 256: 4, 512: 2}
 ROWS = (167, 500, 1500)

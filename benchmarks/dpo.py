@@ -3,7 +3,7 @@ DPOTrainer.
 
     python benchmarks/dpo.py learning         # fine-tuning, then pairs or more fine-tuning, three
     seeds python benchmarks/dpo.py speed            # in CPU time of one thread, which other work
-    hardly changes python benchmarks/dpo.py page             # docs/preferences_benchmark.md of what
+    hardly changes python benchmarks/dpo.py page             # docs/evidence/preferences_benchmark.md of what
     there is
 
 learning: the bundled base is fine-tuned on train.jsonl. From there two runs a seed take the same
@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_samples"
-DOCUMENT = ROOT / "docs" / "preferences_benchmark.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "preferences_benchmark.md"
 START_STEPS, START_RATE = 300, 1e-3
 RATES = {"dpo": (3e-4, 1e-4, 3e-5), "sft": (1e-3, 3e-4, 1e-4)}
 SEEDS = (42, 43, 44)

@@ -48,7 +48,7 @@ from nanochat_report import (
 from finetune.runtime.host import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "benchmarks_pretraining.md"
 # its defaults
 NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008, "scalar-lr": 0.5}
 CORES = usable_cores()

@@ -2,11 +2,11 @@
 same data.
 
     python benchmarks/peers_settings.py train      # 54 runs on one thread; what is done is not done
-    again python benchmarks/peers_settings.py page       # docs/peers_settings_benchmark.md of what
+    again python benchmarks/peers_settings.py page       # docs/evidence/peers_settings_benchmark.md of what
     there is
 
 All are trained by this package, so that only the settings differ; that the peers' own code computes
-the same from the same settings, and how long it takes, is in docs/benchmarks_sft.md. Three data
+the same from the same settings, and how long it takes, is in docs/evidence/benchmarks_sft.md. Three data
 sets: the bundled one, and two that are generated here, small (operations on lists, 600 records) and
 larger (fields of log lines, 3,000 records), each with three difficulties and 150 held-out records.
 What is said is the held-out loss, and for adapters exact answers.
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_samples"
 sys.path.insert(0, str(DATA / "generators"))
 RESULTS = ROOT / "benchmarks" / "results" / "peers_settings.jsonl"
-DOCUMENT = ROOT / "docs" / "peers_settings_benchmark.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "peers_settings_benchmark.md"
 MODEL = DATA / "tiny-qwen3"
 LEVELS = ("easy", "medium", "hard")
 SETS = {"bundled": 1500, "lists": 600, "extract": 3000}

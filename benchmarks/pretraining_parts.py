@@ -3,7 +3,7 @@ ours beside them.
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4 python
     benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1
-    2 3 python benchmarks/pretraining_parts_page.py    # docs/pretraining_parts.md from the results
+    2 3 python benchmarks/pretraining_parts_page.py    # docs/evidence/pretraining_parts.md from the results
 
 A bare loop, not compiled, one thread: nanochat's own model from its checkout with parts left out,
 or a model of transformers with the same start; NorMuon or Muon as here (finetune/training/muon.py).

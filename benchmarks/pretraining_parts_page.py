@@ -1,4 +1,4 @@
-"""docs/pretraining_parts.md from the runs of benchmarks/pretraining_parts.py.
+"""docs/evidence/pretraining_parts.md from the runs of benchmarks/pretraining_parts.py.
 
 python benchmarks/pretraining_parts_page.py
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
-DOCUMENT = ROOT / "docs" / "pretraining_parts.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "pretraining_parts.md"
 SHORT = 2**19  # tokens
 SEEDS = range(1, 9)
 # depth and factor on the rates of what is put into ours
@@ -218,7 +218,7 @@ norm.)
 {put_in}
 
 Both sides with all rates times a factor, one seed. `finetune.pretrain` takes 3.4 times these rates for 4,096 tokens a
-step, 2.8 times for 8,192 ([the law](pretraining.md#optimizer)). Higher ones than four times were not run:
+step, 2.8 times for 8,192 ([the law](../guides/pretraining.md#optimizer)). Higher ones than four times were not run:
 
 {rates}
 

@@ -2,7 +2,7 @@
 after another.
 
     make bench                                # makes the peers' environments, then this; see
-    docs/benchmarks_sft.md python benchmarks/sft.py --peers build/bench-venv --part fp32 --write-doc
+    docs/evidence/benchmarks_sft.md python benchmarks/sft.py --peers build/bench-venv --part fp32 --write-doc
     python benchmarks/sft.py --smoke          # two steps of a tiny model, one round: whether
     everything runs python benchmarks/sft.py --device cuda    # part `device`: 8 B parameters, for
     one card of 80 GB

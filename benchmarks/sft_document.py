@@ -1,4 +1,4 @@
-"""docs/benchmarks_sft.md, from what benchmarks/sft.py measured.
+"""docs/evidence/benchmarks_sft.md, from what benchmarks/sft.py measured.
 
 python benchmarks/sft_document.py    # writes its section on devices anew, from
 benchmarks/results/sft_*.json
@@ -14,7 +14,7 @@ from typing import Any
 from sft_report import CONTENDERS, make_table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "benchmarks_sft.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "benchmarks_sft.md"
 # of devices: those of this project's own machines are made anew
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {

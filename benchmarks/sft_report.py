@@ -1,4 +1,4 @@
-"""What benchmarks/sft.py measured: whether the work was equal, tables, and docs/benchmarks_sft.md.
+"""What benchmarks/sft.py measured: whether the work was equal, tables, and docs/evidence/benchmarks_sft.md.
 
 A contender is ranked only if what entered its model is what the plan says: the same conversations
 (tokens and trained places), in as many steps of as many conversations, with as many trained

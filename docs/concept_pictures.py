@@ -1,4 +1,4 @@
-"""Pictures of docs/concepts.md, drawn of what the package computes: `python
+"""Pictures of docs/concepts/concepts.md, drawn of what the package computes: `python
 docs/concept_pictures.py`. A test says when they are old.
 """
 

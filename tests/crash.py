@@ -1,6 +1,6 @@
 """Kill -9 at random moments of a run, resume, and compare with the run that was left alone.
 
-    python tests/crash.py             # all kills, the table into docs/crash_table.md (`make crash`)
+    python tests/crash.py             # all kills, the table into docs/evidence/crash_table.md (`make crash`)
     python tests/crash.py 1           # one kill per kind of run, printed only
 
 All ranks are killed at once, at a random moment: one kill in five while the run starts, the others
@@ -25,7 +25,7 @@ from typing import Any
 import run_helpers as runs
 import run_patches
 
-TABLE = runs.ROOT / "docs" / "crash_table.md"
+TABLE = runs.ROOT / "docs" / "evidence" / "crash_table.md"
 KINDS = (("lora", "plain"), ("lora", "zero3_offload"), ("full", "plain"), ("full", "zero3_offload"))
 PROCESSES, STEPS, SAVE_STEPS = 2, 12, 3
 KILLS_PER_KIND = 5

@@ -3,7 +3,7 @@
 The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the
 CPU's run of its model, and some in bfloat16 against the device's own: flash attention over document
 bounds runs only there. Every cell is a run in a process of its own, `--jobs` of them at a time.
-When every cell was run the table goes into docs/equivalence_grid_<device>.md.
+When every cell was run the table goes into docs/evidence/equivalence_grid_<device>.md.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     text = page(outcomes, time.monotonic() - began, asked.device, asked.jobs)
     print(text)
     if every == 1 and asked.device != "cpu":
-        (runs.ROOT / "docs" / f"equivalence_grid_{asked.device}.md").write_text(
+        (runs.ROOT / "docs" / "evidence" / f"equivalence_grid_{asked.device}.md").write_text(
             text, encoding="utf-8"
         )
     return int(any(outcome.why for outcome in outcomes))

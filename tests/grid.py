@@ -1,7 +1,7 @@
 """The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in
 eight each; runs on preferences; and pretraining.
 
-    python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make
+    python tests/grid.py              # all cells, the table into docs/evidence/equivalence_grid.md (`make
     grid`) python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
     python tests/grid.py --device cuda --jobs 10    # on one device: tests/device_grid.py
 
@@ -28,7 +28,7 @@ import run_helpers as runs
 import run_patches
 from pretraining_cells import PRETRAINING, pretraining_settings, pretraining_start
 
-TABLE = runs.ROOT / "docs" / "equivalence_grid.md"
+TABLE = runs.ROOT / "docs" / "evidence" / "equivalence_grid.md"
 STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 # dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.

@@ -93,7 +93,7 @@ _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A row of docs/models.md.
+    """A row of docs/reference/models.md.
 
     Attributes:
         name: of the family, as people call it.

@@ -1,6 +1,6 @@
 """Families of models through the whole chain: trained, resumed, merged, asked.
 
-    python tests/models.py              # all families, the table into docs/models.md (`make
+    python tests/models.py              # all families, the table into docs/reference/models.md (`make
     models`) python tests/models.py "Qwen3"      # those whose names begin so, printed only
 
 Each is a tiny model of its family with random weights (model_families.py). With LoRA and in full it
@@ -27,7 +27,7 @@ import torch
 from model_families import FAMILIES, REMOTE_CODE, Family
 from safetensors.torch import load_file
 
-PAGE = runs.ROOT / "docs" / "models.md"
+PAGE = runs.ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- families: made by make models -->", "<!-- end of families -->"
 STEPS, SAVED = 10, 5
 QUESTION = [{"role": "user", "content": "router port?"}]

@@ -2,7 +2,7 @@
 that would take.
 
     cd benchmarks/roofline
-    # the table of docs/roofline.md (make roofline)
+    # the table of docs/evidence/roofline.md (make roofline)
     python roofline.py
     python roofline.py --model Qwen/Qwen3-8B --set lora_r=32 --set gradient_checkpointing=false
     python roofline.py --model nanochat-d12 --set device_batch_size=32 --device A100 --json out.json
@@ -228,7 +228,7 @@ def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
 
 
 def cases() -> list[tuple[Any, int]]:
-    """The rows of docs/roofline.md, with microbatches of a step."""
+    """The rows of docs/evidence/roofline.md, with microbatches of a step."""
     from roofline_runs import Case
 
     full: dict[str, Any] = {"finetuning": "full"}

@@ -14,7 +14,7 @@ of each.
 The model has random weights, made on the device; all else is the product's own, built as in
 roofline_runs.py: adapter, attention, fused layers, loss, executor, optimizer. Seconds are the
 median of the steps after the first two, the host waiting for the device once at the beginning of
-each. docs/roofline.md sets them beside the prediction.
+each. docs/evidence/roofline.md sets them beside the prediction.
 """
 
 from __future__ import annotations

@@ -5,19 +5,21 @@ site`) into build/site/.
     too, ends it python docs/site/build_site.py --translations    # renew docs/locale, list what it
     lacks (`make site-translations`)
 
-docs/*.md stay plain Markdown, as people read them in the repository. They are copied to
+docs/**/*.md stay plain Markdown, as people read them in the repository. They are copied to
 build/site/source/, where links that lead out of the site become names of files, and stand beside
 pages that site_reference.py makes of the code.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
 from site_catalogues import renew
@@ -32,63 +34,76 @@ SPHINX_LANGUAGES = {"en": "en", "zh": "zh_CN"}
 # Beside docs/: they stand at the top of the repository.
 TOP_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 README = {"en": "README.md", "zh": "README.zh-CN.md"}
-# Said in Chinese where they are made; and what is written in English only.
+# Pages that bring their own Chinese; pages that are in English only.
 OWN_CHINESE = ("readme", "reference/symptoms")
-ENGLISH_ONLY = ("CHANGELOG",)
+ENGLISH_ONLY = (
+    "CHANGELOG",
+    *(f"evidence/{path.stem}" for path in sorted((DOCS / "evidence").glob("*.md"))),
+)
 
-# Caption -> pages, as the side bar has them.
+# Caption -> pages, as the sidebar shows them.
 PAGES = {
-    "Start": ["start", "tutorial", "README <readme>", "installation"],
-    "Concepts": ["concepts", "curriculum", "data", "configuration", "run_folder", "architecture"],
-    "Do": [
-        *(
-            "launching",
-            "doctor",
-            "planning",
-            "monitoring",
-            "diagnosis",
-            "preferences",
-            "pretraining",
-        ),
-        *(
-            "pretraining_data",
-            "chat_and_serve",
-            "evaluation",
-            "merging",
-            "verifying",
-            "models",
-            "python",
-        ),
+    "Start": [
+        "README <readme>",
+        "start/start",
+        "start/tutorial",
+        "start/installation",
+        "start/from_other_tools",
+        "start/from_the_guides",
     ],
-    "Come from elsewhere": ["from_the_guides", "from_other_tools", "convert"],
+    "Guides": [
+        "guides/launching",
+        "guides/doctor",
+        "guides/planning",
+        "guides/monitoring",
+        "guides/curriculum",
+        "guides/preferences",
+        "guides/pretraining",
+        "guides/pretraining_data",
+        "guides/chat_and_serve",
+        "guides/evaluation",
+        "guides/merging",
+        "guides/verifying",
+        "guides/convert",
+        "guides/python",
+    ],
+    "Concepts": [
+        "concepts/concepts",
+        "concepts/promises",
+        "concepts/compare",
+        "concepts/limits",
+        "concepts/architecture",
+    ],
     "Reference": [
-        *("reference/settings", "reference/settings_preferences", "reference/settings_pretraining"),
-        *(
-            "reference/commands",
-            "reference/events",
-            "reference/exit_codes",
-            "reference/symptoms",
-            "reference/python",
-        ),
+        "reference/configuration",
+        "reference/settings",
+        "reference/settings_preferences",
+        "reference/settings_pretraining",
+        "reference/data",
+        "reference/run_folder",
+        "reference/events",
+        "reference/commands",
+        "reference/exit_codes",
+        "reference/python",
+        "reference/models",
+        "reference/diagnosis",
+        "reference/symptoms",
     ],
-    "How it holds up": [
-        *(
-            "promises",
-            "compare",
-            "limits",
-            "benchmarks_sft",
-            "benchmarks_packing",
-            "benchmarks_pretraining",
-            "pretraining_parts",
-        ),
-        *(
-            "defaults_benchmark",
-            "peers_settings_benchmark",
-            "preferences_benchmark",
-            "curriculum_benchmark",
-        ),
-        *("equivalence_grid", "equivalence_grid_cuda"),
-        *("crash_table", "fault_table", "roofline", "scale"),
+    "Evidence": [
+        "evidence/benchmarks_sft",
+        "evidence/benchmarks_packing",
+        "evidence/benchmarks_pretraining",
+        "evidence/pretraining_parts",
+        "evidence/defaults_benchmark",
+        "evidence/peers_settings_benchmark",
+        "evidence/preferences_benchmark",
+        "evidence/curriculum_benchmark",
+        "evidence/equivalence_grid",
+        "evidence/equivalence_grid_cuda",
+        "evidence/crash_table",
+        "evidence/fault_table",
+        "evidence/roofline",
+        "evidence/scale",
     ],
     "Project": [name.removesuffix(".md") for name in TOP_PAGES],
 }
@@ -99,13 +114,17 @@ def stage(language: str) -> Path:
     source = OUT / "source" / language
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(DOCS / "images", source / "images")
-    pages = {path.name: path for path in sorted(DOCS.glob("*.md"))}
+    pages = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
     pages |= {name: ROOT / name for name in TOP_PAGES} | {"readme.md": ROOT / README[language]}
+    names = {path: name for name, path in pages.items()}
+    # Links of a README to the other language's stay on this one's page.
+    names |= {ROOT / name: "readme.md" for name in README.values()}
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
-        text = with_links_here(text, path.parent, set(pages))
-        if name == "diagnosis.md":
-            text = text.partition(CAUSES)[0] + f"{CAUSES}\n[symptoms](reference/symptoms.md)\n"
+        text = with_links_here(text, path, names)
+        if name == "reference/diagnosis.md":
+            text = text.partition(CAUSES)[0] + f"{CAUSES}\n[symptoms](symptoms.md)\n"
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text, encoding="utf-8")
     for name, text in reference_pages(language).items():
         (source / name).parent.mkdir(exist_ok=True)
@@ -123,29 +142,31 @@ def stage(language: str) -> Path:
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?://|mailto:|#)[^)#\s]*)(#[^)\s]*)?\)")
 
 
-def with_links_here(text: str, folder: Path, names: set[str]) -> str:
-    """A page whose links lead to pages of the site; of other files the name is left.
+def with_links_here(text: str, path: Path, names: Mapping[Path, str]) -> str:
+    """Return a page whose links lead to pages of the site; of other files the name is left.
+
+    Args:
+        text: of the page.
+        path: where it is in the repository.
+        names: path in the repository -> page of the site, from its top.
 
     Raises:
         FileNotFoundError: a link leads nowhere; behind this nobody would see it.
     """
+    here = PurePath(names[path]).parent
 
     def link(match: re.Match[str]) -> str:
-        title, target, anchor = match[1], (folder / match[2]).resolve(), match[3] or ""
-        name = target.name
+        title, target, anchor = match[1], (path.parent / match[2]).resolve(), match[3] or ""
         if not target.exists():
             raise FileNotFoundError(f"{match[0]} leads nowhere: there is no {target}")
-        if name in README.values():
-            name, anchor = "readme.md", ""  # its headings are named otherwise in Chinese
-        if target.parent in (DOCS, ROOT) and name in names:
-            return f"[{title}]({name}{anchor})"
+        if target in names:
+            if names[target] == "readme.md":
+                anchor = ""  # its headings are named otherwise in Chinese
+            return f"[{title}]({os.path.relpath(names[target], here)}{anchor})"
         if DOCS / "images" in target.parents:
             return match[0]
-        return (
-            f"{title} (`{target.relative_to(ROOT)}`)"
-            if f"{target.relative_to(ROOT)}" not in title
-            else title
-        )
+        name = str(target.relative_to(ROOT))
+        return title if name in title else f"{title} (`{name}`)"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [
@@ -205,6 +226,19 @@ class _Page(HTMLParser):
             self.loads.append(loaded)
 
 
+def redirect_old_addresses(folder: Path) -> None:
+    """Write a page where each page was before the sections: old links lead on."""
+    for name in (name for names in PAGES.values() for name in names if "/" in name):
+        old = folder / f"{PurePath(name).name}.html"
+        if not (DOCS / f"{name}.md").exists() or old.exists():
+            continue
+        old.write_text(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={name}.html">'
+            f'<a href="{name}.html">moved</a>\n',
+            encoding="utf-8",
+        )
+
+
 def dead_links(folder: Path) -> list[str]:
     """Links of the built pages that lead nowhere, and what they would load from elsewhere."""
     pages = {path.resolve(): _Page(path) for path in folder.rglob("*.html")}
@@ -238,6 +272,7 @@ def main(arguments: list[str]) -> int:
                 LOCALE / language, OUT / "locale" / SPHINX_LANGUAGES[language], dirs_exist_ok=True
             )
         sphinx("html", stage(language), OUT / language, language)
+        redirect_old_addresses(OUT / language)
     shutil.copy(DOCS / "site" / "languages.html", OUT / "index.html")
     dead = [line for language in LANGUAGES for line in dead_links(OUT / language)]
     print("\n".join(dead) or f"the site is in {OUT.relative_to(ROOT)}/: open index.html")

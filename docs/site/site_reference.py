@@ -79,7 +79,7 @@ def _settings(model_class: type[Strict], title: str, kind: str) -> str:
         f"Names are keys of a run file; `python -m finetune {kind}` takes each as a flag, `_`"
         " written as `-`. "
     )
-    text += "Where values come from, and which wins: [configuration](../configuration.md).\n"
+    text += "Where values come from, and which wins: [configuration](configuration.md).\n"
     found = flags_of(model_class)
     for group in GROUPS:
         rows = [
@@ -124,10 +124,10 @@ def _events() -> str:
     assert set(said) == set(run_log.EVENTS), "an event without a comment that says what it is"
     rows = [(f"`{name}`", said[name], f"`{event_texts.EVENTS[name]}`") for name in run_log.EVENTS]
     head = (
-        "# Events\n\nLines of `events.jsonl` in the [run folder](../run_folder.md), where their"
+        "# Events\n\nLines of `events.jsonl` in the [run folder](run_folder.md), where their"
         " fields are listed; "
     )
-    head += "[`finetune.follow`](../python.md) gives them to a program as they come.\n\n"
+    head += "[`finetune.follow`](../guides/python.md) gives them to a program as they come.\n\n"
     return head + _table(("event", "what happened", "how it is shown"), rows)
 
 
@@ -145,9 +145,9 @@ def _symptoms(language: str) -> str:
         speak("en")
     heads = {
         "en": (
-            "# Symptoms\n\nWhat `diagnose` knows, by cause ([how it finds it](../diagnosis.md)).\n"
+            "# Symptoms\n\nWhat `diagnose` knows, by cause ([how it finds it](diagnosis.md)).\n"
         ),
-        "zh": "# 症状\n\n`diagnose` 所认识的原因（[它如何判断](../diagnosis.md)）。\n",
+        "zh": "# 症状\n\n`diagnose` 所认识的原因（[它如何判断](diagnosis.md)）。\n",
     }
     if language == "zh":
         for words, chinese in _CHINESE.items():

@@ -400,7 +400,7 @@ class RunConfig(AdapterSettings, BaseConfig):
     )
     data: DataEntries = data_setting(
         ...,
-        "Training files, folders and globs, in any of the formats of docs/data.md.",
+        "Training files, folders and globs, in any of the formats of docs/reference/data.md.",
         unit="file...",
         min_length=1,
     )

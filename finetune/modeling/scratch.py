@@ -7,7 +7,7 @@ projections, and outputs of attention and MLP that start at zero, so that every 
 identity. Llama, Qwen3 and LFM2 get the same start, because the learning rates depend on it; scales
 of queries and keys start at nanochat's factor of 1.2. LFM2's MLP does not have nanochat's 0.4 on
 its inputs, which helps nanochat's own model at depth 4 and costs `lfm2_value` a little there
-(docs/pretraining_parts.md).
+(docs/evidence/pretraining_parts.md).
 
 Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1
 a `padding_idx` that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA

@@ -40,7 +40,7 @@ EQUAL_SHARE = 0.03
 # What a device is taken for where nothing is known of it. Only the choice hangs on these: an
 # accelerator's arithmetic, its network and its way to the host in use, and the time in which a host
 # starts the kernels of one layer, forward and backward: 9 ms for 120 of them on the H100 that was
-# measured (docs/roofline.md), whose host was a slow one.
+# measured (docs/evidence/roofline.md), whose host was a slow one.
 PEAK_FLOPS = {"cpu": 2e11}
 OTHER_PEAK_FLOPS = 3e14
 NETWORK_BYTES_PER_SECOND, HOST_BYTES_PER_SECOND = 25e9, 20e9

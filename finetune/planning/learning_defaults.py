@@ -3,7 +3,7 @@ of samples.
 
 They decide what is trained, so they follow from the run alone, never from the machine, and its
 identity holds them. The form of the law is that of others, what it costs beside the best of a sweep
-is in docs/defaults_benchmark.md:
+is in docs/evidence/defaults_benchmark.md:
 
 - Rate and width: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best rate of
   an adapter falls with the width to the power of 0.78 (Llama), is independent of its rank at one

@@ -3,9 +3,9 @@
 A term is on the device or on the host, in some phases of the run; the need of a location is its
 worst phase. On a CPU both are the process's own memory. Every term names the source of its formula:
 P is all parameters, P_t the trained ones, N processes, c the bytes of the compute dtype. Formulas
-under DeepSpeed are read off its 0.19.8 source. docs/planning.md has what is checked by measurement.
-A term that changes no plan by more than a few percent is left out: `auto` needs 15%, because the
-first step rehearses the largest microbatch.
+under DeepSpeed are read off its 0.19.8 source. docs/guides/planning.md has what is checked by
+measurement. A term that changes no plan by more than a few percent is left out: `auto` needs 15%,
+because the first step rehearses the largest microbatch.
 """
 
 from __future__ import annotations

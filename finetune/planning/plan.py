@@ -29,7 +29,7 @@ from finetune.planning.workload import GIB, LOCATIONS, PHASES, Cluster, Sharding
 from finetune.runtime.language import N_, _
 
 MOST_SAMPLES = 1 << 14
-# Measured: benchmarks/plan_memory.py, docs/planning.md.
+# Measured: benchmarks/plan_memory.py, docs/guides/planning.md.
 KEPT_BY_GLIBC = N_(
     "on a CPU the C library keeps much of what is freed: a process can hold twice what is planned."
     " MALLOC_MMAP_THRESHOLD_=65536 in the environment makes glibc give it back, which takes more"

@@ -18,9 +18,9 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """The events of a run from its first on, each once, as they come; ends when the run has ended.
 
-    An event is a line of `events.jsonl` (docs/run_folder.md): its name is `event`, its time in
-    seconds since 1970 `time`. A run that is stopped and started again goes on in the same stream,
-    with `resume` and `start`.
+    An event is a line of `events.jsonl` (docs/reference/run_folder.md): its name is `event`, its
+    time in seconds since 1970 `time`. A run that is stopped and started again goes on in the same
+    stream, with `resume` and `start`.
 
     Args:
         run: a run folder, there or about to come; nothing is written into it.

@@ -1,5 +1,5 @@
-"""Reads a run into a `RunView`: from its folder (docs/run_folder.md), or from a copy of its
-console.
+"""Reads a run into a `RunView`: from its folder (docs/reference/run_folder.md), or from a copy of
+its console.
 
 Nothing is written and no process is asked.
 """

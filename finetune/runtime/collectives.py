@@ -137,6 +137,6 @@ def _foreign(rank: int, sent: str) -> FinetuneError:
         where="exchange between ranks",
         fix=(
             "give all nodes the same version of this package, and see that nobody else reaches"
-            " their ports (docs/launching.md, Trusted networks)"
+            " their ports (docs/guides/launching.md, Trusted networks)"
         ),
     )

@@ -31,7 +31,7 @@ COMMAND_WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StartedProcess:
-    """One process; docs/launching.md describes the fields."""
+    """One process; docs/guides/launching.md describes the fields."""
 
     pid: int
     start_time: float

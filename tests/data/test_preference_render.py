@@ -371,7 +371,7 @@ FINGERPRINT_BEFORE = "e5bf4ecfe4038fa5459b35fd184b06216efd10850f3c8ae48ee1612111
 
 
 def test_how_much_of_a_pair_is_there_twice(tmp_path: Path):
-    """What docs/preferences.md says of the bundled pairs: a quarter of the tokens are the second
+    """What docs/guides/preferences.md says of the bundled pairs: a quarter of the tokens are the second
     copy of a prompt.
     """
     from transformers import AutoTokenizer

@@ -10,7 +10,7 @@ from launching import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 import architecture_picture
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_picture_is_made_from_todays_imports():

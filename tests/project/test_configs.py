@@ -132,7 +132,7 @@ def test_one_device_and_one_node_are_the_same_with_other_numbers() -> None:
 
 def test_deepspeed_topology_is_launched_by_a_page() -> None:
     line = "accelerate launch --config_file accelerate_configs/cpu_2_zero3.yaml -m finetune.sft"
-    assert line in (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    assert line in (ROOT / "docs" / "guides" / "launching.md").read_text(encoding="utf-8")
     assert topology("cpu_2_zero3")["num_processes"] == 2
 
 

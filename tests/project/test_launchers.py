@@ -173,7 +173,7 @@ def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
     """The page's two lines on this machine: both nodes' workers are restarted, with smaller rows
     and the same run.
     """
-    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "launching.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("NODE_RANK=")]
     assert [line.split()[0] for line in lines] == ["NODE_RANK=0", "NODE_RANK=1"]
     address = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} NPROC_PER_NODE=1"

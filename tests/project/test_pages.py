@@ -27,7 +27,7 @@ from shell_blocks import blocks, run_line, run_together, shell_lines, small, tra
 from finetune.commands.diagnose.command import diagnose_logs
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_COMMANDS = [page for page in PAGES if blocks(page, "bash") and page.stem != "tutorial"]
 COMMAND = re.compile(
     r"^(python|make|bash|torchrun|accelerate|docker|sbatch|git|pip|uv|source|[A-Z_]+=\S+ \w+) ",
@@ -137,7 +137,7 @@ def run_command(line: str, place: Path) -> None:
     if "--output-dir tokens/" in line and (place / "tokens").exists():
         return  # done for the example of Python
     if "finetune verify" in line and not (place / "models/my-model").exists():
-        run_command(shell_lines(ROOT / "docs" / "merging.md")[0], place)
+        run_command(shell_lines(ROOT / "docs" / "guides" / "merging.md")[0], place)
     words = small(line, place / "runs")
     if "--config run.yaml" in line:
         words += f" --model {BASE} --cutoff-len 256"
@@ -159,7 +159,7 @@ def run_command(line: str, place: Path) -> None:
 
 
 # What else than 0 a command may end with: something is left of a run; a CPU's C
-# library kept memory that the run did not need any more (docs/planning.md).
+# library kept memory that the run did not need any more (docs/guides/planning.md).
 CODES = {"finetune clean": (0, 1), "plan --check": (0, 1)}
 # What the output of a command with these words must be.
 CHECKS: dict[str, Callable[[str, Path], object]] = {
@@ -229,7 +229,7 @@ def check_server(line: str, place: Path) -> None:
             wait_for(
                 lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers"
             )
-            client = blocks(ROOT / "docs" / "chat_and_serve.md", "python")[0].replace(
+            client = blocks(ROOT / "docs" / "guides" / "chat_and_serve.md", "python")[0].replace(
                 "http://127.0.0.1:8000", address
             )
             name = re.search(r"--model \S*/(\S+)", line)[1]
@@ -253,7 +253,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.slow
 def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
-    place, page = checkout(tmp_path), ROOT / "docs" / "tutorial.md"
+    place, page = checkout(tmp_path), ROOT / "docs" / "start" / "tutorial.md"
     said = "\n".join(run_block(text, place) for text in blocks(page, "bash"))
     shown = "\n".join(blocks(page, "text"))
     for line in (
@@ -269,17 +269,21 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
         assert line in shown and line in said, line
 
 
-OF_PYTHON = ("run_folder.md", "chat_and_serve.md", "pretraining_data.md")
+OF_PYTHON = (
+    "reference/run_folder.md",
+    "guides/chat_and_serve.md",
+    "guides/pretraining_data.md",
+)
 
 
 @pytest.mark.slow
 def test_the_examples_of_python_work(place: Path) -> None:
-    code = "\n".join(blocks(ROOT / "docs" / "python.md", "python"))
+    code = "\n".join(blocks(ROOT / "docs" / "guides" / "python.md", "python"))
     checks = """
 assert result.state == "done" and trainer.state.global_step == 4
 assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
 """
-    run_command(shell_lines(ROOT / "docs" / "pretraining_data.md")[0], place)
+    run_command(shell_lines(ROOT / "docs" / "guides" / "pretraining_data.md")[0], place)
     # Of other pages: the run's adapter in plain peft, answers from Python, and token files.
     others = [
         text

@@ -27,7 +27,7 @@ DOCUMENTS = [
     ENGLISH,
     CHINESE,
     *(ROOT / name for name in PAGES_ON_TOP),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINES = shell_lines(ENGLISH)
 # Flags in the documents that are not ours but of torchrun, accelerate launch and other programs.
@@ -128,7 +128,9 @@ def test_the_data_example_is_a_record() -> None:
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:
-    curriculum, sources = map(yaml.safe_load, blocks(ROOT / "docs" / "curriculum.md", "yaml"))
+    curriculum, sources = map(
+        yaml.safe_load, blocks(ROOT / "docs" / "guides" / "curriculum.md", "yaml")
+    )
     settings = {"model": "m", "data": "d", "output_dir": "o", **curriculum}
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
     assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [

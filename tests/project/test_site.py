@@ -18,6 +18,13 @@ import concept_pictures  # noqa: E402
 import site_catalogues  # noqa: E402
 import site_reference  # noqa: E402
 
+GUIDE = ROOT / "docs" / "guides" / "merging.md"
+NAMES = {
+    GUIDE: "guides/merging.md",
+    ROOT / "README.md": "readme.md",
+    ROOT / "docs" / "reference" / "data.md": "reference/data.md",
+}
+
 
 def test_the_pictures_are_made_from_todays_code() -> None:
     for name, picture in concept_pictures.pictures().items():
@@ -29,7 +36,8 @@ def test_every_page_has_its_place_once() -> None:
     placed = [
         re.sub(r".*<(.+)>", r"\1", name) for names in build_site.PAGES.values() for name in names
     ]
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*.md")} - {"index"}
     pages |= {
         name.removesuffix(".md")
         for name in (*build_site.TOP_PAGES, *site_reference.reference_pages("en"))
@@ -39,28 +47,35 @@ def test_every_page_has_its_place_once() -> None:
 
 def test_links_out_of_the_site_become_names() -> None:
     text = (
-        "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py)"
-        " ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+        "[a](../../README.md#x) [b](../reference/data.md#y) [c](../../tests/grid.py)"
+        " ![d](../images/e.svg)\n```\n[f](../x)\n```\n"
     )
-    shown = build_site.with_links_here(text, ROOT / "docs", {"readme.md", "data.md"})
+    shown = build_site.with_links_here(text, GUIDE, NAMES)
     assert (
-        shown == "[a](readme.md) [b](data.md#y) c (`tests/grid.py`)"
-        " ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+        shown == "[a](../readme.md) [b](../reference/data.md#y) c (`tests/grid.py`)"
+        " ![d](../images/e.svg)\n```\n[f](../x)\n```\n"
     )
 
 
 def test_a_link_to_a_page_that_is_not_there_is_an_error() -> None:
-    for link in ("[a](gone.md)", "[a](../tests/gone.py)"):
+    for link in ("[a](gone.md)", "[a](../../tests/gone.py)"):
         with pytest.raises(FileNotFoundError, match="leads nowhere"):
-            build_site.with_links_here(link, ROOT / "docs", {"readme.md"})
+            build_site.with_links_here(link, GUIDE, NAMES)
+
+
+def test_old_addresses_lead_to_the_pages(tmp_path: Path) -> None:
+    (tmp_path / "index.html").touch()
+    build_site.redirect_old_addresses(tmp_path)
+    assert "url=guides/merging.html" in (tmp_path / "merging.html").read_text(encoding="utf-8")
+    assert not (tmp_path / "settings.html").exists()
 
 
 def test_the_page_on_diagnosis_leads_to_the_symptoms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_site, "OUT", tmp_path)
-    assert "[symptoms](reference/symptoms.md)" in (
-        build_site.stage("en") / "diagnosis.md"
+    assert "[symptoms](symptoms.md)" in (
+        build_site.stage("en") / "reference" / "diagnosis.md"
     ).read_text(encoding="utf-8")
 
 

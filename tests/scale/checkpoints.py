@@ -1,7 +1,7 @@
 """Checkpoints of models of 32 and 235 billion parameters: what each rank writes, hashes and reads.
 
     python tests/scale/checkpoints.py       # all layouts, and real files by real processes: writes
-    docs/scale.md
+    docs/evidence/scale.md
 
 The package's own code saves, publishes, rotates, verifies and loads; ranks are threads, files are
 holes of the right size (counting_disk.py). Seconds are computed of the bytes of the rank that moves

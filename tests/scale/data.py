@@ -1,5 +1,5 @@
 """The preparation of 10 million conversations, for real, and the start after it: writes "Data" of
-docs/scale.md.
+docs/evidence/scale.md.
 
     python tests/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
 

@@ -1,4 +1,4 @@
-"""docs/scale.md: each script of this folder writes the tables of its own section, and nothing
+"""docs/evidence/scale.md: each script of this folder writes the tables of its own section, and nothing
 else.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "scale.md"
 
 
 def write_section(title: str, body: str, document: Path = DOCUMENT) -> None:

@@ -4,7 +4,7 @@ reads the run.
 Trainer's loop, sampler, curriculum, logs, TensorBoard, evaluation and checkpoints are a run's own;
 the losses are made up, with a gradient for every parameter. On the way the clock jumps, and the
 rank's log is rotated from outside. `python tests/scale/long.py` (30 minutes on one core) writes its
-section of docs/scale.md.
+section of docs/evidence/scale.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The plan of a global batch at 1 to 10,000 devices: its time, how well it fills and balances, and
 what waiting costs.
 
-    python tests/scale/plan.py             # writes the section "Plan" of docs/scale.md, a few
+    python tests/scale/plan.py             # writes the section "Plan" of docs/evidence/scale.md, a few
     minutes of one core
 
 Each device computes 32 conversations a step, so that the global batch grows with the machine. Times
 of the plan are of this machine's processor; times of a step are computed (planning/traffic.py) for
-Qwen3-8B trained whole under ZeRO-3 and with LoRA, on the H100 of docs/roofline.md. Speeds of
+Qwen3-8B trained whole under ZeRO-3 and with LoRA, on the H100 of docs/evidence/roofline.md. Speeds of
 devices vary as `Spread` says.
 """
 
@@ -30,7 +30,7 @@ SAMPLES_PER_DEVICE = 32
 CUTOFF = 4_096  # tokens
 BUDGET = 4 * CUTOFF  # tokens of a packed microbatch: --micro-batch-size 4
 PADDED = 4  # samples of a padded one
-# bytes per second of a device: docs/roofline.md, H100
+# bytes per second of a device: docs/evidence/roofline.md, H100
 NETWORK_WITHIN, NETWORK_BETWEEN = 340e9, 45e9
 # Median and log-sigma of tokens by difficulty. Conversations as of public sets of instructions: a
 # median of some hundred tokens, and a mean half as high again by the long tail; a curriculum's
@@ -130,7 +130,7 @@ def step_costs(devices: int, *, whole: bool) -> tuple[float, float]:
     """Seconds of a device for a token, and seconds of a step's network, of Qwen3-8B: ZeRO-3
     (`whole`) or LoRA and DDP.
 
-    The planner's formulas, with the H100 of docs/roofline.md; the network overlaps nothing.
+    The planner's formulas, with the H100 of docs/evidence/roofline.md; the network overlaps nothing.
     """
     from finetune.config.resolution import resolve_object
     from finetune.planning.inputs import workload_of

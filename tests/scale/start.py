@@ -1,7 +1,7 @@
 """The start of 128 and 1,024 ranks: what node 0's store is asked, what ranks tell each other, who
 is named when.
 
-    python tests/scale/start.py            # writes the section "Start" of docs/scale.md
+    python tests/scale/start.py            # writes the section "Start" of docs/evidence/scale.md
 
 The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py,
 virtual_group.py); the connections of gloo are counted of real groups (gloo_store.py).

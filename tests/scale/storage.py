@@ -1,7 +1,7 @@
 """Storage that is slow or shared: each misbehaviour with each thing that the product does with
 files.
 
-    python tests/scale/storage.py            # all of it, into docs/scale.md (`make scale
+    python tests/scale/storage.py            # all of it, into docs/evidence/scale.md (`make scale
     PART=storage`) python tests/scale/storage.py flock save # those with these words in their names,
     printed only
 

@@ -2,7 +2,7 @@
 adapter.
 
 The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started
-by the commands of docs/promises.md (tests/project/test_pages.py), which are compared there.
+by the commands of docs/concepts/promises.md (tests/project/test_pages.py), which are compared there.
 """
 
 from __future__ import annotations

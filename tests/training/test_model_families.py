@@ -1,4 +1,4 @@
-"""A few families of docs/models.md, looked at cheaply; `make models` takes all of them through the
+"""A few families of docs/reference/models.md, looked at cheaply; `make models` takes all of them through the
 whole chain.
 """
 

@@ -4,7 +4,8 @@ A process counts only if a run recorded it on this host and a process of the sam
 runs under the caller's user. Process ids are used again, and a folder may have come from another
 machine. Records are read from
 
-    `*.processes.json`   the launcher's list (docs/launching.md), if only the caller can write it
+    `*.processes.json`   the launcher's list (docs/guides/launching.md), if only the caller can
+                         write it
     `RUN/.lock`          rank 0, while it works
 
 A file counts only if nobody needs it, which is checked again right before it is removed.

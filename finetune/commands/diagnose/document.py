@@ -1,4 +1,4 @@
-"""The causes in docs/diagnosis.md, renewed from the rules: `python -m
+"""The causes in docs/reference/diagnosis.md, renewed from the rules: `python -m
 finetune.commands.diagnose.document FILE`.
 """
 

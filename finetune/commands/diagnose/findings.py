@@ -47,7 +47,7 @@ class Finding:
     """A cause of a failure.
 
     Attributes:
-        cause: its id, of the list in docs/diagnosis.md.
+        cause: its id, of the list in docs/reference/diagnosis.md.
         confidence: 0 to 1.
         evidence: `LOG:LINE: text`, secrets masked.
         rank: the rank that shows it first, None where no line tells.

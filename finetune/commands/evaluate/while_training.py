@@ -59,7 +59,7 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
         raise DataError(
             f"no validation record has '{field}', the answer that a generated one is compared with",
             f"--eval-generate {config.eval_generate}",
-            "give validation records with it (docs/evaluation.md), name their field by"
+            "give validation records with it (docs/guides/evaluation.md), name their field by"
             " --answer-field, or leave --eval-generate out",
         )
     assert config.eval_generate is not None

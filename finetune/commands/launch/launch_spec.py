@@ -160,7 +160,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
     if environment.pop(OLD_SECRET, ""):
         unused = _(
             "{name} is set and not used any more: torch's store has no secret. Keep its port inside"
-            " the cluster (docs/launching.md, Trusted networks)"
+            " the cluster (docs/guides/launching.md, Trusted networks)"
         )
         notes = (*notes, unused.format(name=OLD_SECRET))
     return LaunchSpec(

@@ -36,7 +36,7 @@ class LaunchOptions(Options):
     epilog: ClassVar[str] = (
         "Exit code: the run's (0 done, 1 failed, 2 refused, 3 stopped with a checkpoint, 4 out of"
         " memory after\nthe last restart); 128 + n where signal n came before training began. See"
-        " docs/launching.md."
+        " docs/guides/launching.md."
     )
     positional: ClassVar[tuple[str, ...]] = ("kind",)
     aliases: ClassVar[dict[str, str]] = {"nproc_per_node": "nproc"}

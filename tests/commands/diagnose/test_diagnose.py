@@ -208,8 +208,10 @@ def test_causes_that_others_refer_to_exist():
 
 
 def test_the_document_is_made_from_the_rules():
-    text = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
-    assert text == renewed(text), "python -m finetune.commands.diagnose.document docs/diagnosis.md"
+    text = (ROOT / "docs" / "reference" / "diagnosis.md").read_text(encoding="utf-8")
+    assert text == renewed(text), (
+        "python -m finetune.commands.diagnose.document docs/reference/diagnosis.md"
+    )
     assert all(f"### {cause}\n" in text for cause in CAUSES)
 
 

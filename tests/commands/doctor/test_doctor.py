@@ -488,7 +488,7 @@ def test_form_of_json_and_exit_codes():
 
 @pytest.mark.frozen
 def test_every_check_is_documented():
-    document = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")
     names = FROZEN.read_text().splitlines()[4].removeprefix("names: ").split()
     assert [name for name in names if f"`{name}`" not in document] == []
     rows = dict(re.findall(r"^\| (9\.\d) \| (.+) \|$", document, re.M))

@@ -461,7 +461,7 @@ def test_a_task_that_fails_says_so(
 
 COMMANDS = [
     line
-    for block in blocks(ROOT / "docs" / "evaluation.md", "bash")
+    for block in blocks(ROOT / "docs" / "guides" / "evaluation.md", "bash")
     for line in block.replace("\\\n", "").splitlines()
     if "runs/demo-TIME" in line or "data_samples/tiny-qwen3" in line
 ]

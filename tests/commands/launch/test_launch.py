@@ -708,7 +708,7 @@ def test_one_that_has_ended_does_not_run():
 
 
 def test_the_record_of_processes_is_frozen(tmp_path: Path):
-    """The form in docs/launching.md, which cleaning up relies on."""
+    """The form in docs/guides/launching.md, which cleaning up relies on."""
     recorded = LaunchRecord(tmp_path / "a.log", Path("runs/x"))
     recorded.add_workers({3: os.getpid()}, attempt=2)
     recorded.end()

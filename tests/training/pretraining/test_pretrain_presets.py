@@ -84,7 +84,7 @@ def test_presets_have_the_guides_numbers(name: str):
     processes, accumulation, numbers = PRESETS[name]
     arguments = ["--config", str(ROOT / "ds_configs" / f"pretrain_{name}.json")]
     config = resolve(arguments, world_size=processes, model_class=PretrainConfig).config
-    # docs/pretraining.md: memory
+    # docs/guides/pretraining.md: memory
     assert config.arch == ("nanochat" if name == "gpu2_aggressive" else "lfm2_value")
     for setting, value in (numbers | MORE.get(name, {})).items():
         assert getattr(config, setting) == value, setting
