@@ -14,9 +14,10 @@ from launching import ROOT, environment
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
 import build_site  # noqa: E402
-import concept_pictures  # noqa: E402
+import concept_pictures
 import site_catalogues  # noqa: E402
 import site_reference  # noqa: E402
+import speed_picture
 
 GUIDE = ROOT / "docs" / "guides" / "merging.md"
 NAMES = {
@@ -30,6 +31,15 @@ def test_the_pictures_are_made_from_todays_code() -> None:
     for name, picture in concept_pictures.pictures().items():
         path = concept_pictures.IMAGES / name
         assert path.read_text(encoding="utf-8") == picture, "run: python docs/concept_pictures.py"
+
+
+def test_the_chart_of_speed_is_made_from_the_committed_results() -> None:
+    path = speed_picture.IMAGES / speed_picture.FILE
+    assert path.read_text(encoding="utf-8") == speed_picture.speed(), (
+        "run: python docs/speed_picture.py"
+    )
+    names = {name for name, _, _ in speed_picture.on_the_gpu() + speed_picture.on_the_cpu()}
+    assert {"finetune", "Unsloth", "TRL, tuned", "LLaMA-Factory, tuned"} <= names
 
 
 def test_every_page_has_its_place_once() -> None:

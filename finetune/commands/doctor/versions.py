@@ -20,6 +20,7 @@ from packaging.version import InvalidVersion, Version
 from finetune.commands.doctor.check import Check
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport
+from finetune.version import DISTRIBUTION
 
 # What the tests of this version ran with (requirements.lock, and constraints.txt for torch; a test
 # compares them).
@@ -67,7 +68,7 @@ def own_requirements(extras: Sequence[str] = ()) -> list[Requirement]:
     names alone.
     """
     try:
-        lines = metadata.requires("finetune") or []
+        lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         lines = [name for name in TESTED if name != "deepspeed" or "deepspeed" in extras]
     found = []
