@@ -928,7 +928,7 @@ def test_check_paths(tmp_path: Path) -> None:
 
 
 def test_the_example_in_the_docs_works() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "configuration.md"
+    docs = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
     example = docs.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     Path("run.yaml").write_text(example)
     config = command(file("a.json", NEEDED), "run.yaml").config

@@ -21,7 +21,7 @@ from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError, FinetuneError
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "data.md"
 HUB = [("user", "What is a hub?", True), ("assistant", "A repeater.", True)]
 
 

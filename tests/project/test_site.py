@@ -14,10 +14,10 @@ from launching import ROOT, environment
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
 import build_site  # noqa: E402
-import concept_pictures
+import concept_pictures  # noqa: E402
 import site_catalogues  # noqa: E402
 import site_reference  # noqa: E402
-import speed_picture
+import speed_picture  # noqa: E402
 
 GUIDE = ROOT / "docs" / "guides" / "merging.md"
 NAMES = {
