@@ -1,7 +1,7 @@
-"""What a line of the log has beside loss, gradient norm and learning rate.
+"""Metrics that a line of the log has in addition to loss, gradient norm and learning rate.
 
-A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up
-by `StepMeter`.
+To add a metric, write a function here and its entry in `METRICS`. `StepMeter` adds up what the
+function needs from every step.
 """
 
 from __future__ import annotations

@@ -54,17 +54,17 @@ class Rates:
 def scaled_rates(
     config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float
 ) -> Rates:
-    """The rates that the run trains with.
+    """Return the rates that the run trains with.
 
-    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, those of AdamW also
-    by (width / 768)^-1/2, the decay by sqrt(B / 2^19) x (reference tokens / horizon), where the
-    horizon is what the model is worth, or the run's tokens if they are more. A run that is shorter
-    than its model is worth has higher rates, by (worth / run)^0.32, but no higher decay: its
-    weights would shrink away before they had learned.
+    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, and the rates of
+    AdamW also by (width / 768)^-1/2. The decay is scaled by sqrt(B / 2^19) x (reference tokens /
+    horizon). The horizon is `worth_tokens`, or `run_tokens` if they are more. A run of fewer tokens
+    than `worth_tokens` has higher rates, by (worth / run)^0.32, but no higher decay: its weights
+    would shrink away before they had learned.
 
     Args:
-        worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
-        run_tokens: those of the run.
+        worth_tokens: tokens that the model is worth: target_param_data_ratio x parameters.
+        run_tokens: tokens of the run.
     """
     single = config.learning_rate
     matrix, embedding, head = (
@@ -195,14 +195,16 @@ def make_optimizer(
 def make_small_optimizer(
     name: str, model: PreTrainedModel, groups: list[dict[str, Any]], arguments: TrainingArguments
 ) -> torch.optim.Optimizer:
-    """An optimizer of full fine-tuning with less state than AdamW's 8 bytes a number, at AdamW's
-    learning rates.
+    """Make an optimizer for full fine-tuning with less state than AdamW's 8 bytes per parameter.
+
+    The learning rates are the same as AdamW's.
 
     Args:
-        name: adamw-8bit (Dettmers et al. 2021, arXiv:2110.02861; 2 bytes, of vectors 8), adafactor
-            (Shazeer and Stern 2018, arXiv:1804.04235; a number for each row and column), or muon (4
-            bytes for the blocks' matrices; its updates as large as AdamW's, Liu et al. 2025,
-            arXiv:2502.16982).
+        name: one of
+            - adamw-8bit: 2 bytes, 8 for vectors (Dettmers et al. 2021, arXiv:2110.02861)
+            - adafactor: one value per row and column (Shazeer and Stern 2018, arXiv:1804.04235)
+            - muon: 4 bytes for the blocks' matrices; its updates are as large as AdamW's (Liu et
+              al. 2025, arXiv:2502.16982)
         groups: parameters with and without weight decay.
     """
     rate, betas = arguments.learning_rate, (arguments.adam_beta1, arguments.adam_beta2)
@@ -253,7 +255,7 @@ def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tens
 def restored_state(
     optimizer: Any, parameter: torch.Tensor, moments: dict[str, torch.Tensor], step: int
 ) -> dict[str, Any]:
-    """What the optimizer holds for a parameter after so many steps, of its moments in float32."""
+    """Return what the optimizer holds for a parameter after `step` steps, given float32 moments."""
     state: dict[str, Any] = dict(moments)
     if "momentum_buffer" in state:  # Muon counts no steps
         return state
@@ -291,8 +293,8 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> boo
 
 
 def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: float) -> None:
-    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times
-    the rate.
+    """Put parameters, by their ids, into separate groups after the others, at `ratio` times the
+    rate.
     """
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in chosen]

@@ -119,8 +119,8 @@ def _prepare(
     """Read tokenizer and samples and make the list of global batches.
 
     Args:
-        begun: the identity of the run that is resumed, whose values auto keeps.
-        identity: what makes the run this run, besides what all such runs have in theirs.
+        begun: the identity of the resumed run, whose values auto keeps; None for a new run.
+        identity: what identifies this run, in addition to what all such runs record.
     """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings

@@ -226,8 +226,9 @@ class Evaluations:
         return None if self.best.evaluated is None else asdict(self.best)
 
     def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
-        """Take in the evaluation of a step, and tell Trainer to save or to stop. Every rank must
-        call it.
+        """Record the evaluation of a step, and make Trainer save or stop if it should.
+
+        Collective: every rank must call it.
         """
         now = self.best.after(
             step,

@@ -54,9 +54,9 @@ class Session:
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
         control: agreement between the ranks, from `agree_on_run` on.
-        signals: requests to stop, heard while it trains.
+        signals: requests to stop, received during training.
         runlog: events and steps; silent on ranks other than 0.
-        sample_log: samples.jsonl where asked for, on rank 0.
+        sample_log: samples.jsonl if requested, on rank 0.
     """
 
     control: Control
@@ -311,9 +311,9 @@ def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Ite
     """
     import torch.distributed as dist
 
-    # Here and not by TrainingArguments, which uses one that exists: it passes no timeout on for a
-    # CPU run (transformers 5.23, _setup_devices), and the group would have torch's 30 minutes
-    # whatever was asked for.
+    # Make the group here: TrainingArguments uses an existing group. Its own would have torch's 30
+    # minutes instead of the requested timeout, because it passes no timeout for a CPU run
+    # (transformers 5.23, _setup_devices).
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))

@@ -9,8 +9,8 @@ Three forms on disk, all safetensors plus `state.json`:
 whole   `weights.safetensors`, `moments.safetensors`: float32, whole tensors by parameter name.
         LoRA, which peft reads as it is, and one process.
 parts   `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: whole tensors, each in the files
-        of one rank, which `writers` in `state.json` says. All parameters on several processes, but
-        for ZeRO-3.
+        of one rank, which `writers` in `state.json` names. All parameters on several processes,
+        except under ZeRO-3.
 slices  The same names: full-parameter ZeRO-3, where no rank could hold a whole. Each rank's flat
         slice of each parameter; slices in rank order, cut to the parameter's size, are the
         parameter.
@@ -19,16 +19,16 @@ Any form loads into any layout. Weights enter the model before DeepSpeed makes i
 its float32 masters afterwards is not enough: the first forward would still use the old weights);
 moments enter after.
 
-Of DeepSpeed (0.19.8) this uses deepspeed.utils.safe_* (documented) and, because its state is empty
-before the first step, the optimizer's `state` of each flat group; a test pins the attributes used.
-Its own checkpoints are not used: they are pickles, and belong to one ZeRO stage and one number of
-processes.
+From DeepSpeed (0.19.8) this uses the documented deepspeed.utils.safe_* functions. Because the state
+is empty before the first step, it also uses the optimizer's `state` of each flat group. A test pins
+the attributes used. DeepSpeed's own checkpoints are not used: they are pickles, and belong to one
+ZeRO stage and one number of processes.
 
 float16's loss scale is saved as well, in the same form for torch's GradScaler and DeepSpeed's
-DynamicLossScaler. A run that forgot it would begin again at 65,536 and skip steps until it has come
-down: other steps than the run that was not interrupted. Both double the scale after a number of
-steps without overflow (a window) and halve it at an overflow; DeepSpeed may let a few overflows
-pass first (hysteresis).
+DynamicLossScaler. Without it, a resumed run would start again at 65,536 and skip steps until the
+scale is low enough. Those steps would differ from the uninterrupted run's. Both scalers double the
+scale after a number of steps without overflow (a window) and halve it at an overflow. DeepSpeed may
+let a few overflows pass first (hysteresis).
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class TrainingState:
         return records
 
     def snapshot(self, copies: HostCopies, *, rank: int, world_size: int) -> Snapshot:
-        """Copy what `save` would write here, and write it later: training may go on. Every rank
-        must call.
+        """Copy what `save` would write here, to be written later while training continues.
+
+        Collective: every rank must call it.
         """
         self._link_stage_1_and_2()
         own = self._own(rank, world_size)
@@ -327,8 +328,8 @@ class TrainingState:
         """Give each flat group the state that its first step would make, so that there is something
         to set.
         """
-        # The setters of deepspeed.utils write into what is there, and before the first step nothing
-        # is. ZeRO-3 keeps the flat groups under one name, ZeRO-1/2 under another.
+        # The setters of deepspeed.utils write into existing state, and before the first step there
+        # is none. ZeRO-3 keeps the flat groups under one name, ZeRO-1/2 under another.
         zero = self.engine.optimizer
         flats = (
             zero.fp32_partitioned_groups_flat
@@ -344,10 +345,10 @@ class TrainingState:
 
     def _link_stage_1_and_2(self) -> None:
         """Let parameters of ZeRO-1/2 see their slices of the flat state."""
-        # DeepSpeed links all groups when the first group has stepped (_optimizer_step calls
-        # _lazy_init_hp_params_optimizer_state), at which time the others have no state yet, and
-        # never again; safe_get_full_optimizer_state then raises on some ranks. May go when each
-        # group is linked after its own step.
+        # DeepSpeed links all groups once, when the first group has stepped (_optimizer_step calls
+        # _lazy_init_hp_params_optimizer_state). At that time the other groups have no state yet, so
+        # safe_get_full_optimizer_state later raises on some ranks. Remove this when DeepSpeed links
+        # each group after its own step.
         zero: Any = getattr(self.engine, "optimizer", None)
         if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
@@ -404,8 +405,9 @@ def _fill_partitioned(parameter: Any, saved: SavedTensors, name: str) -> None:
 
 
 def with_saved(folder: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights by parameter name with a checkpoint's in place of those that it has, in the dtype
-    that they have.
+    """Return weights by parameter name, replaced by a checkpoint's where it has them.
+
+    Each weight keeps its dtype.
     """
     saved = SavedTensors(folder, "weights")
     return weights | {
@@ -448,9 +450,10 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
     """Write float32 CPU tensors into a new file, synced; returns its record
     (durable_files.write_hashed).
 
-    Byte for byte what safetensors' `save_file` writes, which hashes nothing: the length of the
-    header, the header as JSON padded to 8 bytes, then the tensors by name
-    (https://github.com/huggingface/safetensors#format).
+    The bytes are the same as from safetensors' `save_file`, which computes no hash. The format is
+    the length of the header, the header as JSON padded to 8 bytes, then the tensors by name.
+
+    Source: https://github.com/huggingface/safetensors#format
     """
     names, header, end = sorted(tensors), {}, 0
     for name in names:
@@ -605,8 +608,9 @@ class SavedTensors:
         return found
 
     def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """Where the numbers `start` to `stop` lie: a file, the number that it begins with, and
-        which of them it has.
+        """Yield where the elements `start` to `stop` are stored.
+
+        Each item is a file, the index of its first element, and which elements it has.
         """
         stop = min(stop, math.prod(self._shape(name)))
         if start >= stop:

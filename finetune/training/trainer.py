@@ -1,12 +1,17 @@
 """The trainers: transformers.Trainer executing a list of global batches, and fine-tuning's.
 
-Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are:
-where batches come from (one loader item is one optimizer step), how a step is executed
-(training/executor.py), the loss, evaluation by the same schedule and sums, checkpoints
-(training/checkpointer.py), and the log (training/metrics.py). Comments about other packages are of
-transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Their private hooks that are overridden or
-called here (`_prepare_for_training`, `_get_grad_norm`, ...) are pinned by
-tests/training/test_trainer_hooks.py.
+Trainer runs the loop (`Trainer._inner_training_loop`), and accelerate handles the devices.
+Overridden are:
+
+- where batches come from: one loader item is one optimizer step
+- how a step is executed (training/executor.py)
+- the loss, and evaluation by the same schedule and sums
+- checkpoints (training/checkpointer.py)
+- the log (training/metrics.py)
+
+Comments about other packages refer to transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8.
+Their private hooks that are overridden or called here (`_prepare_for_training`, `_get_grad_norm`,
+...) are pinned by tests/training/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -281,8 +286,7 @@ class StepEnd(TrainerCallback):
 class RunTrainer(Trainer):
     """Executes a run. Makes its executor, checkpointer and evaluations of the parts."""
 
-    # Narrower than Trainer's own annotations: there is always a model, and never an image
-    # processor.
+    # Narrower than Trainer's own annotations: there is always a model, and only a tokenizer.
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase | None
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
@@ -510,7 +514,7 @@ class RunTrainer(Trainer):
         stopping = self.session.control.any(self.session.signals.requested)
         # What is logged, evaluated or saved of this step must not come before how it went.
         control = self.control
-        control.should_log |= step == self.state.max_steps  # the last loss, whatever the interval
+        control.should_log |= step == self.state.max_steps  # the last loss, at any interval
         due = (
             control.should_log
             or control.should_save

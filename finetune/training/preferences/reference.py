@@ -1,12 +1,12 @@
-"""The model before the run, which preferences are compared with; there is never a second model in
-memory.
+"""The reference model of preference training: the model before the run. There is never a second
+model in memory.
 
-With an adapter it is the same model with the adapter off, evaluated microbatch by microbatch. A
-model that is trained whole is evaluated once, before its first step. The log-probabilities are then
-in the run's folder, for a run that resumes, and in the cache, for other runs like it. Training and
-validation data have a file each (KTO's two), so that a run may resume with other validation data.
-None is a `.safetensors` at the top of the run folder, which is handed out as a model: engines load
-all that are there.
+With an adapter the reference is the same model with the adapter off, evaluated microbatch by
+microbatch. A fully trained model is evaluated once, before its first step. The log-probabilities
+are then stored in the run's folder, for a run that resumes, and in the cache, for other runs like
+it. Training and validation data have separate files (KTO's have two each), so that a run may resume
+with other validation data. None of them is a `.safetensors` file at the top of the run folder: that
+folder is handed out as a model, and engines load every such file in it.
 """
 
 from __future__ import annotations

@@ -160,9 +160,7 @@ def _model_from_scratch(config: PretrainConfig, data: PreparedTexts) -> PreTrain
 
 
 def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> bool:
-    """Let the blocks' matrix products run in float8, where the device has it; elsewhere say so
-    once.
-    """
+    """Run the blocks' matrix products in float8 if the device supports it; otherwise warn once."""
     if not config.fp8:
         return False
     if not able.fp8:

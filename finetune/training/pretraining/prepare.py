@@ -190,7 +190,7 @@ def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float,
 
 
 def _identity(config: PretrainConfig) -> dict[str, Any]:
-    # As runs have it that were begun before there were best-fit windows.
+    # The same form as in runs that were started before best-fit windows existed.
     identity: dict[str, Any] = {
         "kind": "pretrain",
         "document_aligned": config.windows == "document",
