@@ -68,7 +68,7 @@ class ChatSession:
         """Write the conversation; only a file that holds one already is replaced.
 
         Raises:
-            StateError: something else is there, or it cannot be written.
+            StateError: `path` holds something else, or it cannot be written.
         """
         record = {
             "form": FORM,

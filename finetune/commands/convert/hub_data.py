@@ -25,11 +25,11 @@ def is_hub_data(path: Any) -> bool:
 
 
 def data_entry(path: Any, columns: dict[str, str] | None = None, most: Any = None) -> Any:
-    """Return an entry of `data`: a path, or a path and what is said of it.
+    """Return an entry of `data`: a path, or a path and its settings.
 
     Args:
-        path: or an entry of `hub_entry`.
-        most: records that are used.
+        path: a path, or an entry from `hub_entry`.
+        most: maximum number of records to use.
     """
     entry = dict(path) if isinstance(path, dict) else {"path": path}
     if columns:

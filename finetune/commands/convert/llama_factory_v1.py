@@ -60,7 +60,7 @@ def _name_rest(draft: Draft, block: str, rest: dict[str, Any]) -> None:
 
 
 def _adapter(draft: Draft) -> None:
-    """Write LoRA and a base in few bits; without `peft_config` all parameters are trained."""
+    """Write LoRA and a quantized base; without `peft_config` all parameters are trained."""
     peft, quantized = _block(draft, "peft_config"), _block(draft, "quant_config")
     kind = peft.pop("name", None)
     if kind not in (None, "lora"):

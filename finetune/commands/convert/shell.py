@@ -230,7 +230,7 @@ class Shell:
     # ------------------------------------------------------------ places
 
     def _between(self, opening: str, closing: str, *, is_open: bool = False) -> str:
-        """Take what is between two brackets, other pairs of them inside; go on behind it."""
+        """Take the text between two brackets, other pairs included, and continue after it."""
         start = self.place
         if not is_open:
             self.place = self.text.index(opening, start) + 1
@@ -257,7 +257,7 @@ class Shell:
         self.place = len(self.text) if found < 0 else found
 
     def skip_line(self) -> None:
-        """Go on behind the line where a quote was opened and not closed."""
+        """Continue after the line where a quote was opened and not closed."""
         self._skip_to("\n")
 
     def _skip_here_document(self, opening: re.Match[str]) -> None:

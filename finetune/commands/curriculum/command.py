@@ -38,7 +38,7 @@ _GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
 
 
 class CurriculumOptions(Options):
-    """The command line, but for the flags of training."""
+    """The command line, except for the flags of training."""
 
     usage: ClassVar[str] = (
         "python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]"
@@ -101,7 +101,7 @@ class CurriculumReport:
         return _shares(self.samples)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, those per difficulty as objects by its name."""
+        """Return JSON-serializable values; values per difficulty are objects keyed by its name."""
 
         def by_difficulty(values: Sequence[float]) -> dict[str, float]:
             return dict(zip(self.difficulties, values, strict=True))

@@ -54,7 +54,7 @@ def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
 
 
 def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
-    """Check whether the output folder is free, a run to resume, taken, or somebody else's."""
+    """Check whether the output folder is free, a run to resume, in use, or not from a run."""
     check, folder = Check("output_folder"), Path(config.output_dir)
     try:
         found = describe_folder(folder)

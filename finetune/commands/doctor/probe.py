@@ -1,4 +1,4 @@
-"""Probes in a process of their own: an import that crashes, hangs or is killed is a result too."""
+"""Probes in a separate process: an import that crashes, hangs or is killed is a result too."""
 
 from __future__ import annotations
 

@@ -303,12 +303,12 @@ def _strings(value: Any) -> Iterator[str]:
 def audit_data(
     config: RunConfig, train: Samples, valid: Samples | None, benchmarks: Sequence[str]
 ) -> dict[str, Any]:
-    """The audit of a run's data, as plain JSON.
+    """Audit a run's data; return the result as plain JSON.
 
     Args:
         train: the samples of the training side, bad records dropped.
-        valid: those of the other side of a split.
-        benchmarks: files that must not be in the data, beside the run's validation data.
+        valid: the samples of the validation side of a split.
+        benchmarks: files that must not be in the data, in addition to the run's validation data.
     """
     files = expand_sources(config.sources)
     levels = config.curriculum.levels if config.use_curriculum else None

@@ -32,7 +32,7 @@ _TRAINED, _CONTEXT = "bold green", "dim"
 
 
 class InspectOptions(Options):
-    """The command line, but for the flags of training."""
+    """The command line, except for the flags of training."""
 
     usage: ClassVar[str] = (
         "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [--audit [--benchmark"

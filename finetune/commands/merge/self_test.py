@@ -49,7 +49,7 @@ class SelfTest:
     tolerance: float
     effect: float  # norm of (adapted - base) over the same: what the adapter changes
     agreement: float  # share of positions where merged and adapted take the same token
-    texts: int  # how many texts went through the tokenizer and back as before
+    texts: int  # how many texts went through the tokenizer and back with the same result
     rounding: Rounding | None = None  # where the adapter was trained on a quantized base
 
 

@@ -87,7 +87,7 @@ class MachineWatch:
 
     def __init__(self, interval_seconds: float | None) -> None:
         self._host = HostMeter()
-        self._host.look()  # the processor's use is counted from here
+        self._host.look()  # CPU use is counted from here
         self._devices: Sequence[SmiReport] = read_devices() if interval_seconds is None else ()
         if interval_seconds is not None:
             threading.Thread(
@@ -111,8 +111,9 @@ class MachineWatch:
 
 
 def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
-    """One look as plain values; its form is public (tests/frozen/monitor.txt). Texts are
-    English.
+    """Return a snapshot as JSON-serializable values, with English strings.
+
+    Its form is public (tests/frozen/monitor.txt).
     """
     stage, evaluation = view.stage, None
     if view.evaluations:

@@ -381,10 +381,10 @@ class Sparkline(_Stretching):
 
 @dataclass(frozen=True)
 class Gauge(_Stretching):
-    """A share as a bar; nothing where that is too narrow to be read.
+    """A share as a bar; empty if the bar would be too narrow to read.
 
     Attributes:
-        alarming: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
+        alarming: whether a share near 1 is a bad sign, as it is for memory but not for a CPU.
     """
 
     share: float
@@ -400,7 +400,7 @@ class Gauge(_Stretching):
 
 @dataclass(frozen=True)
 class Progress(_Stretching):
-    """The part of the run that is done, as a thin line."""
+    """The share of the run that is done, as a thin line."""
 
     share: float
 

@@ -207,11 +207,11 @@ def _check(options: PlanOptions, run: Path, arguments: Sequence[str]) -> int:
 
 
 def _missing(kind: RunKind, given: Collection[str], *, with_model: bool) -> list[str]:
-    """Settings that a run must have and a plan can do without.
+    """Return settings that a run requires and a plan can do without.
 
     Args:
-        given: names of the settings that are there.
-        with_model: whether the model may be missing, too: a config.json was given.
+        given: names of the settings that are given.
+        with_model: whether the model may be missing too, because a config.json was given.
     """
     fields = kind.config_class.model_fields
     required = {name for name, info in fields.items() if info.is_required()} - set(given)

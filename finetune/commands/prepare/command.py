@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(prepared: Prepared, seconds: float) -> str:
-    """What lies in the folder now, for people."""
+    """Describe what is in the folder now, for people."""
     scan = prepared.scan
     left_out = f", {scan.empty} empty" if scan.empty else ""
     left_out += f", {scan.problems.total} dropped" if scan.problems.total else ""

@@ -140,7 +140,7 @@ def line_svg(
 
 
 def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float, float]:
-    """The least and the greatest value that the frame shows; a lone outlier may lie beyond."""
+    """Return the smallest and largest value that the frame shows; a lone outlier may be outside."""
     values = np.concatenate([Points.of(one.points).y for one in series])
     low, high = value_range(Points(values, values))
     low = 0.0 if zero else low

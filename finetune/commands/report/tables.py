@@ -43,8 +43,9 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _spent(view: RunView) -> np.ndarray:
-    """float64 `(lines,)`: seconds of the steps that each line stands for, evaluation and saving not
-    counted.
+    """Return float64 `(lines,)`: seconds of the steps that each line covers.
+
+    Evaluation and saving are not counted.
     """
     return np.diff(view.steps.steps, prepend=0) * view.steps.column("step_seconds")
 
@@ -123,7 +124,7 @@ def measured(view: RunView) -> dict[str, float | None]:
 
 
 def memory(view: RunView) -> list[list[str]]:
-    """Most memory of a process and of a device."""
+    """Return the peak memory of a process and of a device."""
     try:
         compared = compare_memory(view.source)
     except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes

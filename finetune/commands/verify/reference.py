@@ -78,13 +78,14 @@ class Reference:
         return scored
 
     def rounded_scores(self, answered: Iterable[tuple[Ids, Ids]], dtype: str) -> list[ScoredAnswer]:
-        """The same as an engine that rounds every intermediate result to this dtype, with the
-        merged weights rounded to it and to the base's dtype, in which `merge` adds the adapter.
-        Afterwards the weights are the rounded ones.
+        """Return the scores of an engine that rounds every intermediate result to this dtype.
 
-        Engines sum in float32 and round what a layer gives, so this is the error that the dtype
-        itself makes. It is simulated in float32, where it does not depend on the kernels of the
-        machine, as it would if the model were cast to the dtype.
+        The merged weights are rounded to it and to the base's dtype, in which `merge` adds the
+        adapter. Afterwards the weights stay rounded.
+
+        Engines sum in float32 and round a layer's output, so this is the error that the dtype
+        itself makes. It is simulated in float32. If the model were cast to the dtype, the error
+        would depend on the kernels of the machine.
         """
         model = self.model.float()
         for module in model.modules():
@@ -111,7 +112,7 @@ def _enable_adapters(model: Any, enabled: bool) -> None:
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors of a module's output rounded to a dtype, held as before."""
+    """Round the floating-point tensors of a module's output to a dtype, and keep their dtype."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output.to(dtype).to(output.dtype)
     if type(output) is tuple:  # cosines and sines of the positions
