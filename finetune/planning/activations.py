@@ -16,23 +16,23 @@ from finetune.planning.workload import Computing, Workload
 
 # Logits and their log-softmax, which becomes their gradient in place; both in float32 at most.
 LOSS_BYTES_PER_LOGIT = 8
-# Of a head that is wrapped, torch's own: the log-softmax, the gradient by it, and what becomes of
-# that, in float32.
+# With torch's own head, which is used if the head is wrapped: the log-softmax, its gradient, and
+# the logits' gradient, in float32.
 WHOLE_BYTES_PER_LOGIT = 12
 # A compiled step fuses head and loss: the logits, and their gradient in float32.
 COMPILED_BYTES_PER_LOGIT = 6
-# Beside either, if logits are soft-capped: the slope of that.
+# In addition, if logits are soft-capped: the derivative of the cap.
 SOFTCAP_BYTES_PER_LOGIT = 4
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at a moment of a microbatch in which its memory may be largest, beside the state.
+    """Bytes at a moment of a microbatch in which its memory may peak, without the training state.
 
     Attributes:
-        kept: what autograd keeps.
-        flowing: gradients on their way, and whole gradients of embedding and head.
-        logits: logits and what the loss makes of them.
+        kept: tensors that autograd keeps.
+        flowing: gradients in flight, and whole gradients of embedding and head.
+        logits: logits and what the loss computes from them.
         casts: weights cast by autocast.
     """
 
@@ -140,12 +140,12 @@ def _linear_inputs(part: Part, how: Computing) -> int:
         if not matrix.table and _keeps_its_input(matrix, how)
     ]
     dropped = how.dropout and not how.full
-    # Autocast, and peft beside a base in 16 bits or with dropout, make an input for each layer.
-    # Otherwise q, k and v share theirs, and gate and up.
+    # Autocast makes a separate input for each layer, and so does peft on a base in 16 bits or with
+    # dropout. Otherwise q, k and v share one input, and so do gate and up.
     separate = how.autocast if how.full else how.casts_adapters or dropped
     shared = set(widths) if how.adds_adapters or not separate else widths
     kept = sum(width for _writes, width in shared)
-    # Beside a dropped input there is a mask of a byte an element.
+    # A dropped input also has a mask of one byte per element.
     return kept + sum(width for _writes, width in widths) // how.element_bytes * dropped
 
 

@@ -17,10 +17,10 @@ from finetune.storage.run_log import plain_record, read_jsonl_tolerant
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """The events of a run folder.
+    """Read the events of a run folder.
 
     Raises:
-        DataError: no run is there.
+        DataError: the folder holds no run.
     """
     try:
         return [plain_record(event) for event in read_jsonl_tolerant(run / "events.jsonl")]
@@ -61,7 +61,7 @@ def planned_of_run(
         )
     processes, dtype = int(start["world_size"]), start["dtype"]
     config_class = run_kind(run / "run.yaml").config_class
-    chosen = execution.get("chosen", {})  # what the start put where the configuration says auto
+    chosen = execution.get("chosen", {})  # values that the start chose for auto
     config = with_values(resolve_object(path, processes, config_class).config, chosen)
     if dtype in DTYPE_BYTES:
         config = config.model_copy(update={"dtype": dtype})

@@ -154,11 +154,11 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
 
 
 def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a run on preferences has in memory: as fine-tuning, with microbatches of
-    whole pairs.
+    """Return what a process of a run on preferences has in memory: the same as in fine-tuning, with
+    microbatches of whole pairs.
 
-    The reference takes no more: with an adapter its forward is before the one that keeps
-    activations, and of a model that is trained whole it is two values a pair.
+    The reference needs no more memory. With an adapter its forward runs before the one that keeps
+    activations. If the model is fully trained, the reference is only two values per pair.
     """
     asks = config.needs_reference and config.finetuning == "lora"
     work = fine_tuning_workload(config, shape, cluster)
@@ -253,7 +253,7 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
-    """The same run with so many samples (windows) in a microbatch."""
+    """Return the same run with `micro_batch` samples (windows) in a microbatch."""
     tokens = micro_batch * work.sample_tokens
     samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
@@ -268,7 +268,8 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
 def adapter_parameters(
     config: RunConfig | PretrainConfig, shape: ModelShape, adapted: Collection[str]
 ) -> int:
-    """Parameters that are trained beside the base, by the names that peft matches (0.21).
+    """Count the parameters that are trained in addition to the base, by the names that peft matches
+    (0.21).
 
     Args:
         adapted: names of the linear layers that get an adapter.
@@ -277,7 +278,8 @@ def adapter_parameters(
     ranks = getattr(config, "rank_pattern", None) or {}
     layers = getattr(config, "layers_to_transform", None)
     saved = getattr(config, "modules_to_save", ())
-    # Modules that are trained whole, as copies: one whose name, or that of one around it, ends so.
+    # Modules that are fully trained, as copies. A module matches if its name, or the name of a
+    # module around it, ends in one of `saved`.
     whole = re.compile(rf"({'|'.join(map(re.escape, saved))})(\.|$)") if saved else None
 
     def is_copied(path: str) -> bool:
@@ -373,7 +375,7 @@ def _vocabulary(config: PretrainConfig) -> int:
 
 
 def _shards(config: PretrainConfig) -> tuple[Path, ...]:
-    """The training files; none if what is named is not there."""
+    """Return the training files; empty if they do not exist."""
     from finetune.data.corpus.token_shards import find_shards
 
     try:

@@ -60,15 +60,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """A plan of a run.
 
     Attributes:
-        fits: None if no memory was given to judge by.
-        largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None if not
-            judged.
-        expected_memory: what a device is expected to need with a preset of pretraining; else empty.
+        fits: None if no memory was given to compare with.
+        largest_micro_batch: samples (windows) of the largest microbatch that fits; 0 if none does,
+            None if no memory was given.
+        expected_memory: what a device is expected to need with a preset of pretraining; otherwise
+            empty.
         choices: other ways to shard the run (fine-tuning).
-        chosen: what the run would put where its configuration says auto.
+        chosen: values that the run would choose for auto.
         data: the windows of pretraining's token files; None for other runs, and without files.
     """
 

@@ -186,15 +186,15 @@ class ModelShape:
         return max(m.size for m in self.matrices)
 
     def adapted(self, targets: str | Sequence[str]) -> frozenset[str]:
-        """Names of the linear layers that get an adapter.
+        """Return the names of the linear layers that get an adapter.
 
         Args:
-            targets: "all-linear", or names as of `--lora-target-modules`; of a dotted name the last
-                part counts.
+            targets: "all-linear", or names as for `--lora-target-modules`; only the last part of a
+                dotted name counts.
 
         Raises:
-            ConfigError: a name that no linear layer has; layers beside the experts of a mixture,
-                because peft decides by the family which of those get an adapter.
+            ConfigError: no linear layer has the name; or it names layers next to the experts of a
+                mixture, because peft decides by model family which of those get an adapter.
         """
         # The module within its block: "model.layers.3.mlp.experts" -> "mlp".
         owners = [(re.sub(r"^.*?\.\d+\.", "", m.path).partition(".")[0], m) for m in self.matrices]
@@ -274,7 +274,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
             {name: value for name, value in config.items() if name != "auto_map"}
         )
         return shape_of_model(make_empty_model(made))
-    except Exception as error:  # whatever a model's code makes of values that do not fit
+    except Exception as error:  # a model's code raises any type for values that do not fit
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )

@@ -1,10 +1,10 @@
 """What an optimizer step costs each device: operations, bytes over the network, bytes to and from
 the host.
 
-Operations are counted as in the PaLM paper (Chowdhery et al. 2022, appendix B) and nanochat: 6
-floating-point operations per parameter of every matrix that a token passes (2 forward, 4 backward),
-and 12 x layers that attend x width x sequence for attention, causality not deducted; less what LoRA
-does not compute: a frozen matrix has no gradient of its own, 4 operations per parameter.
+Operations are counted as in the PaLM paper (Chowdhery et al. 2022, appendix B) and nanochat. Each
+parameter of a matrix that a token passes takes 6 floating-point operations (2 forward, 4 backward).
+Attention takes 12 x attention layers x width x sequence length; causality is not deducted. LoRA
+computes less: a frozen matrix has no weight gradient, so it takes 4 operations per parameter.
 """
 
 from __future__ import annotations
@@ -115,9 +115,10 @@ def network_traffic(work: Workload) -> Traffic:
         gathered = times * whole - min(whole, kept)
         terms = f"{times} P + P_t"
         if work.adapter and work.computing.checkpointing:
-            # Frozen blocks are gathered a third time: what a block computes again belongs to the
-            # module whose backward pass comes first, its last, and frozen weights are released with
-            # that (partitioned_param_coordinator.py: update_recompute_parameters).
+            # Frozen blocks are gathered a third time. DeepSpeed counts a block's recomputation to
+            # the module whose backward pass comes first, which is its last module, and releases
+            # frozen weights with it (partitioned_param_coordinator.py:
+            # update_recompute_parameters).
             last = [(block.parts[-1].writer, count) for block, count in work.shape.blocks]
             gathered += work.shape.block_matrices
             gathered -= sum(writer.size * count for writer, count in last if writer)
