@@ -1,5 +1,5 @@
-"""Files and folders that a configuration names: whether they are there. The only part of the checks
-that looks.
+"""Check that the files and folders that a configuration names exist. No other check of the settings
+reads the disk.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def split_revision(model: str) -> tuple[str, str | None]:
 
 @cache
 def near_folder(model: str) -> str:
-    """`; did you mean 'x'?` where there is no folder `model` and one beside it has nearly its name;
-    said once.
+    """Return `; did you mean 'x'?` if `model` is no folder and one next to it has a similar name.
 
-    To be called before a hub is asked for it, which takes a minute where none answers.
+    The warning is logged once. Call this before the hub is queried, which takes a minute if no hub
+    answers.
     """
     parent = Path(model).parent
     if Path(model).exists() or not parent.is_dir():

@@ -107,7 +107,7 @@ class Resolved:
     """A configuration, ready to run.
 
     Args:
-        config: every value resolved; its `model_fields_set` holds what somebody decided.
+        config: every value resolved; its `model_fields_set` holds what was given or derived.
         origins: field -> where its value is from: `default`, a file, a flag, `derived from ...`.
         notes: what the user should know; what is probably wrong begins with `warning: `.
         print_config: whether `--print-config` was given.
@@ -216,7 +216,7 @@ def to_yaml(config: BaseConfig, decided: Mapping[str, Any] | None = None) -> str
     run on another machine.
 
     Args:
-        decided: values of settings that said auto.
+        decided: values of settings that were auto.
     """
     values = config.model_dump(mode="json", exclude=set(config.machine_fields))
     values |= decided or {}
