@@ -2,10 +2,10 @@
 bitsandbytes.
 
 A quantized layer computes what a linear layer with its dequantized weight would, in the run's
-dtype, on every device: training does not depend on the device or on what else is in a microbatch.
-bitsandbytes' own layers round more, and differently from device to device (0.50.2): Linear8bitLt
-rounds activations too on CUDA (LLM.int8, arXiv:2208.07339), with outliers taken from the whole
-microbatch, and does not on a CPU while it trains; Linear4bit repacks its weights with coarser
+dtype, on every device. So training does not depend on the device or on what else is in a
+microbatch. bitsandbytes' own layers round more, and differently from device to device (0.50.2). On
+CUDA, Linear8bitLt rounds activations too (LLM.int8, arXiv:2208.07339), with outliers taken from the
+whole microbatch; on a CPU it does not while it trains. Linear4bit repacks its weights with coarser
 scales at the first evaluation on a CPU that has AVX512-BF16.
 """
 
