@@ -1,9 +1,9 @@
 """Folders that are made once: by content fingerprint, under a lock, atomically, and verified when
 read.
 
-One of the processes that a launcher starts on a node reads all of an entry to verify it, and the
-others rely on its result: hundreds would read the same gigabytes one after another. Nodes verify
-side by side.
+One of the processes that a launcher starts on a node reads the whole entry to verify it. The others
+rely on its result; otherwise hundreds would read the same gigabytes one after another. Nodes verify
+in parallel.
 """
 
 from __future__ import annotations

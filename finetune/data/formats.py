@@ -1,9 +1,10 @@
-"""Records -> conversations, in the common formats, checked so that nothing wrong is silently
+"""Convert records in the common formats to conversations, checked so that nothing wrong is silently
 trained on.
 
-Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of
-from/value) from FastChat, messages (role/content) from the OpenAI chat format; prompt and
-completion, as texts or as lists of messages, and plain text are those of TRL's data formats.
+- Alpaca (instruction, input, output): from the Stanford Alpaca data.
+- ShareGPT (conversations of from/value): from FastChat.
+- messages (role/content): from the OpenAI chat format.
+- prompt and completion, as strings or as lists of messages, and plain text: from TRL.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ _NOT_READ_OF_TURN = {
     "function_calls": "give it as 'tool_calls'",
     "functions": "give it as 'tools' of the record",
 }
-# What servers and data sets call the thoughts before an answer: DeepSeek, vLLM, gpt-oss.
+# Names of the reasoning before an answer in servers and data sets: DeepSeek, vLLM, gpt-oss.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MAY_FOLLOW = {
     None: ("system", "user", "text"),
@@ -404,7 +405,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
 
 
 def _reasoning(turn: Mapping[str, Any], where: str) -> str:
-    """The thoughts of a turn, under one of their names."""
+    """Return the reasoning of a turn, under any of its names."""
     found = {key: text for key in _REASONING_KEYS if (text := _text(turn, key))}
     if len(set(found.values())) > 1:
         names = " and ".join(map(repr, found))

@@ -2,11 +2,11 @@
 shards.
 
 Each pass is a stream of parts (see parts.py) through the same processes, with a few parts per
-process in flight: the memory in use does not grow with the data. Records that are bad are found by
-the first pass, before anything is tokenized; records that only the chat template refuses, by the
-second. The shards that the second pass has finished are kept through a kill (see samples.py).
+process in flight. So the memory in use does not grow with the data. The first pass finds bad
+records, before anything is tokenized. The second pass finds records that only the chat template
+rejects. The shards that the second pass has finished survive a kill (see samples.py).
 
-Nothing in the result depends on how many processes work, or on how often the work was stopped.
+The result does not depend on the number of processes, or on how often the work was stopped.
 """
 
 from __future__ import annotations

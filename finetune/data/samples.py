@@ -27,9 +27,10 @@ from finetune.storage.durable_files import replace_file, save_array
 logger = logging.getLogger("finetune")
 
 SHARD_TOKENS = 16 << 20  # at most, except for the last part that goes into it
-SCRATCH = "scratch"  # folder of what is removed at the end
-# What is known of a sample besides its tokens: its record's number; number and line of the file;
-# the difficulty's index; how many tokens and targets. For the other fields see `PreferenceSamples`.
+SCRATCH = "scratch"  # folder for what is removed at the end
+# Facts about a sample in addition to its tokens. They are its record's number, the number and line
+# of the file, the difficulty's index, and the numbers of tokens and targets. For the other fields
+# see `PreferenceSamples`.
 ROW = np.dtype(
     [
         ("row_ids", "<i8"),

@@ -2,9 +2,9 @@
 duplicates left out.
 
 A record is identified by the hash of its content (turns and tools), regardless of its other keys
-and its form: equal records are duplicates, and fall on one side of a split. The hash has 64 bits:
-among ten million records, two different ones are taken for equal with a probability of about 3 in a
-million (n * n / 2**65).
+and its form. Equal records are duplicates, and fall on one side of a split. The hash has 64 bits.
+Among ten million records, the probability that two different ones have the same hash is about 3 in
+a million (n * n / 2**65).
 """
 
 from __future__ import annotations

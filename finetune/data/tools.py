@@ -1,7 +1,7 @@
 """Tools in records: what may be called, calls, and which result answers which call.
 
-The forms are the field's own: `tools`, `tool_calls` and `tool` turns of the OpenAI chat format
-(with its older `functions` and `function_call`), and ShareGPT's `tools` as a text with turns by
+Two common forms are read. The OpenAI chat format has `tools`, `tool_calls` and `tool` turns (and
+its older `functions` and `function_call`). ShareGPT has `tools` as a string, with turns by
 `function_call` and `observation`, as LLaMA-Factory reads them.
 """
 

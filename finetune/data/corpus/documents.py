@@ -205,11 +205,12 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     """Turn files, folders and globs into files, in the order given; within a folder or glob sorted
     by name.
 
-    A folder is searched to the bottom for records and for text by suffix (`RECORD_SUFFIXES`,
-    `TEXT_SUFFIXES`), hidden files and folders left out; a file or a glob names text of any suffix.
+    A folder is searched recursively for records and text by suffix (`RECORD_SUFFIXES`,
+    `TEXT_SUFFIXES`), without hidden files and folders. A file or a glob may name text of any
+    suffix.
 
     Raises:
-        DataError: nothing there, or compressed files; `Problems` for several.
+        DataError: nothing is found, or files are compressed; `Problems` for several.
     """
     files = tuple(itertools.chain.from_iterable(expand_each(paths, _expand)))
     packed = [path for path in files if path.suffix.lower() in _PACKED_SUFFIXES]

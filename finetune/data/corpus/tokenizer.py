@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-# Ids 0 to 3. The separator starts every document; a turn's end ends an answer; nothing but padding
-# is `PAD`, so that no token that must be learned is masked or, as padding_idx, kept from learning.
+# Ids 0 to 3. The separator starts every document, and a turn's end ends an answer. Only padding is
+# `PAD`, so that no token that must be learned is masked, or excluded from training as padding_idx.
 PAD, SEPARATOR, TURN_START, TURN_END = SPECIAL_TOKENS = (
     "<|pad|>",
     "<|endoftext|>",

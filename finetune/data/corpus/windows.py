@@ -1,10 +1,11 @@
 """A token stream as samples: windows of `max_seq_len` targets, which training reads like any other
 samples.
 
-A window holds one token more than it has targets: the model sees all but its last, and is to
-predict all but its first. Windows follow one another without gap (the last token of one is the
-first of the next, so every token but the stream's first is a target once a pass), or each begins
-where a document begins, or each is filled with documents that fit.
+A window holds one token more than it has targets: the model reads all but the last token, and
+predicts all but the first. There are three ways to cut windows. They may follow one another without
+gap: the last token of one is the first of the next, so every token but the stream's first is a
+target once a pass. Or each begins where a document begins. Or each is filled with documents that
+fit.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ Pattern = list[tuple[int, int]]
 
 
 def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents each window holds.
+    """Assign documents to windows.
 
     Args:
         lengths: int `(documents,)`: tokens of each document, at least 1.
         size: tokens of a window.
 
-    Returns: int32 or int64 `(placed,)`: the documents, one window's after another's; the last of a
-        window may be cut. int64 `(windows + 1,)`: where the documents of each window begin among
-        them, then `placed`.
+    Returns:
+        The documents, int32 or int64 `(placed,)`, window after window; the last of a window may be
+        cut. And where the documents of each window begin among them, then `placed`: int64
+        `(windows + 1,)`.
     """
     # numpy sorts 16-bit numbers by radix, in one pass.
     clipped = np.minimum(lengths, size).astype(np.uint16 if size < 1 << 16 else np.int64)

@@ -35,14 +35,18 @@ class Encoder:
     """A tokenizer as a function from text to tokens, special tokens in the text included and none
     added.
 
-    The whole text is tokenized once. Where a token would straddle the beginning of a trained span,
-    the text is cut there and both sides are tokenized alone: at inference the prompt is tokenized
-    alone too, so the model meets exactly the prompt's tokens, and every target is a whole token of
-    the answer. A token that runs past the *end* of a trained span with white space only (an
-    end-of-turn token that swallows the newline after it, a "." fused with a newline) is the
-    answer's last token and stays whole; one that takes other text with it is cut like the first. A
-    tokenizer for which cutting changes the text (one that writes a space before every piece) keeps
-    its straddling token as part of the prompt: it is not trained.
+    The whole text is tokenized once. If a token would straddle the beginning of a trained span, the
+    text is cut there and both sides are tokenized separately. At inference the prompt is tokenized
+    separately too, so the model reads exactly the prompt's tokens, and every target is a whole
+    token of the answer.
+
+    A token may run past the *end* of a trained span with white space only. Examples are an
+    end-of-turn token that includes the newline after it, or a "." fused with a newline. Such a
+    token is the answer's last token and stays whole. A token that includes other text is cut as at
+    the beginning.
+
+    For some tokenizers cutting changes the text (those that write a space before every piece).
+    There the straddling token stays part of the prompt and is not trained.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,8 +60,8 @@ class Encoder:
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
-        # The post-processor adds special tokens, which templates write themselves; some trim spaces
-        # off the offsets.
+        # Post-processing adds special tokens, which templates write themselves; some tokenizers
+        # also trim spaces off the offsets there.
         backend.post_processor = None
         self._backend = backend
 
@@ -246,10 +250,10 @@ def _same_character(encoded: Encoded, left: int, right: int) -> bool:
 
 # ---------------------------------------------------------------- reasoning
 #
-# Trained turns without the reasoning that begins them, for --train-thinking false. Reasoning is
-# what stands between the generation prompt and the answer: a think block (of the template, empty
-# ones too, or of the record's own text), or `reasoning_content` in any form that the template gives
-# it.
+# Trained turns without the reasoning that begins them, for --train-thinking false. Reasoning is the
+# text between the generation prompt and the answer. It is a think block, from the template (even an
+# empty one) or from the record's own text, or `reasoning_content` in any form that the template
+# gives it.
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

@@ -1,24 +1,23 @@
-"""Where in a rendered conversation the trained text is: found by rendering, never by guessing at a
-template.
+"""Find the trained text in a rendered conversation: by rendering, never by guessing at a template.
 
 The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*,
-because that is what the model must write when it answers. So if a template lets an answer begin
-with something of its own (Qwen3's empty think block in the last turn), that is trained too: the
-same template's prompt, at inference, ends before it.
+because that is what the model must write when it answers. A template may add its own text at the
+start of an answer (Qwen3's empty think block in the last turn). That text is trained too, because
+at inference the same template's prompt ends before it.
 
 1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A =
-   render(messages up to the answer), the trained text is A minus P, if P begins both A and the
-   whole rendering, and there too the rest of A follows.
-2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out
+   render(messages up to the answer), the trained text is A minus P. This requires that P begins
+   both A and the whole rendering, and that the rest of A follows in the whole rendering too.
+2. Otherwise the answer is rendered between two marks that occur nowhere else. If removing the marks
    gives the plain rendering, they show where the answer is (Qwen3: earlier answers of a
    conversation, whose think block is left out).
-3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning,
-   which the template keeps in the last turn only), found there by 1 or 2.
-4. Else the record is a problem, and is reported.
+3. Otherwise each answer becomes a separate sample that ends with it, where 1 or 2 finds it. (Qwen3:
+   an answer with reasoning, which the template keeps in the last turn only.)
+4. Otherwise the record is reported as a problem.
 
-An answer ends with its end-of-turn token. Where a template writes none after the last turn, but
-lets the next turn begin with a token at which the model stops (GLM-4.5: `<|user|>`, or
-`<|observation|>` after a call), that token is trained as the end.
+An answer ends with its end-of-turn token. Some templates write none after the last turn, but begin
+the next turn with a token at which the model stops (GLM-4.5: `<|user|>`, or `<|observation|>` after
+a call). Then that token is trained as the end.
 
 The newline that many templates write after the end-of-turn token is not trained: generation has
 stopped before it.
@@ -377,8 +376,9 @@ def _continues(prompt: str, written: str, message: Message) -> bool:
 def _check_reasoning(
     template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int
 ) -> None:
-    """A template may ignore reasoning, or open a think block of its own before the answer's, which
-    would teach two.
+    """Raise RecordProblem if the template ignores reasoning, or opens a second think block.
+
+    A block of the template before the answer's would teach the model to write two.
     """
     content = messages[answer].content
     if messages[answer].reasoning:
@@ -434,7 +434,7 @@ def _by_marks(
         start -= len(opening)
     follows_prompt = text[:start] == prompt
     if follows_alone and not follows_prompt:
-        return None  # a sample of its own follows the prompt that serving writes
+        return None  # a separate sample follows the prompt that serving writes
     ends = template.ends_with_special(text[start:turn_end])
     return Turn(start, turn_end, ends, follows_prompt)
 

@@ -158,13 +158,12 @@ def template_source(template: str) -> str:
 def load_tokenizer(
     model: str, template: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, local files first, and give it the chat template that the run
-    uses.
+    """Load the tokenizer of a model, local files first, and set the chat template of the run.
 
-    The template is set on the tokenizer, so `save_pretrained` writes it beside the adapter and chat
-    reads the same one. A tokenizer without padding token pads with its end token: masks go by
-    position, so that one is still learned, and no embedding is added. HF_ENDPOINT, HF_HUB_OFFLINE
-    and HF_HOME work as in transformers.
+    The template is set on the tokenizer, so `save_pretrained` writes it next to the adapter and
+    chat reads the same template. A tokenizer without padding token pads with its end token. Masks
+    use positions, so the end token is still learned, and no embedding is added. HF_ENDPOINT,
+    HF_HUB_OFFLINE and HF_HOME work as in transformers.
 
     Args:
         model: a folder or a hub id.
@@ -172,7 +171,7 @@ def load_tokenizer(
         trust_remote_code: whether code from the model repository may run.
 
     Raises:
-        DataError: no tokenizer there, an unknown template, or no template at all.
+        DataError: the model has no tokenizer, the template is unknown, or there is no template.
     """
     tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
     if template is not None:

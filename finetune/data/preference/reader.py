@@ -1,9 +1,13 @@
-"""Records of preferences -> conversations with two answers, or with one answer and its label.
+"""Convert preference records to conversations with two answers, or with one answer and its label.
 
-Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as
-whole conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`);
-`rejected_response` or `rejected_messages` beside an ordinary record (ms-swift). Labels: an ordinary
-record with a true or false `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory), for KTO.
+A pair is in one of two forms:
+
+- `chosen` and `rejected` after a prompt, each as a string, a turn or a list of turns, or as whole
+  conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT records with `ranking`)
+- an ordinary record with `rejected_response` or `rejected_messages` (ms-swift)
+
+A label, for KTO, is a true or false `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory) in an
+ordinary record.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from finetune.data.report import RecordProblem
 PreferenceForm = Literal["pairs", "labels"]
 
 _BOTH_KEYS = ("chosen", "rejected")
-_OTHER_KEYS = ("rejected_messages", "rejected_response")  # beside an ordinary record
+_OTHER_KEYS = ("rejected_messages", "rejected_response")  # in an ordinary record
 _SIDE_KEYS = _BOTH_KEYS + _OTHER_KEYS
 # a format of pairs; the others are ordinary ones with another answer
 _CHOSEN = "chosen and rejected"

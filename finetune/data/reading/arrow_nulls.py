@@ -1,6 +1,8 @@
-"""Nulls that Arrow adds to records of tools: a struct column has every key in every row, so a call
-of one function also has the arguments of all others, each null. Parquet, `datasets` folders and hub
-data sets have them; JSON Lines has not.
+"""Remove nulls that Arrow adds to records with tools.
+
+A struct column has every key in every row, so a call of one function also has the arguments of all
+others, each null. Parquet, `datasets` folders and hub data sets have such nulls; JSON Lines has
+not.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-# How files begin that are not what their name says, and what to do with them.
+# First bytes of files whose content does not match their name, and the fix.
 _SIGNATURES = {
     codecs.BOM_UTF16_LE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     codecs.BOM_UTF16_BE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
@@ -295,9 +295,9 @@ BATCHES = {"parquet": parquet_batches, "arrow": arrow_batches}
 # ---------------------------------------------------------------- JSON arrays
 
 CHUNK_BYTES = 1 << 20
-# How close to the end of the text read so far a result may still change with more text: a number
-# ("1." may become "1.5", "1e+" may become "1e+5"), and an error that is none ("-Infinity" or
-# "\ud83d\ude00" of which the rest is missing).
+# How close to the end of the text read so far a result may still change with more text. A number
+# may change: "1." may become "1.5", "1e+" may become "1e+5". An error may turn out to be none, if
+# the rest of "-Infinity" or "\ud83d\ude00" is still missing.
 _TAIL = 16
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 

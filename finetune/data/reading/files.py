@@ -145,7 +145,7 @@ def _expand(given: str) -> list[Path]:
     path = Path(given).expanduser()
     if path.is_dir():
         found = [inside for inside in visible_files(path) if _is_data(inside)]
-        # Beside data, a text file says something about it (README.txt).
+        # A text file next to data describes the data (README.txt).
         data = [inside for inside in found if suffixes(inside)[0] != ".txt"]
         files = _saved_files(path) or data or found
         if not files:
@@ -210,11 +210,11 @@ def read_records(path: Path, most: int | None = None) -> Iterator[tuple[int, Any
     """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet
     and arrow).
 
-    A file whose first character is `[` is one JSON array, any other text file but .csv and .txt is
-    JSON Lines, regardless of its suffix. All are streamed; blank lines are no records.
+    A file whose first character is `[` is one JSON array. Any other text file but .csv and .txt is
+    JSON Lines, regardless of its suffix. All are streamed; blank lines are skipped.
 
     Args:
-        most: end after so many records; what follows is not read.
+        most: maximum number of records; the rest of the file is not read.
 
     Raises:
         DataError: an array that is broken (the records after that cannot be separated), or an

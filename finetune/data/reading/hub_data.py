@@ -87,8 +87,8 @@ def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    """The commit that a branch, tag or short commit stands for, by the hub: datasets keeps no names
-    of commits.
+    """Ask the hub for the commit of a branch, tag or short commit: datasets stores no names of
+    commits.
 
     Raises:
         ValueError: the hub does not know it, or is out of reach.
