@@ -120,9 +120,13 @@ def _name_here(path: Path) -> list[Any] | None:
 
 
 def _bind_name(path: Path) -> socket.socket | None:
-    """Bind a name that represents a path among the processes of this machine: a Unix socket in the
-    abstract namespace (unix(7)), which leaves no file and which the kernel frees when its holder
-    dies. None if another process has bound the name, or the system has no such names.
+    """Bind a name that represents a path among the processes of this machine.
+
+    The name is a Unix socket in the abstract namespace (unix(7)). It leaves no file, and the kernel
+    frees it when its holder dies.
+
+    Returns:
+        None if another process has bound the name, or the system has no such names.
     """
     digest = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     name = socket.socket(socket.AF_UNIX)
