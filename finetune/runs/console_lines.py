@@ -1,7 +1,7 @@
-"""What a line of a run's console says, for a run of which only a copy of the console is at hand.
+"""Parse lines of a run's console, for a run of which only a copy of the console is available.
 
-Understands this package's own lines and, as far as they go, those of scripts that print `step
-10/500 | loss: 3.2 | tok/sec: 12,345`.
+This package's own lines are understood. Lines of scripts that print `step 10/500 | loss: 3.2 |
+tok/sec: 12,345` are understood as far as possible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _END = (
 
 @dataclass
 class ConsoleLine:
-    """What one line says; the rest is empty."""
+    """The values in one line; the others are empty."""
 
     # Fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the
     # line has them.

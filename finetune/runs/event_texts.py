@@ -104,7 +104,7 @@ def preference_texts(view: RunView) -> list[tuple[str, str]]:
 
 
 def message_text(message: Message) -> str:
-    """What a message says, without control characters."""
+    """Return the text of a message, without control characters."""
     return plain_text(message.text if message.event is None else event_text(message.event))
 
 
@@ -115,7 +115,7 @@ def ranked_text(message: Message) -> str:
 
 
 def is_event_in_log(text: str) -> bool:
-    """Whether a line of a rank's log tells what an event tells as well."""
+    """Return whether a line of a rank's log repeats an event."""
     return _IN_A_LOG.match(text) is not None
 
 
@@ -125,7 +125,7 @@ def state_text(view: RunView) -> str:
 
 
 def advice(view: RunView) -> str:
-    """How to continue a run that has not come to its end; empty if nothing is to be done."""
+    """Return how to continue a run that has not finished; empty if nothing is to be done."""
     checkpoint = view.checkpoint.get("name", _("the start"))
     return _(ADVICE[view.state]).format(checkpoint=checkpoint) if view.state in ADVICE else ""
 

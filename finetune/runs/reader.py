@@ -74,12 +74,12 @@ class FolderReader:
         return view
 
     def _describe(self) -> None:
-        """Read what says which run it is, and how it stands, where one of these files was written.
+        """Read the run's identity, configuration and status, if one of these files was written.
 
-        Where a network mount fails for a moment, it is what it was at the last look.
+        If a network mount fails for a moment, the last values are kept.
 
         Raises:
-            StateError: it cannot be read, and never could.
+            StateError: the folder cannot be read, and never could.
         """
         names = (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
         files = [_version(self.view.source / name) for name in names]
@@ -124,10 +124,10 @@ class FolderReader:
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is
-    followed.
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or truncated
+    copy is followed.
 
-    Of a large one, what stands in its last CONSOLE_BYTES.
+    For a large copy, only its last CONSOLE_BYTES are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,7 +179,7 @@ def open_run(
     `runs`.
 
     Args:
-        may_come: a folder that is not there is waited for, where its parent folder exists.
+        may_come: wait for a missing folder if its parent folder exists.
 
     Raises:
         StateError: there is no such folder, file or run, or the folder is not a run's.
@@ -273,7 +273,7 @@ def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file is written or replaced; None where it is not there."""
+    """Return what changes when a file is written or replaced; None if it does not exist."""
     try:
         state = os.stat(path)
     except OSError:

@@ -1,5 +1,5 @@
-"""The lines of trainer_log.jsonl by column: a million steps take 8 bytes a number, where dicts take
-2 kB a line.
+"""The lines of trainer_log.jsonl by column. Each value takes 8 bytes, also for a million steps;
+dicts would take 2 kB a line.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) 
 
 
 def averaged(points: Curve, parts: int) -> Points:
-    """At most `parts` points: the means of those in each of so many equal intervals of x."""
+    """Return at most `parts` points: the means of the points in `parts` equal intervals of x."""
     points = Points.of(points)
     if len(points) <= parts:
         return points

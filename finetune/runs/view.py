@@ -47,11 +47,11 @@ class RunView:
 
     Attributes:
         source: the run folder, or the console's copy.
-        state: "waiting" before the first step; "vanished": status.json says running, and the
+        state: "waiting" before the first step; "vanished" if status.json has "running" but the
             process does not exist.
         steps: lines of trainer_log.jsonl, ascending.
-        events: of events.jsonl, in order; of a console its evaluations and checkpoints.
-        config, identity, status: the run's own files; empty where they are not there.
+        events: lines of events.jsonl, in order; for a console its evaluations and checkpoints.
+        config, identity, status: the run's own files; empty if they are missing.
         messages: warnings and errors, in order of time as far as it is known.
         written_at: when the run last wrote a step or an event, in seconds since 1970.
         stage_text: the stage, as a console showed it.
@@ -163,7 +163,7 @@ class RunView:
 
     @property
     def stage(self) -> CurrentStage | None:
-        """The stage of the last step: the one that its middle lies in, as the run itself has it."""
+        """The stage of the last step: the stage that holds the step's middle, as in the run."""
         schedule, total = self.schedule, self.total_steps
         if schedule is None or not total or not self.step:
             return None
