@@ -221,20 +221,20 @@ IGNORED = -100  # a label that has no loss
 
 
 class PackedCollator:
-    """Joins rows into one sequence without padding; positions restart in each, which keeps their
-    attention apart.
+    """Joins rows into one sequence without padding. Positions restart in each row, which keeps the
+    rows' attention separate.
 
-    A row has `input_ids` and, where not every token is trained, `labels` with -100 for those that
-    are not. transformers tells the documents by their positions, with `sdpa`, `flex_attention` and
-    `eager` attention; see `transformers.masking_utils`. Loss and gradients are then those of the
-    rows one by one, weighted by their targets; not where layers carry a state from row to row, as
-    Mamba's and LFM2's do (the trainers here keep LFM2's apart).
+    A row has `input_ids` and, if not every token is trained, `labels` with -100 for tokens that are
+    not. With `sdpa`, `flex_attention` and `eager` attention, transformers identifies the documents
+    by their positions; see `transformers.masking_utils`. Loss and gradients then match those of the
+    rows one by one, weighted by their targets. They do not if layers carry a state from row to row,
+    as Mamba's and LFM2's do (the trainers here keep LFM2's separate).
 
     A call returns `input_ids`, `position_ids` and `labels`, int64 `(1, T)`, and `use_cache` False:
-    with a cache, positions are not looked at.
+    with a cache, transformers ignores positions.
 
     Raises:
-        ValueError: a row has no tokens, or labels are not its own tokens.
+        ValueError: a row has no tokens, or its labels are not its own tokens.
 
     >>> from finetune import PackedCollator
     >>> rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9]}]

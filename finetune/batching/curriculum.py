@@ -2,9 +2,9 @@
 
 A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T
 (from 0) covers the progress from k / T to (k + 1) / T. Its target for a difficulty is the integral
-of the difficulty's weight over that interval, so that a stage boundary inside a global batch counts
-for the part that it covers. Targets are exact rational numbers of the decimals the user wrote: 0.3
-is three tenths. `plan_counts` turns them into whole samples, with an error below one sample for
+of the difficulty's weight over that interval. So a stage boundary inside a global batch counts for
+the part that it covers. Targets are exact rational numbers, from the decimals that the user wrote:
+0.3 is three tenths. `plan_counts` turns them into whole samples, with an error below one sample for
 every difficulty after every global batch.
 """
 

@@ -1,9 +1,10 @@
 """Keyed permutations: position -> position, a pure function of the size and a few integers.
 
-Up to `EXACT_LIMIT` positions the permutation is exact: every order has the same chance, and it is
-held as an array. Above it is a Feistel network (Luby and Rackoff, 1988) over the smallest power of
-two that holds the size, walked along its cycle until it is back inside (Black and Rogaway, 2002):
-bijective by construction, any position in constant expected time, no memory.
+Up to `EXACT_LIMIT` positions the permutation is exact: every order has the same probability, and it
+is held as an array. Above that it is a Feistel network (Luby and Rackoff, 1988) over the smallest
+power of two that holds the size. The network is walked along its cycle until the position is back
+inside (Black and Rogaway, 2002). It is bijective by construction, and computes any position in
+constant expected time, without memory.
 
 Both read only Philox words (Salmon et al., 2011) under a SHA-256 key. NumPy promises to keep the
 words of its bit generators, but not the methods of its `Generator`, so orders survive an update of

@@ -44,7 +44,7 @@ class GlobalBatches:
     """The global batches of a run.
 
     A difficulty with n samples is passed through again and again. Each pass is a separate
-    permutation, so no sample of a difficulty comes again before every other has come as often: the
+    permutation, so no sample of a difficulty comes again before every other has come as often. The
     k-th sample over the whole run is at position k mod n of pass k div n. Inside a step the
     difficulties are shuffled. If sources are mixed, the same holds for each difficulty within each
     source. These are the cells below; without mixing, a cell is a difficulty.
