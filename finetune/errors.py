@@ -1,7 +1,7 @@
-"""Errors that tell the reader what happened, where, and how to fix it.
+"""Errors that state what happened, where, and how to fix it.
 
-Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what
-is right is silent.
+Policy: wrong input or state raises. What works but is probably wrong warns once, with the fix.
+Correct input is silent.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Pretraining(RunKind):
             "finetune.pretrain",
         ]
         logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
-        # Port and store are torchrun's to choose; what an old script exported must not tell it
-        # otherwise.
+        # torchrun chooses port and store; variables that an old script exported must not override
+        # it.
         environment = {
             name: value
             for name, value in os.environ.items()

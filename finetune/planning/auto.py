@@ -40,8 +40,8 @@ MOST_MICROBATCH_TOKENS = 16_384
 EQUAL_SHARE = 0.03
 # Assumptions about a device of which nothing is known. They only affect the choice. They are an
 # accelerator's arithmetic, its bandwidth in use over the network and to the host, and the time in
-# which a host launches the kernels of one layer, forward and backward. On the H100 that was
-# measured, whose host was slow, 120 kernels took 9 ms (docs/evidence/roofline.md).
+# which a host launches a layer's kernels, forward and backward. On the H100 that was measured,
+# whose host was slow, 120 kernels took 9 ms (docs/evidence/roofline.md).
 PEAK_FLOPS = {"cpu": 2e11}
 OTHER_PEAK_FLOPS = 3e14
 NETWORK_BYTES_PER_SECOND, HOST_BYTES_PER_SECOND = 25e9, 20e9
