@@ -31,9 +31,9 @@ class Answers:
 class Microbatch:
     """One microbatch, made as CPU tensors.
 
-    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the
-    targets. What the model's forward needs is made here once: anything made of these tensors on the
-    device would have the host wait for it.
+    T is the number of tokens in a packed microbatch. A padded microbatch has S samples, each a row
+    of T tokens. n is the number of targets. The inputs of the model's forward are made here once:
+    computing them from these tensors on the device would make the host wait.
     """
 
     input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded

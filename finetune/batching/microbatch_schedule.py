@@ -149,8 +149,8 @@ def _pack(
         order: int64[G], the position of each sample in the global batch, for messages.
 
     Returns:
-        int64[G], the microbatch of each sample; the number of microbatches, a multiple of
-        `world_size`.
+        The microbatch of each sample, int64[G], and the number of microbatches, which is a multiple
+        of `world_size`.
 
     Raises:
         DataError: a sample is longer than the budget.
@@ -326,10 +326,10 @@ class PlanSummary:
     fill: float  # packing efficiency
     imbalance: float  # mean
     lockstep_imbalance: float  # mean
-    heaviest_row_tokens: int  # of the largest microbatch of all steps
-    # tokens computed for nothing / tokens computed, of the schedules themselves
+    heaviest_row_tokens: int  # in the largest microbatch of all steps
+    # padding tokens / tokens computed, in the schedules themselves
     padding_share: float
-    # the same for microbatches of `samples_per_microbatch` samples, as a padded run has
+    # the same for microbatches of `samples_per_microbatch` samples, as in a padded run
     padded_padding_share: float
 
 

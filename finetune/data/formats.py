@@ -23,7 +23,7 @@ from finetune.data.tools import Call, Tools, match_results, read_calls, read_too
 
 LABEL_KEYS = ("label", "kto_tag")  # whether the answer of a record is a good one
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-# Parts of a content, in the forms of OpenAI's protocols and of transformers' processors.
+# Parts of a content, as in OpenAI's protocols and transformers' input classes.
 _PART_TYPES = frozenset(
     [f"{kind}{form}" for kind in ("image", "video", "audio") for form in ("", "_url")]
     + [f"input_{kind}" for kind in ("image", "video", "audio")]
@@ -416,7 +416,7 @@ def _reasoning(turn: Mapping[str, Any], where: str) -> str:
 def _calls(
     turn: Mapping[str, Any], given: str, content_key: str, where: str, number: int
 ) -> tuple[Call, ...]:
-    """The calls of a turn: a key of it, or the text of ShareGPT's turn by `function_call`."""
+    """Return the calls of a turn, from one of its keys or from ShareGPT's `function_call` turn."""
     keys = [key for key in ("tool_calls", "function_call") if turn.get(key)]
     if given.lower() == "function_call":
         keys.append(content_key)

@@ -1,5 +1,5 @@
-"""What became of the records: what is wrong with each, the counts of the start-up table with their
-warnings, and the pace of a long preparation.
+"""Report on the records: errors of single records, the counts in the start-up table with their
+warnings, and the progress of a long preparation.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ class Samples:
         fingerprint: hash of the samples themselves: equal for equal data, wherever it is stored.
         highest_id: of all tokens.
         report: what became of the records.
-        source_starts: the first sample of each entry of `data`, and the number of samples. The
-            samples of an entry are consecutive.
+        source_starts: the first sample of each entry in `data`, then the number of samples. An
+            entry's samples are consecutive.
     """
 
     def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:

@@ -102,7 +102,15 @@ class Selection:
         return Chosen(mask, duplicates=read - different, other_side=different - len(keys))
 
     def _validates(self, hashes: np.ndarray) -> np.ndarray:
-        """bool (N,) of uint64 (N,): those below a share of all hashes, or the smallest of them."""
+        """Return which hashes validate: those below a share of all possible hashes, or the
+        smallest.
+
+        Args:
+            hashes: uint64 (N,).
+
+        Returns:
+            bool (N,).
+        """
         assert self.valid_split is not None
         if self.valid_split < 1:
             return hashes < np.uint64(int(self.valid_split * 2**64))

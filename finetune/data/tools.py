@@ -51,11 +51,10 @@ def read_tools(given: Any, where: str) -> Tools:
     """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
 
     Args:
-        given: a list of such objects, or of the values of `function` alone; or the JSON text of
-            one.
+        given: a list of such objects, or of their `function` values only; or such a list as JSON.
 
     Raises:
-        RecordProblem: another type, no name, or two of one name.
+        RecordProblem: it has another type, a name is missing, or two have the same name.
     """
     listed = _json(given, where) if isinstance(given, str) and given.strip() else given
     if not listed:
@@ -90,13 +89,14 @@ def _function(given: Any, problem: str) -> Mapping[str, Any]:
 
 
 def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
-    """Calls of one turn: a list of them, one alone, or the JSON text of either.
+    """Read the calls of one turn: a list, a single call, or either as JSON.
 
     Args:
         turn: number of the turn, for ids that the record does not give.
 
     Raises:
-        RecordProblem: another type, no name, arguments that are no object, an id that is no text.
+        RecordProblem: it has another type, a name is missing, arguments are not an object, or an id
+            is not a string.
     """
     listed = _json(given, where) if isinstance(given, str) else given
     if not listed:

@@ -76,7 +76,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
     _check_named(model, "layers_to_transform", layers)
     if settings.quantization != "none":
         _check_saved_of_quantized(model, settings.quantization, settings.modules_to_save)
-    # Experts are one parameter of three dimensions instead of linear modules: only peft knows which
+    # Experts are one three-dimensional parameter instead of linear modules. Only peft knows which
     # of them can be adapted.
     has_experts = any(parameter.dim() > 2 for parameter in model.parameters())
     linear = linear_names(model)

@@ -108,7 +108,9 @@ def shortest_window(config: PretrainedConfig) -> int | None:
 
 
 def head_sizes(text: PretrainedConfig) -> tuple[int, int, int, int]:
-    """Return the number of query heads and of key heads, the width of both, and that of values."""
+    """Return the number of query heads, the number of key heads, the width of both, and the width
+    of values.
+    """
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention

@@ -207,7 +207,7 @@ class ChunkedHead:
         return max(1, logits // vocabulary)
 
     def chunks(self, hidden: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the position and, in `dtype`, the rows of `hidden` of each chunk of logits."""
+        """Yield, for each chunk of logits, its position and its rows of `hidden` in `dtype`."""
         done = 0
         # Chunks of equal size: a short last one would take as long as a full one.
         count = max(1, math.ceil(len(hidden) / self.tokens_at_once(hidden)))
@@ -340,8 +340,9 @@ def microbatch_losses(
     device: torch.device,
     head: ChunkedHead | None = None,
 ) -> Tensor:
-    """Return the loss of each target of one microbatch: float32 `(n,)`; without targets, zeros that
-    are part of the graph.
+    """Return the loss of each target in a microbatch, float32 `(n,)`.
+
+    Without targets, the result is zeros that are part of the graph.
     """
     microbatch = microbatch.to(device)
     inputs = microbatch.model_inputs(device)

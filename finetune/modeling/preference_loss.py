@@ -168,12 +168,14 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 def document_sums(losses: Tensor, targets: Sequence[int]) -> Tensor:
-    """Sum the losses of each document: `(documents,)`, in the dtype of the losses and part of their
-    graph.
+    """Sum the losses of each document.
 
     Args:
         losses: `(n,)`, document after document.
-        targets: number of targets of each; on the host, so that nothing waits for the device.
+        targets: number of targets per document; on the host, so that nothing waits for the device.
+
+    Returns:
+        `(documents,)`, in the losses' dtype and part of their graph.
     """
     # torch sums pairwise; adding into a tensor by index adds one by one, and on CUDA in any order.
     return torch.stack([part.sum() for part in losses.split(list(targets))]) if targets else losses

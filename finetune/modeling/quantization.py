@@ -99,8 +99,9 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def parameter_count(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter: ZeRO-3 holds only a part of it here, and
-    4-bit weights are packed.
+    """Return the number of elements in a whole parameter.
+
+    The tensor has fewer: ZeRO-3 holds only a part here, and 4-bit weights are packed.
     """
     state = getattr(parameter, "quant_state", None)
     if state is not None:

@@ -60,8 +60,10 @@ QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_la
 
 
 def width_and_heads(depth: int) -> tuple[int, int]:
-    """Return the hidden size and the number of heads of a depth: 64 x depth, rounded up to whole
-    heads of 128; below depth 3 two smaller heads.
+    """Return the hidden size and the number of heads for a depth.
+
+    The hidden size is 64 x depth, rounded up to whole heads of 128. Below depth 3 there are two
+    smaller heads.
     """
     width = ASPECT * depth
     if width <= HEAD_DIM:

@@ -62,8 +62,8 @@ def worst_moment(work: Workload) -> Moment:
     )
     tied = 0
     if how.full:
-        # The gradient of the head's weight: its float32 sum over chunks, and the product of one, of
-        # which only the gradient by its logits is left then.
+        # The gradient of the head's weight: its float32 sum over chunks, and one chunk's product.
+        # Of that chunk only the logits' gradient is left then.
         head += 4 * shape.embedding
         chunk = _logits_at_once(shape, how, work.targets)
         logits = max(logits, how.element_bytes * (shape.embedding + chunk))
@@ -108,8 +108,9 @@ def block_bytes_per_token(block: Block, how: Computing) -> int:
 
 
 def _part_makes(part: Part, how: Computing) -> int:
-    """Elements per token of what matrices made and of what is made of it; without the inputs of
-    matrices.
+    """Return the elements per token of the matrices' outputs and of what is computed from them.
+
+    The matrices' inputs are not counted.
     """
     if part.attention and how.float32_attention:
         return 2 * (part.made + part.inner)  # twice the width; the 16-bit originals are dropped
@@ -170,7 +171,7 @@ def working_bytes(work: Workload) -> int:
 
 
 def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
-    """Bytes of logits and of what the loss makes of them, for one chunk of targets."""
+    """Return the bytes of the logits and the loss's intermediate values, for a chunk of targets."""
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
     each = WHOLE_BYTES_PER_LOGIT if how.whole_logits else LOSS_BYTES_PER_LOGIT

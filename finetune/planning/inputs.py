@@ -148,7 +148,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         # The others go from tensor to tensor.
         fused=work.fused or config.optimizer != "adamw",
         quantization=config.quantization,
-        # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
+        # A character is about a quarter of a token. A token takes 4 bytes for the id and 1 for the
+        # mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
 
@@ -212,7 +213,7 @@ def _workload(
     )
     hccl_bytes = 0
     if device_type == "npu" and cluster.devices > 1:
-        # torch's group of all, DeepSpeed's own of all, and that of hpZ's second copies.
+        # torch's group of all ranks, DeepSpeed's own, and the group for hpZ's second copies.
         zero = (config.deepspeed or {}).get("zero_optimization") or {}
         has_second_copies = int(zero.get("zero_hpz_partition_size", 1)) > 1
         communicators = 1 + bool(config.deepspeed) + has_second_copies
@@ -385,7 +386,9 @@ def _shards(config: PretrainConfig) -> tuple[Path, ...]:
 
 
 def _size(name: str) -> int:
-    """Bytes of a file; of the token files in a folder, else of all in it; of what a glob names."""
+    """Return the bytes of a file or of a glob's files; of a folder's token files, if it has any,
+    otherwise of all its files.
+    """
     path = Path(name)
     inside = (
         [*path.glob("*.bin")] or [*path.rglob("*")]

@@ -399,8 +399,8 @@ def _surroundings(work: Workload) -> list[Term]:
 
 
 def _saving(work: Workload) -> list[Term]:
-    """Copies on the host: of the state for a checkpoint, then of the whole model for the result of
-    full training.
+    """Return the copies on the host: the state for a checkpoint, then the whole model for the
+    result of full training.
     """
     sharding, full = work.sharding, not work.adapter
     shared = full and work.processes > 1

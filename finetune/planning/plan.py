@@ -224,7 +224,9 @@ def _choices(work: Workload, cluster: Cluster) -> Iterator[Choice]:
 
 
 def measured_copy_rate() -> float:
-    """Bytes a second of a copy within this machine's memory, the best of three of 64 MiB."""
+    """Measure the rate of a copy within this machine's memory, in bytes per second: the best of
+    three copies of 64 MiB.
+    """
     import numpy as np
 
     source = np.ones(8 * 2**20)

@@ -1,4 +1,4 @@
-"""Parse lines of a run's console, for a run of which only a copy of the console is available.
+"""Parse lines of a run's console, if only a copy of the console is available.
 
 This package's own lines are understood. Lines of scripts that print `step 10/500 | loss: 3.2 |
 tok/sec: 12,345` are understood as far as possible.
@@ -61,7 +61,7 @@ def print_anything() -> None:
 
 
 def parse_console_line(raw: bytes) -> ConsoleLine:
-    """Read one line of a console, or of a rank's log file, of any encoding."""
+    """Parse one line of a console or of a rank's log file, in any encoding."""
     # A progress bar writes over itself with carriage returns: the last state counts.
     text = plain_text(raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]).strip()
     text = _TIME.sub("", text, count=1) if _TIME.match(text) else text

@@ -29,7 +29,7 @@ from finetune.storage.run_lock import LOCK_NAME, holder
 from finetune.storage.run_log import plain_record
 
 RANK_LOGS_FOLLOWED = 64
-CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
+CONSOLE_BYTES = 32 << 20  # read from a console's copy: hundreds of thousands of steps
 _END_OF_TIME = 253_402_300_800  # seconds from 1970 to the year 10000, which no calendar has
 _RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")

@@ -140,8 +140,8 @@ class RunView:
         return sorted(self._named_by("source_tokens", "eval_source_loss"))
 
     def _named_by(self, of_step: str, of_evaluation: str) -> set[str]:
-        """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last
-        evaluation.
+        """Return each NAME in the fields `of_step/NAME` of the last steps and `of_evaluation/NAME`
+        of the last evaluation.
         """
         fields = {name for record in self.steps.recent for name in record}
         fields = {name for name in fields if name.startswith(f"{of_step}/")}

@@ -109,8 +109,9 @@ def _write_signature(descriptor: int, facts: dict[str, Any]) -> None:
 
 
 def _name_here(path: Path) -> list[Any] | None:
-    """Return what makes the name of `_bind_name` unique: the path, in a network namespace of one
-    boot of a kernel. None outside Linux.
+    """Return what makes the name of `_bind_name` unique, or None outside Linux.
+
+    The name is unique by its path, within a network namespace and one boot of the kernel.
     """
     try:
         network = os.stat("/proc/self/ns/net").st_ino

@@ -220,7 +220,7 @@ def warn_of_lost_lines(log: StepLog, resume_step: int) -> None:
 
 # ---------------------------------------------------------------- curves for TensorBoard
 
-_numbers = count()  # of the files of this process: two of one second have the same time
+_numbers = count()  # one per file of this process: two files may be made in the same second
 
 
 class CurveFile:
@@ -338,8 +338,8 @@ def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-# Fields of events and of status.json that readers compute with, and how a field of several numbers
-# holds them.
+# Fields in events and status.json that readers compute with. A field of several numbers is given
+# with its form.
 _NUMBERS = frozenset(
     (
         "step",

@@ -330,8 +330,8 @@ def largest_microbatch(step_batches: StepBatches) -> Microbatch:
 def looked_at_steps(step_batches: StepBatches, *, most: int = 400) -> range:
     """Return all steps, or an even choice of them with about `LOOKED_AT_SAMPLES` samples.
 
-    To plan every step of a long run, or many steps of a run on thousands of devices, would take
-    longer than the first step of training.
+    Planning every step would take longer than the first training step, if the run is long or on
+    thousands of devices.
     """
     total = len(step_batches)
     samples_per_step = max(1, len(step_batches.batches.indices(0)))

@@ -214,8 +214,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 def _iterated(
     matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]
 ) -> torch.Tensor:
-    """Odd polynomials of degree five of each of `(n, rows, columns)`, one after another, on the
-    shorter side.
+    """Apply odd polynomials of degree five to each matrix in `(n, rows, columns)`, one after
+    another, on the shorter side.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if tall else matrices

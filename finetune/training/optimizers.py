@@ -1,8 +1,10 @@
-"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one
-torch optimizer; those of full fine-tuning other than AdamW; and the schedule of the rates.
+"""Optimizers and the schedule of their rates.
 
-Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py
-setup_optimizer and base_train.py); Muon itself is in muon.py.
+Pretraining uses Muon for the blocks' matrices and AdamW for everything else, as one torch
+optimizer. Full fine-tuning can use optimizers other than AdamW.
+
+The optimizer and rate of each parameter follow nanochat (karpathy/nanochat, gpt.py setup_optimizer
+and base_train.py). Muon itself is in muon.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LARGEST_DECAY_FACTOR = 10.0
 # The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv
 # 2409.19913, beta).
 HORIZON_POWER = 0.32
-# of a run of a seventy-sixth of the tokens; shorter ones were not measured
+# for a run with a seventy-sixth of the tokens; shorter runs were not measured
 LARGEST_HORIZON_FACTOR = 4.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01

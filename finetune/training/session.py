@@ -332,8 +332,8 @@ def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Ite
 
 def _forget_accelerate() -> None:
     """Reset accelerate's shared state, so that another run in this process starts clean."""
-    # Its classes keep their state in class attributes: device, number of processes and DeepSpeed of
-    # the first run would be those of every later one.
+    # Its classes keep their state in class attributes. Every later run would have the first run's
+    # device, number of processes and DeepSpeed.
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

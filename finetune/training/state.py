@@ -55,8 +55,8 @@ from finetune.training.muon import SECOND_MOMENT
 from finetune.training.optimizers import restored_state, step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-# And those of Muon, NorMuon, Adafactor; of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to
-# 255 with a scale for 256 of them.
+# And the moments of Muon, NorMuon, Adafactor and bitsandbytes' 8-bit AdamW. The latter are values
+# from 0 to 255, with one scale for 256 values.
 SCALES = ("absmax1", "absmax2")
 # than their parameter's
 OF_OTHER_SHAPE = ("exp_avg_sq_row", "exp_avg_sq_col", SECOND_MOMENT, *SCALES)
@@ -182,13 +182,13 @@ class TrainingState:
         )
 
     def _files(self, rank: int, world_size: int) -> dict[str, tuple[str | None, ...]]:
-        """Names of this rank's files of tensors, and which tensors of each parameter they hold:
-        None is the weight.
+        """Return the names of this rank's tensor files, and which of a parameter's tensors they
+        hold: None is the weight.
         """
         shared = self.form == "slices" or (self.form == "parts" and world_size > 1)
         suffix = f"-{rank:05d}" if shared else ""
         files: dict[str, tuple[str | None, ...]] = {f"weights{suffix}.safetensors": (None,)}
-        # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
+        # At step 0 there are no moments: torch and DeepSpeed make them in the first step.
         if self.optimizer_step():
             files[f"moments{suffix}.safetensors"] = (
                 MOMENTS if self.engine is not None else ALL_MOMENTS
@@ -594,10 +594,11 @@ class SavedTensors:
         return self.flat(name, 0, math.prod(shape)).reshape(shape)
 
     def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Numbers `start` to `stop` of the flattened tensor, float32 on the CPU, zeros where it has
-        ended.
+        """Return elements `start` to `stop` of the flattened tensor, float32 on the CPU, zeros
+        beyond its end.
 
-        Only these are read: a rank needs one of hundreds of slices of a large model's state.
+        Only these are read: a rank needs only one of the hundreds of slices that a large model's
+        state has.
         """
         found = torch.zeros(stop - start)
         for file, begin, low, high in self._places(name, start, stop):
@@ -630,8 +631,9 @@ class SavedTensors:
 
 
 def _flat_of(part: Any, shape: list[int], start: int, stop: int) -> torch.Tensor:
-    """Numbers `start` to `stop` of a flattened tensor of a safetensors file, read by whole lines of
-    its first axis.
+    """Return elements `start` to `stop` of a safetensors file's flattened tensor.
+
+    Whole rows along its first axis are read.
     """
     line = math.prod(shape[1:]) or 1
     first = start // line

@@ -107,7 +107,9 @@ def _data(draft: Draft) -> None:
 
 
 def _entries(given: str, draft: Draft) -> list[Any]:
-    """Return entries of `data` for a file of data sets, a file of records, or a hub's data set."""
+    """Return entries of `data` for a file that lists data sets, a records file, or a hub's data
+    set.
+    """
     if given.endswith(_DATA_FILES) and os.path.isfile(given):
         sets = read_file(Path(given))
         return [_entry(name, dict(about), draft) for name, about in sets.items()]

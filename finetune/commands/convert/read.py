@@ -25,7 +25,7 @@ TOOLS: tuple[Tool, ...] = (
     ms_swift.TOOL,
     llama_factory_v1.TOOL,
 )
-# Options of launchers: processes of the run, processes of a node, nodes.
+# Launcher options: processes in the run, processes per node, nodes.
 _COUNTS = (("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes"))
 _FILES = (".yaml", ".yml", ".json")
 

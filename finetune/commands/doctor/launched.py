@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MODULE = "finetune.commands.doctor.launched"
 LAUNCH_TIMEOUT_SECONDS = 300.0
 COLLECTIVE_TIMEOUT_SECONDS = 60
-# Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of
-# results and sums it is.
+# Maximum error of a product of random matrices, relative to its largest element. It includes
+# rounding of results and sums, but not of inputs.
 MATMUL_TOLERANCE = {
     "float32": 1e-3,
     "bfloat16": 1e-2,

@@ -198,7 +198,7 @@ class Audit:
     def held_out(
         self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None
     ) -> HeldOut:
-        """N-grams of files, or of the records with these numbers of the training files."""
+        """Return the n-grams of files or, if `files` is None, of these training records."""
         readers = self.readers
         if files is None:
             files = self.files

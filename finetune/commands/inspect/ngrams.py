@@ -143,6 +143,8 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on all (the finalizer of SplitMix64 is of this kind)."""
+    """Mix the bits: every bit of the result depends on all input bits, as in SplitMix64's
+    finalizer.
+    """
     hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(_MIX)
     return hashes ^ (hashes >> np.uint64(32))

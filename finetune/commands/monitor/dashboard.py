@@ -215,7 +215,7 @@ class Dashboard:
         return grid([(Text(name, "dim"), value) for name, value in facts], stretching=0, right=[1])
 
     def _losses(self, prefix: str, names: Sequence[str]) -> Table:
-        """Share and loss of difficulties or, with the prefix of their fields, of sources."""
+        """Show share and loss by difficulty or, if `prefix` is that of their fields, by source."""
         head = ("", _("share"), _("loss"), "")
         rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in head]]
         for number, name in enumerate(names):

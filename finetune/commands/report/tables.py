@@ -128,7 +128,7 @@ def memory(view: RunView) -> list[list[str]]:
     try:
         compared = compare_memory(view.source)
     except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes
-        # it has not ended, is of an older version, or of a model that cannot be planned for
+        # it has not ended, is from an older version, or its model cannot be planned for
         return []
     return [
         [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted_bytes), format_bytes(n.measured_bytes)]

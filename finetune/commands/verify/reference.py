@@ -123,7 +123,7 @@ def _rounded(output: Any, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def _score(model: Any, prompt: Ids, answer: Ids, stop_ids: Ids) -> ScoredAnswer:
     ids = torch.tensor([prompt + answer], device=model.device)
-    # Logits of each token of the answer and of what follows it, of a model that keeps them all too.
+    # Logits for each answer token and for the token after it, even if the model returns all logits.
     logits = model(ids, logits_to_keep=len(answer) + 1, use_cache=False).logits[0]
     logits = logits[-len(answer) - 1 :].float()
     best, total = logits.max(-1).values, logits.logsumexp(-1)

@@ -107,12 +107,10 @@ def index_path(path: Path) -> Path:
 
 
 def read_header(path: Path) -> TokenHeader | None:
-    """The header of a .bin file; None where there is no file of that name, or it is no header of
-    ours.
+    """Read the header of a .bin file; None if it does not exist or is not in our format.
 
     Raises:
-        DataError: a header of ours that cannot be read, of another version, or with a value that
-            cannot be.
+        DataError: our header cannot be read, has another version, or has an impossible value.
     """
     source = header_path(path)
     try:

@@ -73,10 +73,12 @@ def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _next_pattern(present: list[int], left: list[int], size: int) -> Pattern:
-    """The lengths of the next window, and of those after it as long as enough documents of each are
-    left.
+    """Return the document lengths that fill the next window.
 
-    Empty where what is left fills no window.
+    They fill later windows too, as long as enough documents with each length are left.
+
+    Returns:
+        Empty if the remaining documents fill no window.
     """
     pattern: Pattern = []
     room = size

@@ -207,8 +207,8 @@ def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray],
 def _middles(
     encoded: Encoded, contents: Sequence[np.ndarray], lengths: np.ndarray, room: int
 ) -> np.ndarray:
-    """Indices of the tokens to take out of the contents' middles so that at most `room` tokens of
-    contents stay.
+    """Return the indices of tokens to remove from the contents' middles, so that at most `room`
+    tokens stay in the contents.
     """
     shares = zip(contents, _share(lengths, room), strict=True)
     gone = [_middle(encoded, content, keep) for content, keep in shares if keep < len(content)]

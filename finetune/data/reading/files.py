@@ -284,7 +284,7 @@ def decode_record(raw: bytes) -> Any:
         return RecordProblem(NOT_UTF8, f"byte {error.start + 1} of the line{_other_encoding(raw)}")
     except json.JSONDecodeError as error:
         return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
-    # a number of thousands of digits; thousands of nested brackets
+    # a number with thousands of digits; thousands of nested brackets
     except (ValueError, RecursionError) as error:
         return RecordProblem("broken JSON", str(error).split(";")[0])
 

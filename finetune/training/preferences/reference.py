@@ -227,5 +227,5 @@ class SavedReference:
 
 
 def _digest(samples: torch.Tensor, values: torch.Tensor) -> str:
-    """SHA-256 of the numbers of samples and of what is saved of each."""
+    """Return the SHA-256 of the sample indices and their saved values."""
     return hashlib.sha256(samples.numpy().tobytes() + values.numpy().tobytes()).hexdigest()
