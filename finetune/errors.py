@@ -29,8 +29,8 @@ class FinetuneError(Exception):
     """An error with its fix.
 
     Args:
-        what: with the offending value and the rule it breaks.
-        where: the file, line, flag, key or rank; empty where there is none.
+        what: what is wrong, with the offending value and the rule that it breaks.
+        where: the file, line, flag, key or rank; empty if there is none.
         fix: an instruction.
     """
 

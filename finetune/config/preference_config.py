@@ -175,7 +175,7 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def by_token(self) -> bool:
-        """Whether the loss takes means over an answer's tokens; else it takes sums."""
+        """Whether the loss takes means over an answer's tokens; otherwise it takes sums."""
         return LOSSES[self.loss].by_token
 
     @property
@@ -184,7 +184,7 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def documents_per_sample(self) -> int:
-        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
+        """Number of documents in a sample, each of at most `cutoff_len` tokens."""
         return 1 if self.loss == "kto" else 2
 
     @property

@@ -78,8 +78,8 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file.
 
     Args:
-        config: its `kind` decides the kind of run; else its class or its names; else it is
-            fine-tuning.
+        config: the configuration. Its `kind` decides the kind of run; without one its class or its
+            setting names do, and the default is fine-tuning.
 
     Returns:
         The output folder, state, steps and metrics.
