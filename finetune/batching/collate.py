@@ -14,8 +14,8 @@ from finetune.runtime.device import DEVICE_KINDS
 
 @dataclass(frozen=True)
 class Answers:
-    """What a preference loss needs of a microbatch besides its targets: S samples with D documents,
-    in order.
+    """What a preference loss needs in addition to a microbatch's targets: S samples with D
+    documents, in order.
 
     A pair has two documents, the chosen answer's first; a record with a label has one.
     """
@@ -139,7 +139,7 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
 def collate_windows(
     windows: Sequence[tuple[np.ndarray, np.ndarray, int]], *, packing: bool, pad_token_id: int
 ) -> Microbatch:
-    """The same of windows of any length, whose last tokens are only targets: not among the
+    """Collate windows of any length, whose last tokens are only targets and not among the
     inputs.
     """
     return _joined(

@@ -77,7 +77,7 @@ class Schedule:
         return np.searchsorted(np.array(ends, dtype=np.int64), np.arange(total_steps), side="right")
 
     def ever_used(self) -> np.ndarray:
-        """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
+        """Return which difficulties ever have a weight above zero: bool[difficulties]."""
         mixes = [stage.mix for stage in self.stages]
         return np.array([any(weights) for weights in zip(*mixes, strict=True)])
 
@@ -99,7 +99,7 @@ class Schedule:
         ]
 
     def canonical(self) -> dict[str, Any]:
-        """What decides the counts, as plain JSON values: the same for 80/20 and 0.8/0.2."""
+        """Return what decides the counts, as plain JSON: the same for 80/20 and 0.8/0.2."""
         stages = [
             {
                 "until": str(_exact(stage.until)),

@@ -56,7 +56,7 @@ class MicrobatchSchedule:
 
     @cached_property
     def microbatches(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """For each rank, what `of_rank` gives."""
+        """The result of `of_rank` for each rank."""
         return tuple(self.of_rank(rank) for rank in range(self.world_size))
 
     @cached_property
@@ -81,7 +81,7 @@ class MicrobatchSchedule:
 
     @property
     def lockstep_imbalance(self) -> float:
-        """The same where ranks wait after every microbatch (ZeRO-3): largest of each micro-step /
+        """The same if ranks wait after every microbatch (ZeRO-3): largest of each micro-step /
         mean of the ranks.
         """
         return self._over_mean(self.computed_tokens.max(axis=0).sum())

@@ -77,7 +77,7 @@ def mix_of(sources: Sequence[DataSource], starts: Sequence[int]) -> Mix | None:
 
 @dataclass(frozen=True)
 class SourceDraws:
-    """What a run has of a source that is mixed.
+    """What a run draws from a mixed source.
 
     Attributes:
         weight: its share by the weights.
@@ -139,7 +139,7 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
 def source_draws(
     mix: Mix, held: np.ndarray, cells: np.ndarray, difficulties: Sequence[str]
 ) -> list[SourceDraws]:
-    """What a run has of each source.
+    """Return what a run draws from each source.
 
     Args:
         held: int64[sources, difficulties], the samples of each.

@@ -129,7 +129,7 @@ class GlobalBatches:
         return shuffled
 
     def drawn(self) -> np.ndarray:
-        """Which samples any step has: bool[N]."""
+        """Which samples are in any step: bool[N]."""
         found = np.zeros(int(self.samples_per_difficulty.sum()), dtype=bool)
         for cell, taken in enumerate(self._cell_counts.sum(axis=0).tolist()):
             if taken:
@@ -142,7 +142,7 @@ class GlobalBatches:
         return int(self._stages[step])
 
     def passes(self) -> dict[str, float]:
-        """How many times the whole run goes through each difficulty; 0 for one that no step has."""
+        """Return how many times the run goes through each difficulty; 0 if no step has it."""
         passes = {}
         for number, name in enumerate(self.schedule.difficulties):
             taken = int(self.counts[:, number].sum())
@@ -150,7 +150,7 @@ class GlobalBatches:
         return passes
 
     def source_draws(self) -> list[SourceDraws]:
-        """What the run has of each source; empty where none are mixed."""
+        """Return what the run draws from each source; empty if none are mixed."""
         if self.mix is None:
             return []
         return source_draws(self.mix, self._held, self._table, self.schedule.difficulties)

@@ -14,7 +14,7 @@ from finetune.batching.microbatch_schedule import MicrobatchSchedule, schedule_m
 
 
 class SampleSource(Protocol):
-    """What training needs of a data set; `data.dataset.Samples` is one, a token stream's windows
+    """What training needs from a data set; `data.dataset.Samples` is one, a token stream's windows
     are another.
     """
 
@@ -106,7 +106,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class LossGroups:
-    """What losses are summed by: the difficulties or, with sources, each difficulty of each
+    """Groups by which losses are summed: difficulties or, with sources, each difficulty of each
     source.
     """
 
@@ -255,14 +255,14 @@ class StepBatches(torch.utils.data.Dataset):
 
 
 def as_is(item: Any) -> Any:
-    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find
+    """Return an item unchanged, for loaders. Not a lambda: spawned loader processes must find
     it by name.
     """
     return item
 
 
 class AnswerSource(SampleSource, Protocol):
-    """What training on preferences needs of a data set; `PreferenceSamples` is one."""
+    """What preference training needs from a data set; `PreferenceSamples` is one."""
 
     # int (N,): tokens of a pair's first document; 0 where a sample is one document
     first_lengths: np.ndarray

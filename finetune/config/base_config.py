@@ -185,7 +185,7 @@ class BaseConfig(Settings):
 
     @property
     def metrics(self) -> dict[str, bool]:
-        """What the best evaluation can be the best of: name -> whether higher is better."""
+        """Metrics that can decide the best evaluation: name -> whether higher is better."""
         return {"loss": False}
 
     @property

@@ -558,7 +558,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 class Precedence(IntEnum):
-    """Of two sources the higher wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
+    """The higher of two sources wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
     order given.
     """
 
@@ -594,7 +594,7 @@ class SourcedValue:
 
 @dataclass
 class Resolution:
-    """What the sources give, while one configuration is made of it.
+    """The values from all sources, while one configuration is made from them.
 
     Args:
         model_class: the settings that are made.

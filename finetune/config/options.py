@@ -87,7 +87,7 @@ class Flag:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """What may follow a switch."""
+        """The words that may follow a switch."""
         return ("true", "false", *self.choices)
 
     @property

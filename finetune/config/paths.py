@@ -57,9 +57,10 @@ def near_folder(model: str) -> str:
 
 
 def check_paths(config: RunConfig) -> list[ConfigError]:
-    """What is wrong with the files and folders that the configuration names; empty if nothing is.
+    """Return errors in the files and folders that the configuration names; empty if there are none.
 
-    Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
+    Only checks that they exist and have the right type. Reads no content and does not query the
+    hub.
     """
     return [
         *_check_model(config.model),
@@ -70,7 +71,7 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
 
 
 def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
-    """The same of pretraining; its token files are looked for when they are opened."""
+    """Do the same for pretraining; its token files are checked when they are opened."""
     model = () if config.model is None else _check_model(config.model)
     return [*model, *check_folders(config)]
 
@@ -106,7 +107,7 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
-    """What is wrong with the folders that a run writes to or resumes from."""
+    """Yield errors in the folders that a run writes to or resumes from."""
     for name in ("output_dir", "cache_dir"):
         folder = getattr(config, name)
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():

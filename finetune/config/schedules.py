@@ -95,7 +95,7 @@ def _rise(step: int, settings: ScheduleSettings) -> float:
 
 
 def _progress(step: int, settings: ScheduleSettings) -> float:
-    """From 0 at the end of the warm-up to 1 at the end of the run."""
+    """Return the progress: 0 at the end of the warm-up, 1 at the end of the run."""
     return (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
 
 

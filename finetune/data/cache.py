@@ -115,7 +115,7 @@ def wrap_write_errors(folder: Path, what: str = "tokenized data") -> Iterator[No
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `make` returned, and `parts` and `files` (SHA-256 by name)."""
+    """Return the result of `make`, with `parts` and `files` (SHA-256 by name)."""
     return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
 
 
@@ -132,7 +132,7 @@ def this_start() -> list[Any] | None:
 
 
 def _seen(folder: Path) -> dict[str, list[int]]:
-    """Of each file what would differ had it been written to since."""
+    """Return, for each file, what would differ if it had been written to since."""
     return {path.name: state_of(path) for path in sorted(folder.iterdir())}
 
 
@@ -191,7 +191,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """None: the folder is whole. "": there is none. Else what is wrong with it."""
+    """Return what is wrong with the folder; None if nothing is, "" if it does not exist."""
     if not has_name(folder):
         return ""
     fault = ""
@@ -214,7 +214,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
-    """How the nearest older entry differs, for people who wonder why the cache was not used."""
+    """Describe how the nearest older entry differs, to explain why the cache was not used."""
     nearest: list[str] | None = None
     entries = sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)
     for path in entries[:_COMPARED_ENTRIES]:
@@ -292,7 +292,7 @@ Notes = dict[str, list[Any]]
 
 
 def state_of(path: Path) -> list[int]:
-    """What differs when a file was written to or replaced: size, times of content and of inode,
+    """Return what differs when a file was written to or replaced: size, times of content and inode,
     inode.
     """
     state = path.stat()

@@ -49,7 +49,7 @@ def holds_something(value: Any) -> bool:
 
 
 def _holds_media(value: Any) -> bool:
-    """As `holds_something`; a list or struct without a value, which parquet has for a missing
+    """Like `holds_something`, but a list or struct without a value, which parquet has for a missing
     image, counts as empty.
     """
     if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ class Conversation:
 
     @property
     def plain_text(self) -> str | None:
-        """What is trained without chat template, of a record that is a plain text."""
+        """Return the text of a plain-text record, which is trained without chat template."""
         return self.messages[0].content if self.messages[0].role == "text" else None
 
 
@@ -245,7 +245,7 @@ def checked(messages: Sequence[Message]) -> list[Message]:
 
 
 def tools_of(record: Mapping[str, Any]) -> Tools:
-    """What may be called.
+    """Return the tools that may be called.
 
     Raises:
         RecordProblem: as `read_tools`, or under two keys.
@@ -282,7 +282,7 @@ def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
-    """What stands before the answer of an alpaca record."""
+    """Return the messages before the answer of an alpaca record."""
     parts = [_text(record, "instruction"), _text(record, "input")]
     messages = leading_system(record)
     history = record.get("history")
@@ -322,7 +322,7 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _if_preference(record: Mapping[str, Any]) -> str:
-    """What to add about a record of another kind of run."""
+    """Return a hint about a record for another kind of run."""
     if record.get("chosen") is None:
         return ""
     return ", but 'chosen': a pair of answers, for python -m finetune.dpo"
@@ -555,7 +555,7 @@ _KINDS = {
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Return the JSON type of a value, for messages."""
     if isinstance(value, Mapping):
         return "an object"
     return _KINDS.get(type(value), type(value).__name__)

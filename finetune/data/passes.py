@@ -55,7 +55,7 @@ Lines = list[tuple[int, RecordProblem]]  # bad records by line
 
 @dataclass(frozen=True)
 class Wanted:
-    """Of which records of a part samples are made, and where the part is."""
+    """The records of a part that become samples, and where the part is."""
 
     first_record: int  # number in the data of the part's first record
     lines_before: int  # of the file, see `Part.read`
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass
 class Checked:
-    """What the records of a part are; `report` has only what is known without tokens."""
+    """The checked records of a part; `report` has only what is known without tokens."""
 
     lines: int  # see `Part.read`; the lines of records are counted as it counts
     report: DataReport = field(default_factory=DataReport)
@@ -89,7 +89,7 @@ class Tokenized:
 
 @dataclass
 class PartJob:
-    """What a process does with a part: (part, None) -> Checked; (part, Wanted) -> Tokenized."""
+    """The work of a process on a part: (part, None) -> Checked; (part, Wanted) -> Tokenized."""
 
     renderer: Renderer
     readers: Sequence[RecordReader]  # of each file
@@ -234,7 +234,7 @@ def _count(report: DataReport, sample: Rendered) -> None:
 
 @dataclass
 class _Progress:
-    """How far the second pass is."""
+    """Progress of the second pass."""
 
     parts: int = 0
     records: int = 0
@@ -244,7 +244,7 @@ class _Progress:
 
     @classmethod
     def after(cls, states: list[dict[str, Any]]) -> _Progress:
-        """As it was when the last of these shards was finished."""
+        """Return the progress when the last of these shards was finished."""
         if not states:
             return cls()
         state = {name: states[-1][name] for name in cls.__dataclass_fields__}
@@ -279,7 +279,7 @@ class Preparation:
         )
 
     def options(self) -> str:
-        """What the samples depend on besides data, tokenizer and template, as JSON."""
+        """Return what the samples depend on besides data, tokenizer and template, as JSON."""
         options: dict[str, Any] = {
             "cutoff_len": self.renderer.cutoff_len,
             "levels": self.difficulties,

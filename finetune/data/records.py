@@ -50,7 +50,7 @@ class RecordReader:
 
     @property
     def max_samples(self) -> int | None:
-        """How many of a file's records are read; None for all."""
+        """Number of records to read from a file; None for all."""
         return self.source.max_samples if self.source else None
 
     def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
@@ -62,10 +62,10 @@ class RecordReader:
     def conversations(
         self, records: Iterable[tuple[int, Any]], form: str | None = None
     ) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
-        """The same of some records of one file.
+        """Do the same for some records of one file.
 
         Args:
-            form: the file's format, where a record before these has shown it.
+            form: the file's format, if an earlier record has shown it.
         """
         for line, record in records:
             try:

@@ -72,7 +72,7 @@ class ProblemLog:
 
     @property
     def total(self) -> int:
-        """How many bad records there are."""
+        """Number of bad records."""
         return sum(self.counts.values())
 
     @property
@@ -87,7 +87,7 @@ class ProblemLog:
         self.first += other.first
 
     def to_json(self) -> list[Any]:
-        """As plain JSON, for `ProblemLog(*...)`."""
+        """Return the arguments for `ProblemLog(*...)`, as plain JSON."""
         self._shorten()
         return [dict(self.counts), self.first]
 
@@ -179,7 +179,7 @@ class DataReport:
             setattr(self, name, total)
 
     def warnings(self) -> list[str]:
-        """What works but is probably wrong, each with its fix."""
+        """Return warnings about what works but is probably wrong, each with its fix."""
         equal = self.dropped.get(NO_DIFFERENCE, 0)
         found = [  # (shown where this is not zero, text)
             (

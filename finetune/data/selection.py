@@ -31,7 +31,7 @@ KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labe
 
 @dataclass(frozen=True)
 class Selection:
-    """What a set of samples has of its data files.
+    """What a set of samples takes from its data files.
 
     Attributes:
         side: of the split.
@@ -153,7 +153,7 @@ def _turns(messages: Sequence[Message]) -> list[Any]:
 
 
 def selection_of(config: RunConfig, side: Literal["train", "valid"] = "train") -> Selection:
-    """What a run's training or validation has of its `data`."""
+    """Return what a run's training or validation takes from its `data`."""
     return Selection(side, config.valid_split, config.split_by, config.drop_duplicates)
 
 
@@ -172,5 +172,5 @@ def _as_text(group: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What parquet has and JSON has not (dates, bytes), and mappings that are no dict."""
+    """Convert what parquet has and JSON has not (dates, bytes), and mappings other than dicts."""
     return dict(value) if isinstance(value, Mapping) else str(value)

@@ -28,7 +28,7 @@ class Call:
     id: str
 
     def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
-        """As chat templates read it, with the arguments as an object or as its JSON text."""
+        """Return the call for chat templates, with the arguments as an object or a JSON string."""
         arguments = arguments_text(self.arguments) if as_text else dict(self.arguments)
         return {
             "id": self.id,
@@ -79,7 +79,7 @@ def _tool(given: Any, where: str) -> Mapping[str, Any]:
 
 
 def _function(given: Any, problem: str) -> Mapping[str, Any]:
-    """What is under `function`, or all; with a name."""
+    """Return the value of `function`, or the whole object; it must have a name."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if isinstance(function, Mapping):
         name = function.get("name")
@@ -189,10 +189,10 @@ def _forms(value: Any) -> list[str]:
 
 
 def squeezed(text: str) -> str:
-    """Without white space."""
+    """Remove white space."""
     return "".join(text.split())
 
 
 def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """As the OpenAI protocol has them: the arguments as a JSON text."""
+    """Return calls in the form of the OpenAI protocol: the arguments as a JSON string."""
     return [call.for_template(as_text=True) for call in calls]

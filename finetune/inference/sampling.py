@@ -89,7 +89,7 @@ class Sampling:
 
 
 def default_sampling(settings: Any) -> Sampling:
-    """What a model's generation_config.json asks for."""
+    """Return the sampling that a model's generation_config.json requests."""
     penalty = float(settings.repetition_penalty or 1)
     if not settings.do_sample:
         return Sampling(repetition_penalty=penalty)

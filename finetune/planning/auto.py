@@ -50,7 +50,7 @@ LAYER_SECONDS = 4e-3
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen.
+    """The chosen settings.
 
     Attributes:
         config: the final settings, with a value wherever they were auto.
@@ -76,8 +76,8 @@ class _Way:
 
     @property
     def offloads(self) -> int:
-        """How much is offloaded: of ways that should take as long, the one with the fewest moving
-        parts is better.
+        """Count what is offloaded: of choices that should take as long, the one that moves the
+        fewest parts is better.
         """
         return sum(self.values.get(name) == "cpu" for name in OFFLOADS)
 
@@ -194,7 +194,7 @@ def choose_execution(
 
 
 def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:
-    """Of a step, to compare ways by: computing, starting kernels, moving; nothing overlaps."""
+    """Estimate a step's seconds, to compare choices: compute, launches, transfers; no overlap."""
     peak = cluster.peak_flops or PEAK_FLOPS.get(cluster.device_type, OTHER_PEAK_FLOPS)
     computing = computed_flops_per_token(work) * step_tokens / work.processes / (peak * EFFICIENCY)
     # a forward is a third

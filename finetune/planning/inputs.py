@@ -106,7 +106,7 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
 
 
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What one process of the run has in memory."""
+    """Return what one process of the run has in memory."""
     work: Workload = run_kind(config).workload(config, shape, cluster)
     return work
 
@@ -120,7 +120,7 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a fine-tuning run has in memory."""
+    """Return what a process of a fine-tuning run has in memory."""
     check_device(config, cluster.device_type)
     lora = config.finetuning == "lora"
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
@@ -167,7 +167,7 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a pretraining run has in memory."""
+    """Return what a process of a pretraining run has in memory."""
     lora = config.finetuning == "lora"
     on_cuda = cluster.device_type == "cuda"
     compiled = on_cuda and not lora if config.compile is None else config.compile
@@ -193,7 +193,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
 def _workload(
     config: RunConfig | PretrainConfig, shape: ModelShape, cluster: Cluster, sharding: Sharding
 ) -> Workload:
-    """What all kinds of runs have in common."""
+    """Return what all kinds of runs have in common."""
     device_type, tokens = cluster.device_type, config.tokens_per_microbatch
     # auto is 16 bits on an accelerator (device.choose_dtype).
     dtype = config.dtype
@@ -240,7 +240,7 @@ def _workload(
 
 
 def with_sharding(work: Workload, sharding: Sharding) -> Workload:
-    """The same run sharded otherwise: dtypes of weights and adapters follow
+    """Return the same run with other sharding; the dtypes of weights and adapters follow
     (training/build.py).
     """
     size, wide = work.computing.element_bytes, 4

@@ -101,7 +101,7 @@ def fits(memory: Memory, cluster: Cluster) -> bool | None:
 
 
 def state_terms(work: Workload) -> list[Term]:
-    """What does not depend on the microbatch, zero terms included."""
+    """Return the terms that do not depend on the microbatch, zero terms included."""
     if work.sharding.stage == 3:
         return [*_zero3(work), *_quantized(work)]
     return [*(_zero12(work) if work.sharding.engine else _plain(work)), *_quantized(work)]

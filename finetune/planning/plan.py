@@ -90,7 +90,7 @@ class Plan:
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: its form is frozen by tests/frozen/plan.txt."""
+        """Return the plan for machines; its form is frozen by tests/frozen/plan.txt."""
         memory, work, largest = self.memory, self.memory.work, self.largest_micro_batch
         cluster = asdict(self.cluster)
         for name in ("device_name", "network_bytes_per_second", "host_bytes_per_second"):

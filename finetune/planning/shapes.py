@@ -52,7 +52,7 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """As in `--lora-target-modules`."""
+        """The name as in `--lora-target-modules`."""
         return self.path.rpartition(".")[2]
 
     @cached_property
@@ -110,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What counts about a decoder: widths in elements, parameters by kind.
+    """The sizes of a decoder: widths in elements, parameters by kind.
 
     Attributes:
         blocks: the different blocks, each with how many there are.

@@ -49,7 +49,7 @@ def flops_utilisation(
 
 
 def forward_flops_per_token(work: Workload) -> int:
-    """Operations of a token's forward pass."""
+    """Return the operations of a token's forward pass."""
     shape = work.shape
     return 2 * (shape.passed + work.adapter) + 4 * shape.query_width * work.longest
 
@@ -79,7 +79,7 @@ class Traffic:
 
 
 def network_traffic(work: Workload) -> Traffic:
-    """What one device sends over the network."""
+    """Return what one device sends over the network."""
     sharding, count, parameters = work.sharding, work.microbatches, work.trained
     part, c = (work.processes - 1) / work.processes, work.computing.element_bytes
     if work.processes == 1:
@@ -129,7 +129,7 @@ def network_traffic(work: Workload) -> Traffic:
 
 
 def host_traffic(work: Workload) -> Traffic:
-    """What one device moves to and from the host."""
+    """Return what one device moves to and from the host."""
     c, count, sharding = work.computing.element_bytes, work.microbatches, work.sharding
     bytes_, formulas = 0, []
     if sharding.offload_param:
@@ -165,10 +165,10 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster, step_tokens: int, efficiency: float) -> StepTime:
-    """How long a step takes.
+    """Estimate how long a step takes.
 
     Args:
-        step_tokens: of all devices.
+        step_tokens: tokens of a step on all devices.
         efficiency: share of the peak that is reached.
     """
 

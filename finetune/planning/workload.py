@@ -46,13 +46,13 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices on all nodes."""
         return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the state is spread.
+    """How the training state is sharded.
 
     Attributes:
         engine: DeepSpeed runs the step; else one process, or DDP.
@@ -79,7 +79,7 @@ class Sharding:
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """The name that people use."""
         if not self.engine:
             return "none"
         offloads = [
@@ -224,7 +224,7 @@ class Workload:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of quantized layers; under ZeRO-3 every device has all of them."""
+        """Bytes of the quantized layers' scales; under ZeRO-3 every device has all of them."""
         if self.quantization == "int8":
             return sum(4 * m.outputs for m in self.quantized)
         return round(NF4_SCALE_BYTES * sum(m.size for m in self.quantized))

@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class NewLines(NamedTuple):
-    """What came since the last look. `restarted`: what was given before is no longer (all) in the
+    """Lines since the last call. `restarted`: earlier lines are no longer, or not all, in the
     file.
     """
 
@@ -90,7 +90,7 @@ class LineFollower:
             yield new
 
     def _begin(self, file: BinaryIO, size_bytes: int) -> int:
-        """Where the lines begin that are given."""
+        """Return where the lines to return begin."""
         if self.last_bytes is None or size_bytes <= self.last_bytes:
             return 0
         file.seek(size_bytes - self.last_bytes - 1)

@@ -43,7 +43,7 @@ class CurrentStage:
 
 @dataclass
 class RunView:
-    """What is known of a run.
+    """What is known about a run.
 
     Attributes:
         source: the run folder, or the console's copy.
@@ -208,7 +208,7 @@ class RunView:
 
     @property
     def silent_seconds(self) -> float:
-        """How long a running run has written neither a step nor an event."""
+        """Seconds since an active run last wrote a step or an event."""
         if not self.written_at or self.state != "running":
             return 0.0
         return max(0.0, time.time() - self.written_at)

@@ -42,7 +42,7 @@ FEWEST_LOOKED_AT = 4
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave on this rank.
+    """The result of one step on this rank.
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.

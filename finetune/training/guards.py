@@ -70,9 +70,9 @@ class NonFiniteGuard:
 
 
 class StepOutcomes:
-    """Which steps were not finite, where the device knows at once and the host reads later.
+    """Which steps were not finite: the device knows immediately, and the host reads it later.
 
-    Reading a step's outcome at its end, the host would wait for the device, which then waits for
+    If the host read a step's outcome at its end, it would wait for the device, which then waits for
     the next step's first kernels. So it reads the step before, unless this one's is needed now.
     """
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """For the utilisation of the devices.
+    """The cost of training, for the utilization of the devices.
 
     Attributes:
-        flops_per_token: of training.
+        flops_per_token: operations of training.
         peak_flops: of one device; None where it is unknown.
         devices: of the run.
     """
@@ -133,7 +133,7 @@ METRICS: tuple[Metric, ...] = (speed, model_flops_utilisation, per_difficulty, p
 
 
 def progress_text(logs: dict[str, Any]) -> str:
-    """What people see of a line while the run works."""
+    """Return the text that people see for a line of the log while the run works."""
     text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tok/s"
     if "mfu" not in logs:
         return text
@@ -223,7 +223,7 @@ class StepMeter:
             self._mark = now
 
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
-        """What was added since the last call. Every rank must call it."""
+        """Return what was added since the last call. Collective: every rank must call it."""
         self._collect_seconds()
         if len(self._sums):
             sum_over_ranks(self._sums)

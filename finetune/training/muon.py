@@ -202,7 +202,7 @@ class NorMuon(BatchedMuon):
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's step returns, computed with gradients; None without
+    """Return the result of an optimizer step's closure, computed with gradients; None without
     one.
     """
     if closure is None:

@@ -197,7 +197,7 @@ class Session:
             time.sleep(1.0)
 
     def problem_in(self, checkpoint: Path) -> str | None:
-        """What is wrong with the content of a checkpoint; the same on every rank, which all read
+        """Return what is wrong with a checkpoint's content; the same on every rank, which all read
         their share of it.
 
         Every rank must call it.

@@ -168,7 +168,7 @@ class TrainingState:
         return {name: getattr(p, "ds_numel", p.numel()) for name, p in trainable(self.model)}
 
     def _writers(self, world_size: int) -> dict[str, int]:
-        """Which rank writes a parameter and its moments, where the ranks share them."""
+        """Return which rank writes a parameter and its moments, if the ranks share the work."""
         return (
             share_out(self._sizes(), world_size) if self.form == "parts" and world_size > 1 else {}
         )
@@ -230,7 +230,7 @@ class TrainingState:
     def _held(
         self, parameter: torch.nn.Parameter, keys: tuple[str | None, ...]
     ) -> tuple[str | None, ...]:
-        """Of moments, those that the parameter's optimizer has."""
+        """Return the moments that the parameter's optimizer has."""
         if self.engine is not None or keys == (None,):
             return keys
         return tuple(key for key in keys if key in self.optimizer.state[parameter])
@@ -509,7 +509,7 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves of the training state after a step, in memory that training does not
+    """One rank's part of the training state after a step, in memory that training does not
     touch.
 
     Attributes:

@@ -152,7 +152,7 @@ class RunParts:
 
     @property
     def start(self) -> Resume:
-        """Where this start begins."""
+        """Where this start of the run begins."""
         assert self.session.start is not None, "a finished run builds nothing"
         return self.session.start
 
@@ -172,7 +172,7 @@ class RunParts:
 
 
 def reporters(report_to: str | tuple[str, ...]) -> list[str]:
-    """Where to report: `auto` is TensorBoard when it is installed."""
+    """Return the experiment trackers: `auto` is TensorBoard if it is installed."""
     from importlib.util import find_spec
 
     if report_to == "auto":
@@ -863,7 +863,7 @@ class SFTTrainer(RunTrainer):
 
 
 def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
-    """What writes an adapter's files into a folder, without looking at the model again.
+    """Return a function that writes an adapter's files into a folder, without reading the model.
 
     They are adapter_config.json and adapter_model.safetensors, and of a quantised base what it was
     held in.
@@ -898,8 +898,8 @@ def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Pa
 
 
 def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """What a complete adapter file holds: the name there and the whole shape of every trained
-    parameter.
+    """Return what a complete adapter file holds: for every trained parameter, its name there and
+    its whole shape.
     """
     from peft import get_peft_model_state_dict
 

@@ -30,7 +30,7 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What the model is asked with."""
+        """Return the messages that the model receives."""
         return (
             [{"role": "system", "content": self.system}, *self.turns]
             if self.system
@@ -46,7 +46,7 @@ class ChatSession:
             self.turns[-1]["tool_calls"] = protocol_calls(calls)
 
     def result(self, call: Call, text: str) -> None:
-        """What a called tool gave."""
+        """Add the result of a called tool."""
         self.turns.append(
             {
                 "role": "tool",

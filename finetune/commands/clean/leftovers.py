@@ -73,7 +73,7 @@ class StaleArtifact:
 
 @dataclass
 class Stale:
-    """What is left of runs, and what is not touched."""
+    """What runs left behind, and what is not touched."""
 
     runs: list[Path]  # the run folders that were checked
     orphans: list[Orphan] = field(default_factory=list)

@@ -176,7 +176,7 @@ class Named(NamedTuple):
 
 
 class Draft:
-    """What a conversion has so far.
+    """The result of a conversion so far.
 
     Attributes:
         options: the other tool's options, its defaults included, also by their common names.

@@ -135,7 +135,7 @@ def report_curriculum(
     warnings: Sequence[str] = (),
     sources: Sequence[SourceDraws] = (),
 ) -> CurriculumReport:
-    """What a run with this schedule draws from data with int[difficulties] records.
+    """Report what a run with this schedule draws from data with int[difficulties] records.
 
     `warnings` come before the report's own; `sources` are those that are mixed.
     """

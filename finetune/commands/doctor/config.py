@@ -85,7 +85,7 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a configuration asks of one of its machines; lower bounds, 0 if nothing is known.
+    """What a configuration requires of one of its machines; lower bounds, 0 if nothing is known.
 
     Attributes:
         deepspeed: the run is under DeepSpeed.

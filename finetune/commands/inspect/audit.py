@@ -42,7 +42,7 @@ EXAMPLES = 5
 
 @dataclass
 class Found:
-    """Of one part: what the passes below give, by name; `rows` and `lines` are of the records that
+    """Results of the passes below for one part, by name; `rows` and `lines` are for records that
     have a text.
     """
 
@@ -275,13 +275,13 @@ class Audit:
 
 
 def _first_equal(hashes: np.ndarray) -> np.ndarray:
-    """For each entry the first that is equal, int64 (N,)."""
+    """Return, for each entry, the index of the first equal entry, int64 (N,)."""
     _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
     return firsts[numbers.reshape(-1)]
 
 
 def _earliest(keys: np.ndarray) -> np.ndarray:
-    """For each row of uint64 (N, BANDS) the first row with which it has a band in common, int64
+    """Return, for each row of uint64 (N, BANDS), the first row that shares a band with it, int64
     (N,).
     """
     earliest = np.arange(len(keys))

@@ -116,7 +116,7 @@ def band_keys(words: Words) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scripts(kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Of texts that end at `ends`. Chinese characters among kana are Japanese."""
+    """Return the scripts of texts ending at `ends`; Chinese characters among kana are Japanese."""
     lengths = np.diff(ends, prepend=0)
     owners = np.repeat(np.arange(len(ends)), lengths)
     counts = np.bincount(owners * (_WORD + 1) + kinds, minlength=len(ends) * (_WORD + 1)).reshape(

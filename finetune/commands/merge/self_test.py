@@ -55,7 +55,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the rounding of a quantized base is worth in the adapted model."""
+    """The effect of a quantized base's rounding on the adapted model."""
 
     trained_on: str  # nf4 or int8
     merged_into: str  # the same, or none: the base's own weights

@@ -183,7 +183,7 @@ def plain_line(view: RunView, machine: Machine) -> str:
 
 
 def _numbers(view: RunView) -> list[str]:
-    """What the last step and the last evaluation measured."""
+    """Return the metrics of the last step and the last evaluation."""
     last = view.steps.last
     parts = []
     if is_finite_number(last.get("loss")):

@@ -65,7 +65,7 @@ STEP_NUMBERS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What the monitor knows of the machine it runs on."""
+    """What the monitor knows about the machine it runs on."""
 
     host: HostUse | None = None
     devices: Sequence[SmiReport] = ()
@@ -328,7 +328,7 @@ def _device_text(device: SmiDevice) -> str:
 
 
 class _Stretching:
-    """As wide as there is room, and as narrow as need be."""
+    """A renderable that takes the available width, and can be as narrow as necessary."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(0, options.max_width)

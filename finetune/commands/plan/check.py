@@ -34,7 +34,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a fraction of what was measured."""
+        """Error of the prediction, as a fraction of the measured value."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 

@@ -215,7 +215,7 @@ class _Progress:
             self._bar.stop()
 
     def show(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        """How far a pass is."""
+        """Show the progress of a pass."""
         if self._bar is not None:
             if what not in self._tasks:
                 self._tasks[what] = self._bar.add_task(what, total=total_bytes)

@@ -79,7 +79,7 @@ def build_report(view: RunView) -> str:
 
 
 def _about(view: RunView) -> str:
-    """What was trained, and when."""
+    """Return what was trained, and when."""
     parts = [view.kind]
     if view.kind in KINDS:
         kind = KINDS[view.kind]

@@ -38,7 +38,7 @@ def number(value: Any, form: str = "{:,.0f}") -> str:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Of those that are not NaN; None without any."""
+    """Return the mean of the values that are not NaN; None if there are none."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
 
@@ -105,7 +105,7 @@ def evaluation(view: RunView) -> list[list[str]]:
 
 
 def planned(view: RunView) -> dict[str, Any]:
-    """What the microbatch schedule planned for a step; empty if it is not known."""
+    """Return what the microbatch schedule planned for a step; empty if unknown."""
     plan = view.start.get("plan")
     return plan if isinstance(plan, dict) else {}
 

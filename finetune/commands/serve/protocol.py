@@ -208,7 +208,7 @@ class StreamOptions(_Request):
 
 
 class AnswerRequest(_Request):
-    """What both endpoints take. `top_k` and `repetition_penalty` are additions to the protocol."""
+    """Fields of both endpoints. `top_k` and `repetition_penalty` are additions to the protocol."""
 
     model: Name
     stream: bool = False

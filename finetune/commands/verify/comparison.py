@@ -97,7 +97,7 @@ class Tolerance:
 def ask(
     deployment: Endpoint | MergedFolder, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[Replay]:
-    """What the deployment answers.
+    """Return the deployment's answers.
 
     Raises:
         FinetuneError: the deployment ends, or is no such server.
@@ -159,7 +159,7 @@ def _finding(
 def compare(
     reference: Reference, replays: Sequence[Replay], max_new_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """What was compared and what was found, as plain JSON.
+    """Compare the answers; return what was compared and found, as plain JSON.
 
     Args:
         dtype: that the deployment is to have.
@@ -297,7 +297,9 @@ def _evidence(replay: Replay, tolerance: Tolerance, tokenizer: Any) -> list[str]
 
 
 def _tolerance(exact: Sequence[ScoredAnswer], rounded: Sequence[ScoredAnswer]) -> Tolerance:
-    """What rounding changes on the trained model's own answers, with room for another engine's."""
+    """Return what rounding changes in the trained model's answers, plus a margin for another
+    engine's rounding.
+    """
     mean, peak = 0.0, 0.0
     for one, other in zip(exact, rounded, strict=True):
         apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
@@ -326,8 +328,8 @@ def _reads_prompt(replay: Replay) -> bool:
 
 
 def _apart(response: EngineResponse, scored: ScoredAnswer) -> list[float]:
-    """How far the log-probabilities are apart, token by token; empty if the deployment gives none
-    for these tokens.
+    """Return the differences of log-probabilities, token by token; empty if the deployment reports
+    none for these tokens.
     """
     # The end token may have one too.
     if response.logprobs is None or len(response.logprobs) - len(scored.logprobs) not in (0, 1):

@@ -51,7 +51,7 @@ _ENGINE_FACTS = (
 
 
 def fix_for_status(status: int) -> str:
-    """What to do about an HTTP status."""
+    """Return the fix for an HTTP status."""
     if status >= 500 and status not in PROMPT_REFUSED:
         return N_("the server, or a proxy before it, does not work: read its log, and ask again")
     return _FIXES.get(
@@ -296,7 +296,7 @@ class Endpoint:
     # ------------------------------------------------------------ requests
 
     def _json(self, path: str, body: Any = None, form: Any = Any) -> Any:
-        """What a request gives, in this form.
+        """Send a request and return its result, in this form.
 
         Raises:
             Refused: the server answered with an error.
@@ -342,7 +342,7 @@ class Endpoint:
 
 
 def _without(key: str, text: str) -> str:
-    """Without the key, and without lone surrogates, which no tokenizer takes and no terminal."""
+    """Remove the key, and lone surrogates, which no tokenizer or terminal accepts."""
     text = text.replace(key, "***") if key else text
     return text.encode("utf-8", "replace").decode("utf-8")
 

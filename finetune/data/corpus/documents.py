@@ -99,8 +99,9 @@ def read_footer(path: Path) -> FileMetaData:
 
 
 def row_groups(path: Path) -> int:
-    """How many row groups a parquet file has; remembered, as its footer is large and need not be
-    read again for it.
+    """Return how many row groups a parquet file has.
+
+    The result is cached, so that the large footer is not read again for it.
     """
     status = path.stat()
     return _row_groups(path, status.st_mtime_ns, status.st_size)
@@ -359,7 +360,7 @@ def _read_text(part: Part) -> Iterator[tuple[int, str | RecordProblem]]:
 
 
 def _cut(file: Any, nominal: int) -> int:
-    """Where a text file is cut near a byte: after the next end of a line, else between two
+    """Return where to cut a text file near a byte: after the next line end, else between two
     characters.
     """
     if nominal == 0:

@@ -105,7 +105,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the folder holds."""
+    """The content of a prepared folder."""
 
     folder: Path
     scan: Scan
@@ -151,7 +151,7 @@ def prepare_tokens(
 
 @dataclass
 class Scan:
-    """What a unit, or a whole corpus, holds."""
+    """The content of a unit or of a whole corpus."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -493,7 +493,7 @@ class _CorpusPreparation:
 
 
 def _finished(kind: ShardKind, splits: Splits) -> dict[str, Any]:
-    """What the plan of a finished folder records."""
+    """Return what the plan of a finished folder records."""
     facts: dict[str, Any] = {
         "tokenizer_hash": kind.tokenizer_hash,
         "vocabulary": kind.vocabulary,
@@ -510,7 +510,7 @@ def _finished(kind: ShardKind, splits: Splits) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a folder's content follows from."""
+    """What determines a folder's content."""
 
     settings: dict[str, Any]  # those that the result depends on, by name
     corpus: dict[str, Any]  # its SHA-256, documents and bytes

@@ -63,7 +63,7 @@ def dtype_for(vocabulary: int) -> str:
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What is known of one shard."""
+    """Facts about one shard."""
 
     dtype: str  # uint16 or uint32
     tokens: int
@@ -78,7 +78,7 @@ class TokenHeader:
 
     @property
     def size_bytes(self) -> int:
-        """Of the .bin file."""
+        """Size of the .bin file in bytes."""
         return self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
 
     def to_json(self) -> str:
@@ -294,7 +294,7 @@ def _header_of_raw(path: Path, size_bytes: int, vocab_size: int | None) -> Token
 
 
 def _refuse_foreign(path: Path, dtype: str) -> None:
-    """Forms of other programs that would be silently read as wrong tokens."""
+    """Reject formats of other programs that would silently be read as wrong tokens."""
     with path.open("rb") as file:
         head = file.read(_LOOKED_AT_IDS * 2)
     if len(head) >= 4 and int.from_bytes(head[:4], "little") == _FOREIGN_MAGIC:
@@ -333,7 +333,7 @@ def check_alike(paths: tuple[Path, ...], headers: tuple[TokenHeader, ...]) -> No
 
 
 def read_index(path: Path, header: TokenHeader) -> np.ndarray:
-    """Where the documents of a shard start, int64 `(documents + 1,)`; a bare file is one document.
+    """Read where a shard's documents start, int64 `(documents + 1,)`; a bare file is one document.
 
     Raises:
         DataError: an index that is missing, truncated, or does not fit its shard.
@@ -364,7 +364,7 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
 
 
 def shard_damage(path: Path, header: TokenHeader) -> str | None:
-    """What is wrong with a finished shard, by size and SHA-256 of its two files; None if nothing
+    """Return what is wrong with a finished shard, by size and SHA-256 of its files; None if nothing
     is.
     """
     return damage(
@@ -435,8 +435,8 @@ class TokenShards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the stream holds, as 64 hexadecimal digits: from the headers, not from names and
-        places.
+        """Hash of the stream's content, as 64 hexadecimal digits: from the headers, not from names
+        and paths.
         """
         known = [
             [header.sha256 or hash_file(path), header.dtype, header.tokens, header.vocabulary]
@@ -544,7 +544,7 @@ def tokenizer_folder(
 
 @dataclass(frozen=True)
 class ShardKind:
-    """What all shards of one preparation share; see `TokenHeader`."""
+    """Facts that all shards of one preparation share; see `TokenHeader`."""
 
     dtype: str
     vocabulary: int

@@ -146,7 +146,7 @@ class Windows:
         self._count(len(self.starts), name)
 
     def _count(self, windows: int, name: str) -> None:
-        """What follows from the number of windows."""
+        """Set the attributes that follow from the number of windows."""
         if not windows:
             raise DataError(
                 f"{self.stream.tokens:,} tokens are not one window of {self.max_seq_len:,} targets"

@@ -112,7 +112,7 @@ def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
 
 
 def trained_tokens(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[np.ndarray]:
-    """For each turn the indices of its tokens, int64, in order."""
+    """Return, for each turn, the indices of its tokens, int64, in order."""
     spans = []
     for turn in turns:
         starts_inside = (encoded.starts >= turn.start) & (encoded.starts < turn.end)
@@ -216,7 +216,7 @@ def _middles(
 
 
 def _share(lengths: np.ndarray, room: int) -> list[int]:
-    """How many tokens each content keeps: all of the short ones, and the same number of each longer
+    """Return how many tokens each content keeps: short ones all, and longer ones the same number
     one.
     """
     if int(lengths.sum()) <= room:
@@ -298,7 +298,7 @@ def _behind(text: str, turn: Turn, answer: Message) -> Turn:
 
 
 def _behind_block(written: str, reasoning: str, content: str, by_prompt: bool) -> str:
-    """What is written behind the think block with which an answer begins."""
+    """Return what follows the think block at the start of an answer."""
     rests = [written[found.end() :].lstrip() for found in re.finditer(_CLOSE, written)]
     if reasoning and _CLOSE in reasoning + content:  # the first tag may be a quoted one
         _, found, behind = written.partition(reasoning)

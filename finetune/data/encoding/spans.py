@@ -123,7 +123,7 @@ class ChatTemplate:
         return probe in text and f"'text': '{probe}" not in text  # as Python writes a part
 
     def with_tools(self, tools: Tools) -> ChatTemplate:
-        """The same template for a conversation in which these may be called."""
+        """Return the same template for a conversation in which these tools may be called."""
         if not tools and not self.tools:
             return self
         bound = copy.copy(self)
@@ -131,7 +131,7 @@ class ChatTemplate:
         return bound
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """The text of these messages.
+        """Render these messages.
 
         Arguments of calls are given as objects, which is transformers' convention. A template that
         joins them to a text (DeepSeek-V3), or would write Python's form of them, gets them as JSON.
@@ -200,7 +200,7 @@ class ChatTemplate:
         return text.endswith(self.specials)
 
     def stops(self, text: str) -> Iterator[int]:
-        """Where a trained text may end, the longest first: without white space, then without each
+        """Yield where a trained text may end, longest first: without white space, then without each
         special token.
         """
         stop = len(text.rstrip())

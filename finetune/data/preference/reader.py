@@ -128,7 +128,7 @@ class PreferenceReader(RecordReader):
 
 
 def reader_of(form: PreferenceForm | None) -> Callable[..., RecordReader]:
-    """What makes the reader of a run's records; None of ordinary ones."""
+    """Return the function that makes the reader of a run's records; form None: ordinary records."""
     return RecordReader if form is None else partial(PreferenceReader, preference=form)
 
 

@@ -139,7 +139,7 @@ def _fit_both(sides: list[_Side], prompt_tokens: int, cutoff_len: int) -> list[K
     """Of each side at most `cutoff_len` tokens, and the same of the first `prompt_tokens`, which
     both begin with.
 
-    Whichever document leaves its prompt less room decides: the other has room for that prompt, too.
+    The document that leaves its prompt less room decides: the other has room for that prompt too.
     """
     kept = [fit(side.encoded, side.contents, side.answers, cutoff_len) for side in sides]
     prompts = [one.tokens[one.tokens < prompt_tokens] for one in kept]

@@ -290,7 +290,7 @@ def decode_record(raw: bytes) -> Any:
 
 
 def _other_encoding(raw: bytes) -> str:
-    """What to add about a line that is JSON in the encoding of Chinese Windows."""
+    """Return a hint about a line that is JSON in the encoding of Chinese Windows."""
     try:
         json.loads(raw.decode("gb18030"))
     except ValueError:

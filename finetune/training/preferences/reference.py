@@ -137,7 +137,7 @@ class SavedReference:
 
     @property
     def name(self) -> str:
-        """Of the file, in the run's folder."""
+        """Name of the file in the run's folder."""
         return f"{_FOLDER}/{self.side}.st"
 
     def find(self) -> torch.Tensor | str:
@@ -189,7 +189,7 @@ class SavedReference:
         return table
 
     def refusal(self, why: str) -> StateError:
-        """Where they can no longer be made, as the model has been trained since."""
+        """Return the error if they can no longer be computed: the model has been trained since."""
         data, fix = _SIDES[self.side.removesuffix(MISMATCHED)]
         what = f"what the model said of the {data} before the run is not known: {self.name} {why}"
         return StateError(what, str(self.folder), fix)

@@ -53,7 +53,7 @@ ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTexts(PreparedRun):
-    """Of a run on texts.
+    """What is known about a run on texts.
 
     Attributes:
         bytes_per_token: int `(vocabulary,)`, for bits per byte; None without a tokenizer.
@@ -67,7 +67,7 @@ class PreparedTexts(PreparedRun):
 
     @property
     def passes(self) -> float:
-        """How often the run goes through the training tokens."""
+        """Number of passes of the run through the training tokens."""
         return self.batches.total_steps * self.batches.global_batch_size / len(self.train)
 
 
