@@ -21,8 +21,8 @@ _SECRETS = (
 
 
 def plain_text(text: str) -> str:
-    """A line without what a terminal would obey: escape sequences, control characters, turned
-    writing directions.
+    """Return a line without what a terminal would obey: escape sequences, control characters,
+    turned writing directions.
     """
     if text.isprintable():
         return text

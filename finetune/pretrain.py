@@ -29,7 +29,7 @@ logger = logging.getLogger("finetune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     return run_command(KIND, arguments)
 
 

@@ -59,7 +59,7 @@ class Microbatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device) -> Microbatch:
-        """The microbatch on `device`; neither host nor device waits for the copies."""
+        """Return the microbatch on `device`; neither host nor device waits for the copies."""
         # Page-locked first, if that makes a copy asynchronous: CUDA stages other memory through its
         # own buffer, torch_npu waits for the stream after each copy. Not in the loader, because
         # microbatches of evaluation, rehearsal and retries do not come through one. torch keeps the
@@ -184,8 +184,8 @@ def _joined(
 
 
 def _whole(samples: Sequence[Sample]) -> Microbatch:
-    """The padded microbatch of windows of one length, in which every token but the first is a
-    target.
+    """Return the padded microbatch of windows of one length, in which every token but the first is
+    a target.
     """
     block = _tensor(np.stack([ids for ids, _, _ in samples]))
     inputs = block[:, :-1]

@@ -64,7 +64,7 @@ class Schedule:
         return before + (mix - before) * min(1.0, (progress - start) / (ends[index] - start))
 
     def shares(self, stage: int) -> tuple[Fraction, ...]:
-        """The mix of a stage as exact shares that sum to 1."""
+        """Return the mix of a stage as exact shares that sum to 1."""
         mix = [_exact(weight) for weight in self.stages[stage].mix]
         return tuple(weight / sum(mix) for weight in mix)
 
@@ -82,7 +82,7 @@ class Schedule:
         return np.array([any(weights) for weights in zip(*mixes, strict=True)])
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
-        """A problem for each difficulty that has weight somewhere but no samples in
+        """Return a problem for each difficulty that ever has weight but has no samples in
         int[difficulties].
         """
         return [
@@ -117,7 +117,7 @@ def uniform_schedule() -> Schedule:
 
 
 def schedule_of(curriculum: CurriculumConfig) -> Schedule:
-    """The schedule of a run file's curriculum."""
+    """Return the schedule of a run file's curriculum."""
     stages = [Stage(stage.until, stage.mix, stage.ramp) for stage in curriculum.stages]
     return Schedule(curriculum.levels, tuple(stages))
 
@@ -257,7 +257,9 @@ def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
 
 
 def portions(values: np.ndarray) -> Iterator[np.ndarray]:
-    """A long array in parts, so that what is computed of it in other types takes little memory."""
+    """Yield a long array in parts, so that what is computed of it in other types takes little
+    memory.
+    """
     return (values[begin : begin + _PORTION] for begin in range(0, len(values), _PORTION))
 
 
@@ -294,5 +296,5 @@ def _target_pieces(
 
 
 def _exact(number: float | Fraction) -> Fraction:
-    """The decimal that the user wrote, not the binary number nearest to it."""
+    """Return the decimal that the user wrote, not the binary number nearest to it."""
     return number if isinstance(number, Fraction) else Fraction(repr(float(number)))

@@ -385,7 +385,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _multiple(count: int, world_size: int) -> int:
-    """The smallest multiple of the world size that is at least `count` and at least one microbatch
-    for each rank.
+    """Return the smallest multiple of the world size that is at least `count` and at least one
+    microbatch for each rank.
     """
     return max(1, -(-count // world_size)) * world_size

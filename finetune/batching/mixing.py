@@ -68,7 +68,7 @@ class Mix:
 
 
 def mix_of(sources: Sequence[DataSource], starts: Sequence[int]) -> Mix | None:
-    """The mix of the entries of `data` whose samples begin at `starts`; None where they are not
+    """Return the mix of the entries of `data` whose samples begin at `starts`; None if they are not
     mixed.
     """
     weights = tuple(source.weight for source in sources if source.weight is not None)

@@ -33,8 +33,8 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def exact_order(size: int, *key: int) -> np.ndarray:
-    """A uniformly drawn order of 0..size-1: int64[size]. A stable sort, so that it is the same on
-    every machine.
+    """Return a uniformly drawn order of 0..size-1: int64[size]. A stable sort, so that it is the
+    same on every machine.
     """
     return np.argsort(random_words(size, *key), kind="stable")
 
@@ -104,8 +104,8 @@ class Permutation:
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches
-    every output bit.
+    """Apply the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit
+    reaches every output bit.
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

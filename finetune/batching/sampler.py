@@ -109,8 +109,8 @@ class GlobalBatches:
         return self.total_steps
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset
-        indices.
+        """Return the samples of a step, counted from 0 (else IndexError): int64[global_batch_size]
+        dataset indices.
         """
         self._check(step)
         counts = self._cell_counts[step]
@@ -211,8 +211,8 @@ class GlobalBatches:
         return places if self._members is None else self._members[places]
 
     def _pass(self, cell: int, number: int) -> Permutation:
-        """The order of a cell in one pass. The ones made last are kept: steps usually come in
-        order.
+        """Return the order of a cell in one pass. The ones made last are kept: steps usually come
+        in order.
         """
         key = (cell, number)
         if key not in self._passes:
@@ -234,7 +234,7 @@ def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cel
 
 
 def _cells_of_sources(held: np.ndarray, starts: np.ndarray) -> list[_Cell]:
-    """The cells of int64[sources, difficulties] samples, source by source."""
+    """Return the cells of int64[sources, difficulties] samples, source by source."""
     first = starts[:-1] + np.cumsum(held, axis=0) - held
     return [
         _Cell(int(first[place]), int(held[place]), (_CELL_KEY, *map(int, place)))

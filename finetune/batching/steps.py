@@ -74,7 +74,7 @@ class Execution:
         )
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
-        """Half the budget (more microbatches, the same global batch); None where a microbatch holds
+        """Half the budget (more microbatches, the same global batch); None if a microbatch holds
         one sample.
         """
         if self.token_budget is not None:
@@ -120,7 +120,7 @@ class LossGroups:
         return len(self.sources) * (difficulties + 1) if self.sources else difficulties
 
     def of(self, indices: np.ndarray, difficulty_ids: np.ndarray) -> np.ndarray:
-        """The group of each sample: int64 like `indices`; -1 for none.
+        """Return the group of each sample: int64 like `indices`; -1 for none.
 
         Args:
             difficulty_ids: of these samples, -1 for none.
@@ -203,7 +203,7 @@ class StepBatches(torch.utils.data.Dataset):
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
     def plan(self, indices: np.ndarray, execution: Execution) -> MicrobatchSchedule:
-        """The microbatches of the global batch `indices`, of all ranks."""
+        """Return the microbatches of the global batch `indices`, of all ranks."""
         return execution.plan(self.tokens_of(indices, packing=execution.token_budget is not None))
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:

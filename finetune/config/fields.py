@@ -43,7 +43,7 @@ def normal(name: str) -> str:
 
 
 def flag(name: str) -> str:
-    """The flag of a field: `--learning-rate`."""
+    """Return the flag of a field: `--learning-rate`."""
     return "--" + name.replace("_", "-")
 
 

@@ -163,7 +163,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int:
-        """An integer: `010` is 10 as in YAML 1.2, and not 8 as in YAML 1.1."""
+        """Read an integer: `010` is 10 as in YAML 1.2, and not 8 as in YAML 1.1."""
         text = str(self.construct_scalar(node)).replace("_", "").lower()
         return int(text, 0) if text.lstrip("+-").startswith(("0x", "0o")) else int(text, 10)
 

@@ -24,8 +24,8 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no
-    file or folder.
+    """Return whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`;
+    no file or folder.
     """
     return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
 

@@ -127,6 +127,6 @@ else:  # the choices of the settings, as pydantic takes them
 
 
 def described(*, pretraining: bool) -> str:
-    """The names with what they mean, for the help."""
+    """Return the names with what they mean, for the help."""
     schedules = SCHEDULES if pretraining else _FINE_TUNING
     return "; ".join(f"{name}: {schedule.meaning}" for name, schedule in schedules.items())

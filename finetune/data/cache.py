@@ -43,7 +43,7 @@ def default_cache_dir() -> Path:
 
 
 def key_of(parts: Mapping[str, str]) -> str:
-    """The entry's name: a hash of all the parts."""
+    """Return the entry's name: a hash of all the parts."""
     text = json.dumps(dict(parts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -54,8 +54,8 @@ def open_or_make(
     make: Make,
     what: str = "tokenized data",
 ) -> Path:
-    """The folder for `parts`: found and verified, or made by `make` once among all processes that
-    ask.
+    """Return the folder for `parts`: found and verified, or made by `make` once for all processes
+    that request it.
 
     Args:
         cache_dir: where entries live; made where missing.
@@ -96,7 +96,7 @@ def open_or_make(
 
 
 def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
-    """The folder for `parts`, or None if it is missing or damaged."""
+    """Return the folder for `parts`, or None if it is missing or damaged."""
     folder = cache_dir / key_of(parts)
     return folder if _fault(folder) is None else None
 
@@ -137,8 +137,8 @@ def _seen(folder: Path) -> dict[str, list[int]]:
 
 
 def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
-    """Whether another process of this start has checked the folder, and nothing was written there
-    since.
+    """Return whether another process of this start has checked the folder, and nothing was written
+    there since.
     """
     start = this_start()
     if start is None:
@@ -235,7 +235,7 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
 
 
 def _written_at(path: Path) -> float:
-    """Seconds; 0 where another process has removed the file meanwhile."""
+    """Seconds; 0 if another process has removed the file meanwhile."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -353,7 +353,7 @@ def _read(notes: Path) -> Notes:
 
 
 def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
-    """The hashes that still hold."""
+    """Return the hashes that still hold."""
     start = this_start()
     found = {}
     for path in paths:

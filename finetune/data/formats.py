@@ -70,7 +70,7 @@ def _is_media_part(part: Mapping[str, Any]) -> bool:
 
 
 def has_media(value: Any) -> bool:
-    """Whether a record, or one of its turns or contents, has media."""
+    """Return whether a record, or one of its turns or contents, has media."""
     if isinstance(value, (list, tuple)):
         return any(map(has_media, value))
     if not isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def has_media(value: Any) -> bool:
 
 
 def without_media(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with neither media nor the places in its texts where they were."""
+    """Return the record without media and without their placeholders in its strings."""
     return {key: _stripped(value) for key, value in record.items() if key not in MEDIA_KEYS}
 
 
@@ -300,8 +300,8 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
-    """A question and its answer; or TRL's conversational form, whose prompt is context with all its
-    answers.
+    """Convert a question and its answer, or TRL's conversational form, whose prompt is context with
+    all its answers.
     """
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
     if not answer_keys:
@@ -329,16 +329,16 @@ def _if_preference(record: Mapping[str, Any]) -> str:
 
 
 def leading_system(record: Mapping[str, Any]) -> list[Message]:
-    """The system message of a column: an empty one there means none. A system *turn* may be empty
-    and stays.
+    """Return the system message of a column: an empty one there means none. A system *turn* may be
+    empty and stays.
     """
     system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
 def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
-    """The turns of a list, `before` of them being there already, behind the record's system
-    message.
+    """Return the turns of a list after the record's system message and the `before` turns that
+    precede it.
     """
     turns = record[key]
     if isinstance(turns, str):  # as JSON, which columns of CSV and Parquet often hold
@@ -453,7 +453,7 @@ def _is_part(part: Any, kind: str) -> bool:
 
 
 def _part(part: Any, where: str) -> str:
-    """The text of a part of a content: under `text`, or under `value` (LLaMA-Factory v1)."""
+    """Return the text of a content's part: under `text`, or under `value` (LLaMA-Factory v1)."""
     if _is_part(part, "text") or _is_part(part, "reasoning"):
         text = part.get("text", part.get("value"))
         if isinstance(text, str):
@@ -522,7 +522,7 @@ def _check_order(messages: Sequence[Message]) -> None:
 def difficulty_of(
     record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str
 ) -> str | None:
-    """The difficulty that a record names.
+    """Return the difficulty that a record names.
 
     Raises:
         RecordProblem: another type, or none of `difficulties`.

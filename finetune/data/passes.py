@@ -206,7 +206,7 @@ _PLACEHOLDER = re.compile(r"\{\{ *[A-Za-z_]\w* *\}\}")
 
 
 def _has_placeholder(found: Conversation) -> bool:
-    """Whether an answer that is trained holds a placeholder."""
+    """Return whether an answer that is trained holds a placeholder."""
     return any(
         turn.trained and turn.role == "assistant" and _PLACEHOLDER.search(turn.content)
         for turn in found.messages
@@ -422,7 +422,9 @@ class Preparation:
         return done
 
     def _complete(self, report: DataReport, done: _Progress) -> DataReport:
-        """The report of both passes; refuse what the chat template does not take, or count it."""
+        """Return the report of both passes; refuse records that the chat template rejects, or count
+        them.
+        """
         if not self.drop_bad_records:
             done.refused.refuse(report.records_read)
         cut_off = done.report.dropped
@@ -439,7 +441,7 @@ class Preparation:
         return report
 
     def _none_left(self, report: DataReport) -> DataError:
-        """The error for records none of which is left, with the reasons."""
+        """Return the error for records of which none is left, with the reasons."""
         counts = {
             **report.dropped,
             "duplicates": report.duplicates,

@@ -46,7 +46,7 @@ class RecordProblem(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class if it has none."""
+    """Return the first line of an error's text, or its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -217,8 +217,8 @@ class DataReport:
         return [text for shown, text in found if shown]
 
     def lines(self) -> list[tuple[str, str]]:
-        """The table's lines as (name, value) texts; what is zero is left out where it is only bad
-        news.
+        """Return the table's lines as (name, value) strings; counts of problems are left out if
+        they are zero.
         """
         answers = self.good_answers + self.bad_answers
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
@@ -257,7 +257,7 @@ class DataReport:
         ]
 
     def table(self, title: str = "data") -> Table:
-        """The start-up table, for rich."""
+        """Return the start-up table, for rich."""
         from rich.table import Table
 
         table = Table(title=title, show_header=False)

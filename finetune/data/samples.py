@@ -252,7 +252,9 @@ class Samples:
         return f"{self._files[self._file_numbers[index]].path}:{self._lines[index]}"
 
     def first_above(self, limit: int) -> tuple[int, str]:
-        """The first token id that is `limit` or more (see `highest_id`), and its record's place."""
+        """Return the first token id that is `limit` or more (see `highest_id`), and the location of
+        its record.
+        """
         shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
         tokens = self._tokens[shard]
         place = int(np.argmax(tokens >= limit))

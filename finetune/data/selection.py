@@ -47,13 +47,13 @@ class Selection:
     drop_duplicates: bool = False
 
     def __bool__(self) -> bool:
-        """Whether anything is left out."""
+        """Return whether anything is left out."""
         return self.valid_split is not None or self.drop_duplicates
 
     def key(
         self, number: int, record: Mapping[str, Any], found: Conversation, reader: RecordReader
     ) -> tuple[int, int, int, bool]:
-        """A record's entry of `KEYS`.
+        """Return a record's entry of `KEYS`.
 
         Raises:
             RecordProblem: it has nothing under `split_by`.
@@ -163,7 +163,7 @@ def _hash(value: Any) -> int:
 
 
 def _as_text(group: Any) -> Any:
-    """A number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one
+    """Return a number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one
     group.
     """
     if isinstance(group, bool) or not isinstance(group, (int, float)):

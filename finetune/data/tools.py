@@ -48,7 +48,9 @@ def arguments_text(arguments: Mapping[str, Any]) -> str:
 
 
 def read_tools(given: Any, where: str) -> Tools:
-    """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
+    """Return the functions that may be called.
+
+    Each is `{"type": "function", "function": {"name": ...}}`.
 
     Args:
         given: a list of such objects, or of their `function` values only; or such a list as JSON.
@@ -137,8 +139,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[Call]:
-    """The call that each result after a turn answers: by its id, or in order where no result has
-    one.
+    """Return the call that each result after a turn answers: by its id, or in order if no result
+    has an id.
 
     Raises:
         RecordProblem: a call without result, a result of no call, or an id that comes twice.
@@ -163,7 +165,7 @@ def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[
 
 
 def written_out(call: Call, text: str) -> bool:
-    """Whether a text without white space has the call: its name and every value of its
+    """Return whether a text without white space has the call: its name and every value of its
     arguments.
     """
     return squeezed(call.name) in text and all(
@@ -181,8 +183,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _forms(value: Any) -> list[str]:
-    """A name, text or number as templates may write it: as it is, or as in JSON with or without
-    escapes.
+    """Return a name, text or number as templates may write it: as it is, or as in JSON with or
+    without escapes.
     """
     forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
     return [squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]

@@ -72,8 +72,8 @@ def ipo_losses(
 
 
 def orpo_losses(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """The odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda in
-    equation 6.
+    """Return the odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda
+    in equation 6.
 
         -beta log sigma(log(odds(y_w) / odds(y_l))),  odds(y) = p / (1 - p),  p = exp(mean
         log-probability of y)

@@ -33,15 +33,15 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def last_event(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The newest event of that name."""
+    """Return the newest event of that name."""
     return next((event for event in reversed(events) if event["event"] == name), None)
 
 
 def planned_of_run(
     run: Path, events: list[dict[str, Any]], model_config: Path | None = None
 ) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started last, with the microbatches it had instead of the
-    largest there may be.
+    """Return the workload of the run at its last start, with its actual microbatches instead of the
+    largest possible ones.
 
     Args:
         model_config: a config.json instead of the model's own.

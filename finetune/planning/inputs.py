@@ -46,7 +46,7 @@ _AUTO_TOKENS = 2
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
-    """The shape of the model that a configuration trains.
+    """Return the shape of the model that a configuration trains.
 
     Args:
         model_config: a config.json instead of the model's own.
@@ -62,12 +62,12 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
 
 
 def shape_of_pretraining(config: PretrainConfig) -> ModelShape:
-    """The shape that pretraining makes, or of the model that it continues."""
+    """Return the shape that pretraining makes, or of the model that it continues."""
     return shape_of_base_model(config) if config.model else shape_from_scratch(config)
 
 
 def shape_from_scratch(config: PretrainConfig) -> ModelShape:
-    """The shape that pretraining makes."""
+    """Return the shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
     vocabulary = config.vocab_size or _vocabulary(config)
@@ -78,7 +78,7 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
 
 
 def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
-    """The shape of the model that training starts from."""
+    """Return the shape of the model that training starts from."""
     from huggingface_hub import constants
 
     from finetune.modeling.hub import folder_of
@@ -348,7 +348,8 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
 
 
 def token_data(config: PretrainConfig) -> dict[str, Any] | None:
-    """The windows of a run's training data, as `plan --json` has them; None without its files.
+    """Return the windows of a run's training data, as `plan --json` has them; None without its
+    files.
 
     Raises:
         DataError: what the run itself would refuse.
@@ -368,7 +369,7 @@ def token_data(config: PretrainConfig) -> dict[str, Any] | None:
 
 
 def _vocabulary(config: PretrainConfig) -> int:
-    """The vocabulary in the header of the first token file that has one."""
+    """Return the vocabulary in the header of the first token file that has one."""
     from finetune.data.corpus.token_shards import read_header
 
     headers = filter(None, map(read_header, _shards(config)))

@@ -129,7 +129,7 @@ def with_batch_of_data(config: Any) -> Any:
 
 
 def rate_for(config: RunConfig, width: int, batch: int) -> float:
-    """The law's rate, in two digits."""
+    """Return the law's rate, in two digits."""
     rate = (
         RATES[config.finetuning] * (WIDTH / width) ** WIDTH_POWER * (batch / BATCH) ** BATCH_POWER
     )

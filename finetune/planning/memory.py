@@ -223,7 +223,7 @@ def _zero12(work: Workload) -> list[Term]:
 
 
 def _optimizer_shares(work: Workload, source: str, phases: tuple[Phase, ...]) -> list[Term]:
-    """A process's part of masters and moments under ZeRO."""
+    """Return a process's part of masters and moments under ZeRO."""
     location: Location = "host" if work.sharding.offload_optimizer else "device"
     moments, masters = _moments(work, work.share), "4 B x P_t / N: float32 masters"
     return [
@@ -235,8 +235,8 @@ def _optimizer_shares(work: Workload, source: str, phases: tuple[Phase, ...]) ->
 def _bucket(
     work: Workload, buckets: int, copies: int, phases: tuple[Phase, ...], source: str
 ) -> list[Term]:
-    """The buckets that gradients are reduced in, and the copies of one while it is summed over
-    processes: after the last microbatch if one bucket holds them all.
+    """Return the buckets that gradients are reduced in, and the copies of one while it is summed
+    over processes: after the last microbatch if one bucket holds them all.
     """
     c, size = work.computing.element_bytes, work.sharding.reduce_bucket
     used = min(size, work.trained)

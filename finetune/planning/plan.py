@@ -151,8 +151,8 @@ class Plan:
 
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
-    """The plan of a configuration on a cluster. Measures a copy in memory if no host bandwidth is
-    given.
+    """Return the plan of a configuration on a cluster. Measures a copy in memory if no host
+    bandwidth is given.
     """
     chosen = choose_execution(config, shape, cluster)
     config = chosen.config
@@ -194,7 +194,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
 
 
 def _choices(work: Workload, cluster: Cluster) -> Iterator[Choice]:
-    """The ways to shard a fine-tuning run; the given numbers of elements stay."""
+    """Yield the ways to shard a fine-tuning run; the given numbers of elements stay."""
     for stage, optimizer, weights in (
         (0, False, False),
         (2, False, False),

@@ -221,7 +221,7 @@ class ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a config.json (or the folder that holds one) describes.
+    """Return the shape that a config.json (or the folder that holds one) describes.
 
     Raises:
         ConfigError: no such file, not JSON, or not the configuration of a decoder that transformers
@@ -248,7 +248,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape of a config.json's content.
+    """Return the shape of a config.json's content.
 
     Raises:
         ConfigError: see `read_shape`.
@@ -287,7 +287,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
 
 
 def shape_of_model(model: PreTrainedModel) -> ModelShape:
-    """The shape of a model, which may be on the meta device.
+    """Return the shape of a model, which may be on the meta device.
 
     Raises:
         ValueError: its blocks are not found, or how many experts compute a token.
@@ -323,8 +323,8 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The list of `count` modules that holds most of the model's parameters: a vision tower may
-    have as many.
+    """Return the list of `count` modules that holds most of the model's parameters: a vision tower
+    may have as many modules.
     """
     from torch import nn
 
@@ -385,7 +385,7 @@ class _MatrixReader:
     in_blocks: frozenset[int]
 
     def matrices(self, root: nn.Module) -> Iterator[Matrix]:
-        """The matrices of a module, their paths within it."""
+        """Yield the matrices of a module, their paths within it."""
         for path, module in root.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2 and "bias" not in name:
@@ -437,7 +437,7 @@ KNOWN_MODELS = tuple(_CONFIGS)
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The configuration of a public model, `-Base` and `-Instruct` included; None for an unknown
-    one.
+    """Return the configuration of a public model, `-Base` and `-Instruct` included; None for an
+    unknown one.
     """
     return _CONFIGS.get(name.removesuffix("-Instruct").removesuffix("-Base"))

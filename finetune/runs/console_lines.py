@@ -101,6 +101,6 @@ def _step_facts(text: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | None:
-    """Return a number; None for NaN and infinity, as in the run's own log."""
+    """Parse a number; None for NaN and infinity, as in the run's own log."""
     value = float(text.replace(",", ""))
     return value if abs(value) < float("inf") else None

@@ -69,8 +69,8 @@ ADVICE = {
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """An event as a sentence. One that is not known, or that lacks a field, shows its fields as
-    they are.
+    """Return an event as a sentence. An unknown event, or one that lacks a field, shows its fields
+    as they are.
     """
     facts = dict(event)
     if isinstance(facts.get("size_bytes"), int):
@@ -109,7 +109,7 @@ def message_text(message: Message) -> str:
 
 
 def ranked_text(message: Message) -> str:
-    """A message after the rank that wrote it, if that is not rank 0."""
+    """Return a message after the rank that wrote it, if that is not rank 0."""
     rank = f"rank {message.rank}: " if message.rank else ""
     return rank + message_text(message)
 
@@ -120,7 +120,7 @@ def is_event_in_log(text: str) -> bool:
 
 
 def state_text(view: RunView) -> str:
-    """The state of a run."""
+    """Return the state of a run."""
     return _(STATES[view.state])
 
 

@@ -83,8 +83,8 @@ class LineFollower:
         return NewLines(restarted, whole.splitlines())
 
     def pieces(self) -> Iterator[NewLines]:
-        """The lines that came since the last call, piece by piece: the first look at a long file
-        finds all of it.
+        """Yield the lines written since the last call, piece by piece: the first read of a long
+        file returns all of it.
         """
         while (new := self.poll(_PIECE_BYTES)).lines or new.restarted:
             yield new

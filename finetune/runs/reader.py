@@ -216,12 +216,12 @@ def _named_runs(where: str, folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a file that only a run writes."""
+    """Return whether a folder holds a file that only a run writes."""
     return any((folder / name).is_file() for name in _RUN_NAMES)
 
 
 def runs_in(folder: Path | str) -> list[Path]:
-    """The run folders directly in a folder, the one that wrote last first."""
+    """Return the run folders directly in a folder, the one that wrote last first."""
     try:
         runs = [path for path in Path(folder).iterdir() if path.is_dir() and is_run(path)]
     except OSError:
@@ -238,7 +238,7 @@ def _last_written(folder: Path) -> float:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty for anything else: a torn line is skipped."""
+    """Return the JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -262,8 +262,8 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
 
 
 def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
-    """The messages of several sources by time; those of one source stay in order, also where its
-    clock went back.
+    """Merge the messages of several sources by time; the messages of one source stay in order, even
+    if its clock went back.
     """
     timed: list[tuple[float, Message]] = []
     for messages in sources:
@@ -300,8 +300,8 @@ def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
 
 
 def _holder_is_gone(run_folder: Path) -> bool:
-    """Whether the process that signed the lock is known to be gone: it ran on this host, its id is
-    free or reused.
+    """Return whether the process that signed the lock is known to be gone: it ran on this host, its
+    id is free or reused.
     """
     import psutil
 

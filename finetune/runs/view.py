@@ -99,7 +99,7 @@ class RunView:
         return self.last_event("checkpoint")
 
     def last_event(self, name: str) -> dict[str, Any]:
-        """The last event of this name; empty before it."""
+        """Return the last event of this name; empty before it."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def events_named(self, *names: str) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ class RunView:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Time for the steps that are left; 0 where the run has ended."""
+        """Time for the steps that are left; 0 if the run has ended."""
         if self.state in ENDED:
             return 0.0
         if not self.total_steps or not self.steps:

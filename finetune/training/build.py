@@ -241,7 +241,7 @@ def plan_summary(config: Any, step_batches: StepBatches) -> PlanSummary:
 
 
 def startup_lines(summary: PlanSummary, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The table's lines about execution, as (name, value) texts."""
+    """Return the table's lines about execution, as (name, value) texts."""
     fewest, mean, most = summary.rows_per_rank
     counts = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
     return [

@@ -205,7 +205,9 @@ class Checkpointer:
             )
 
     def _has_memory(self, state: TrainingState) -> bool:
-        """Whether every node's memory holds the copies of its ranks. Asked once: then they stay."""
+        """Return whether every node's memory holds the copies of its ranks. Asked once: then they
+        stay.
+        """
         if not self._memory_asked:
             self._memory_asked = True
             host = HostMeter().look()
@@ -265,7 +267,10 @@ class Checkpointer:
         return self.control.together(partial(work, *arguments))
 
     def _go_on(self, saving: _Saving) -> None:
-        """The next part of a save whose last part is done on this rank. Every rank must call it."""
+        """Start the next part of a save whose last part is done on this rank.
+
+        Collective: every rank must call it.
+        """
         self._saving = None
         failure = saving.work.exception()
         with saving.entered as entered:

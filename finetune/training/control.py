@@ -64,7 +64,7 @@ class Control:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Every rank must call it."""
+        """Return whether the flag is set on any rank. Every rank must call it."""
         return flag if self.group is None else largest_of_all([int(flag)], group=self.group) == [1]
 
     def gather(self, item: object) -> list[Any]:
@@ -121,8 +121,9 @@ class Control:
         )
 
     def token(self) -> str:
-        """A fresh name, the same on every rank; not from the seeded generators, so that training
-        does not notice.
+        """Return a new name, the same on every rank.
+
+        It does not come from the seeded generators, so training is not affected.
         """
         return str(self.share(f"{random.SystemRandom().getrandbits(48):012x}"))
 
@@ -168,8 +169,10 @@ class Control:
         return done
 
     def have_one(self, known: object) -> bool:
-        """Whether all ranks have this, by digests alone: 64 bytes a rank, however much it is. Every
-        rank must call.
+        """Return whether `known` is equal on all ranks.
+
+        Ranks exchange only digests, 64 bytes each, for any size of `known`. Collective: every rank
+        must call it.
         """
         if self.group is None:
             return True

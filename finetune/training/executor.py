@@ -137,7 +137,9 @@ class StepExecutor:
     def _try_microbatches(
         self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]
     ) -> tuple[StepResult | None, str | None]:
-        """The result, or the error where memory did not suffice and the step can be tried again."""
+        """Return the result, or the error if memory did not suffice and the step can be tried
+        again.
+        """
         try:
             return self._run_microbatches(model, batch, microbatches), None
         except Exception as caught:  # each device backend raises its own type
@@ -258,7 +260,8 @@ class StepExecutor:
 def cannot_shrink_error(
     step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool
 ) -> FinetuneError:
-    """The error for microbatches that cannot be made smaller; names the sample that they must hold.
+    """Return the error for microbatches that cannot be made smaller; names the sample that they
+    must hold.
 
     Args:
         step: 0-based.

@@ -122,8 +122,8 @@ class SpikeDetector:
         self.losses: deque[float] = deque(maxlen=window_steps)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike against the window, which it then enters. False until the
-        window is full.
+        """Return whether this loss is a spike against the window, which it then enters. False until
+        the window is full.
         """
         spike = False
         if math.isfinite(loss):

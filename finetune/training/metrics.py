@@ -115,8 +115,8 @@ def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[st
 def mean_losses(
     groups: LossGroups, sums: Sequence[float], tokens: Sequence[int]
 ) -> dict[str, float]:
-    """An evaluation's mean loss of each difficulty and source that has targets; sums and targets
-    are by group.
+    """Return an evaluation's mean loss of each difficulty and source that has targets; sums and
+    targets are by group.
     """
     found: dict[str, float] = {}
     for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):

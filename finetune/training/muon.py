@@ -51,7 +51,7 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step; `closure` as in torch."""
+        """Take a step; `closure` as in torch."""
         loss = evaluated(closure)
         for group in self.param_groups:
             shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
@@ -89,7 +89,7 @@ class BatchedMuon(torch.optim.Muon):
     def _held(
         self, members: list[torch.nn.Parameter], name: str, shape: Sequence[int]
     ) -> list[torch.Tensor]:
-        """The moments of that name, zeros before the first step."""
+        """Return the moments of that name, zeros before the first step."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = parameter.new_zeros(shape)
@@ -103,7 +103,7 @@ class BatchedMuon(torch.optim.Muon):
         group: dict[str, Any],
         skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The weights `(matrices, rows, columns)` after the step."""
+        """Return the weights `(matrices, rows, columns)` after the step."""
         rate, (rows, columns) = float(group["lr"]), weight.shape[1:]
         changed = weight * (1 - rate * group["weight_decay"])
         like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"

@@ -135,7 +135,7 @@ def make_optimizer(
     fused: bool,
     compute_dtype: torch.dtype = torch.bfloat16,
 ) -> JointOptimizer:
-    """The optimizer of a pretraining run. The model is where it will be trained.
+    """Return the optimizer of a pretraining run. The model is where it will be trained.
 
     Args:
         fused: whether AdamW's fused kernels are right on this device.
@@ -247,8 +247,8 @@ def make_small_optimizer(
 
 
 def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read
-    it there.
+    """Return the number of steps in the form of torch's optimizers: on the device for fused
+    kernels, which read it there.
     """
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return torch.tensor(float(step), device=parameter.device if fused else "cpu")
@@ -275,7 +275,7 @@ def restored_state(
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> bool:
-    """Let the optimizer's next step be empty where `nonfinite` is 1, which the device finds out by
+    """Let the optimizer's next step be empty if `nonfinite` is 1, which the device finds out by
     itself.
 
     Returns:
@@ -365,7 +365,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of every part."""
+        """Take a step of every part."""
         loss = evaluated(closure)
         for part in self.parts:
             part.step()

@@ -55,7 +55,7 @@ QUIET_RANK_SECONDS = 3.0
 
 
 def run_command(kind: RunKind, arguments: Sequence[str] | None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     world = launch_world()
     setup_console(world.rank)

@@ -128,8 +128,8 @@ class Session:
         return self.start
 
     def out_of_memory_note(self) -> dict[str, Any] | None:
-        """The last out-of-memory note, the same on every rank: of nodes that share the folder some
-        may not see it yet.
+        """Return the last out-of-memory note, the same on every rank: some nodes that share the
+        folder may not see it yet.
 
         Every rank must call, after `agree_on_run`.
         """
@@ -304,7 +304,7 @@ class Session:
 
 @contextlib.contextmanager
 def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Iterator[None]:
-    """The process group of the run, if it has several processes; torn down with a barrier, so that
+    """Make the run's process group if it has several processes; a barrier at its end ensures that
     none aborts.
 
     One that exists is used and left alone.
@@ -341,8 +341,9 @@ def _forget_accelerate() -> None:
 
 
 def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
-    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row",
-    "error"}`.
+    """Return the last out-of-memory note of a sharded run.
+
+    It is `{"step", "token_budget" or "samples_per_row", "error"}`.
     """
     path = output_dir / OUT_OF_MEMORY_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

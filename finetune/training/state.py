@@ -174,7 +174,7 @@ class TrainingState:
         )
 
     def _own(self, rank: int, world_size: int) -> frozenset[str]:
-        """The parameters that this rank writes."""
+        """Return the parameters that this rank writes."""
         writers = self._writers(world_size)
         everything = self.form == "slices" or (rank == 0 and not writers)
         return frozenset(
@@ -379,8 +379,8 @@ class TrainingState:
 
 
 def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept; nothing
-    for others.
+    """Return a context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept;
+    nothing for others.
     """
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
@@ -491,7 +491,7 @@ class HostCopies:
         self._devices: set[torch.device] = set()
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A float32 copy, to be waited for (`wait`)."""
+        """Return a float32 copy, to be waited for (`wait`)."""
         self._devices.add(tensor.device)
         if name not in self._buffers:
             self._buffers[name] = devices.host_buffer(tensor.shape, tensor.device)
@@ -589,7 +589,7 @@ class SavedTensors:
         return shape
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole float32 tensor, in the parameter's shape, on the CPU."""
+        """Return the whole float32 tensor, in the parameter's shape, on the CPU."""
         shape = self._shape(name)
         return self.flat(name, 0, math.prod(shape)).reshape(shape)
 
@@ -650,8 +650,8 @@ def local_slice(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor:
 
 
 def held_part(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor | None:
-    """A tensor in the parameter's shape that is right where this rank's ZeRO-1/2 partition has it;
-    None: nowhere.
+    """Return a tensor in the parameter's shape that is right where this rank's ZeRO-1/2 partition
+    has it; None: nowhere.
     """
     if parameter._hp_mapping is None:
         return None
@@ -667,8 +667,8 @@ def held_part(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor | 
 
 
 def read_scale(scaler: Any, engine: Any) -> dict[str, float] | None:
-    """The scale and the steps since it was last changed or an overflow seen; None where there is no
-    scale.
+    """Return the scale and the steps since it was last changed or an overflow seen; None if there
+    is no scale.
 
     Args:
         scaler: torch.amp.GradScaler; None without one.

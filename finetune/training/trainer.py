@@ -478,8 +478,8 @@ class RunTrainer(Trainer):
         return result.loss
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm, with or without clipping; where it is not finite the optimizer's step
-        is made empty.
+        """Return the gradient norm, with or without clipping; where it is not finite the
+        optimizer's step is made empty.
         """
         # The last hook before `optimizer.step()`. DeepSpeed has stepped by now, and a skipped step
         # leaves the norm of the step before.
@@ -580,7 +580,7 @@ class RunTrainer(Trainer):
         return metrics
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
-        """The loss of validation batches, overall, per difficulty and per source. Every rank
+        """Return the loss of validation batches, overall, per difficulty and per source. Every rank
         must call it.
         """
         groups, total, tokens = step_batches.groups, 0.0, 0

@@ -128,7 +128,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _in_order(turns: list[dict[str, Any]]) -> bool:
-    """Whether each question has its answer, after the results of what was called before it."""
+    """Return whether each question has its answer, after the results of earlier calls."""
     expected, called = "user", set()
     for turn in turns:
         role = turn["role"]

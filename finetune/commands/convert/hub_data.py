@@ -15,7 +15,7 @@ _FILES = {".json", ".jsonl", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2"
 
 
 def is_hub_data(path: Any) -> bool:
-    """Whether a path is the name of a data set: no file or folder here, and no file's name."""
+    """Return whether a path names a hub's data set: no file or folder here, and no file's name."""
     return (
         isinstance(path, str)
         and _NAME.fullmatch(path) is not None

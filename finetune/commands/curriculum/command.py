@@ -273,8 +273,10 @@ def _table(report: CurriculumReport) -> Table:
 
 
 def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[int], list[str]]:
-    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record
-    numbers; the first of each source, and N; warnings about the others.
+    """Read the records that can be trained on.
+
+    Returns int64[N] difficulties, -1 for none; int64[N] record numbers; the first record of each
+    source, and N; and warnings about the others.
 
     Raises:
         DataError: a file cannot be read; a column that no record has; records are bad and

@@ -348,7 +348,7 @@ def audit_data(
 
 
 def print_audit(result: dict[str, Any], console: Console) -> None:
-    """The table, and a few places below it."""
+    """Print the table, and a few places below it."""
     from rich.table import Table
 
     table = Table(title="audit", show_header=False)

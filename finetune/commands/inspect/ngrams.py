@@ -76,7 +76,7 @@ class Words:
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """The words of some texts, and the script of each."""
+    """Return the words of some texts, and the script of each."""
     lowered = [text.lower() for text in texts]
     points = np.frombuffer(
         "\n".join([*lowered, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4"
@@ -98,8 +98,8 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def band_keys(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The texts that have `SHINGLE_WORDS` words, int64 (N,), and the MinHash of each in bands,
-    uint64 (N, BANDS).
+    """Return the indices of texts with at least `SHINGLE_WORDS` words, int64 (N,), and the MinHash
+    of each in bands, uint64 (N, BANDS).
     """
     grams, texts = words.ngrams(SHINGLE_WORDS)
     firsts = np.flatnonzero(np.diff(texts, prepend=-1))

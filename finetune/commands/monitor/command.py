@@ -161,7 +161,7 @@ def _device(device: SmiDevice) -> dict[str, Any]:
 
 
 def plain_line(view: RunView, machine: Machine) -> str:
-    """A run in a line of text."""
+    """Return a run in a line of text."""
     parts = [state_text(view)] if view.state != "running" else []
     total = view.total_steps
     if total or view.steps:
@@ -253,7 +253,9 @@ def _watch_json(reader: Reader, watch: MachineWatch, interval_seconds: float) ->
 def _watch_screen(
     reader: Reader, watch: MachineWatch, interval_seconds: float, console: Console, note: str
 ) -> None:
-    """The dashboard, until `q`; it stays when the run has ended, because that may be resumed."""
+    """Show the dashboard until `q`; it stays when the run has ended, because the run may be
+    resumed.
+    """
     with (
         _single_keys() as key,
         Live(
@@ -310,7 +312,7 @@ def _leave(number: int, frame: Any) -> NoReturn:
 
 
 def _look_once(reader: Reader, watch: MachineWatch, console: Console | None, as_json: bool) -> None:
-    """`console`: None where it is no terminal."""
+    """`console`: None if it is no terminal."""
     view, machine = reader.poll(), watch.look()
     if as_json:
         print(json.dumps(to_json(view, machine), ensure_ascii=False))

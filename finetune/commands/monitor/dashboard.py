@@ -272,7 +272,9 @@ class Dashboard:
     # ------------------------------------------------------------------ messages
 
     def _messages(self, count: int) -> list[Text]:
-        """The last warnings, the error that ended the run, and what to do; at least one line."""
+        """Return the last warnings, the error that ended the run, and what to do; at least one
+        line.
+        """
         lines = [_message_line(message) for message in self.view.messages]
         if error := self.view.status.get("error"):
             lines.append(_message_line(Message(None, "ERROR", 0, str(error))))
@@ -413,7 +415,7 @@ class Progress(_Stretching):
 def grid(
     rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Sequence[int] = ()
 ) -> Table:
-    """A table without lines; each row is one line on the screen.
+    """Return a table without lines; each row is one line on the screen.
 
     Args:
         rows: cells of each, as many in every row. Of a line that is too long the right end is cut.
@@ -437,11 +439,11 @@ def grid(
 
 
 def one_line(text: Text) -> Text:
-    """A text that is cut rather than wrapped."""
+    """Return a text that is cut rather than wrapped."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
 def fact(name: str, value: str) -> Text:
-    """A value with its name before it."""
+    """Return a value with its name before it."""
     return Text.assemble((f"{name} ", "dim"), value)

@@ -155,7 +155,7 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command.
+    """Run the command.
 
     Raises:
         FinetuneError: the command line, configuration or model cannot be planned for; the caller
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The plan of resolved settings on the machines of the options."""
+    """Return the plan of resolved settings on the machines of the options."""
     from finetune.planning.inputs import shape_for
     from finetune.planning.learning_defaults import with_batch_of_data
     from finetune.planning.plan import make_plan
@@ -306,8 +306,8 @@ def plan(
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
-    """The machines that the options describe; what they leave open is taken from this machine where
-    it is meant.
+    """Return the machines that the options describe; options that are left out come from this
+    machine if it is meant.
     """
     from finetune.planning.workload import Cluster
 

@@ -168,7 +168,7 @@ def _curve(frame: _Frame, one: Series) -> tuple[str, list[tuple[str, str]], Curv
 
 
 def _band(frame: _Frame, points: Points) -> str:
-    """The area between least and greatest value of each pixel's width: it holds every value."""
+    """Return the area between the smallest and largest value at each pixel; it holds all values."""
     progress = (points.x - points.x[0]) / (points.x[-1] - points.x[0])
     columns = np.floor(progress * (WIDTH - LEFT - RIGHT - 1))
     begins = np.flatnonzero(np.diff(columns, prepend=-1.0))

@@ -33,7 +33,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: Any, form: str = "{:,.0f}") -> str:
-    """A number as text; a dash for what is none."""
+    """Return a number as text; a dash for what is none."""
     return form.format(value) if is_finite_number(value) else "–"
 
 
@@ -166,7 +166,7 @@ def starts(view: RunView) -> list[list[str]]:
 
 
 def checkpoints(view: RunView) -> list[list[str]]:
-    """The checkpoints that were published last."""
+    """Return the checkpoints that were published last."""
     rows = []
     for event in view.events_named("checkpoint")[-MAX_ROWS:]:
         name = str(event.get("name"))

@@ -375,7 +375,7 @@ class Shape:
         }
 
     def first(self) -> dict[str, Any] | None:
-        """The chunk before any text."""
+        """Return the chunk before any text."""
         return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else None
 
     def piece(self, text: str) -> dict[str, Any]:

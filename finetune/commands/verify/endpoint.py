@@ -175,7 +175,7 @@ class Endpoint:
         self._gives_logprobs = True
 
     def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
-        """The greedy answer to a conversation, which the server renders."""
+        """Return the greedy answer to a conversation, which the server renders."""
         path, turns = "/v1/chat/completions", [dict(message) for message in messages]
         body = {
             "model": self.model,
@@ -210,7 +210,7 @@ class Endpoint:
         )
 
     def _completion(self, path: str, body: dict[str, Any]) -> _Completion:
-        """The server's answer, with log-probabilities if it gives them."""
+        """Return the server's answer, with log-probabilities if it gives them."""
         if self._gives_logprobs:
             try:
                 return self._json(path, body | {"logprobs": True}, _Completion)
@@ -222,7 +222,7 @@ class Endpoint:
         return completion
 
     def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-        """The prompt's ids, where the engine shows them."""
+        """Return the prompt's ids, if the engine reports them."""
         if self.engine not in ("llama.cpp", "vllm"):
             return None
         body = {
@@ -333,11 +333,13 @@ class Endpoint:
             ) from None
 
     def _shown(self, words: str) -> str:
-        """A name or message of the server, short and without the key, which a server may echo."""
+        """Return a name or message of the server, short and without the key, which a server may
+        echo.
+        """
         return _without(self._key, words)[:SHOWN_CHARACTERS]
 
     def _text(self, text: str) -> str:
-        """A whole answer."""
+        """Return a whole answer."""
         return _without(self._key if len(self._key) >= MIN_SECRET else "", text)
 
 
@@ -348,7 +350,7 @@ def _without(key: str, text: str) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error."""
+    """Return the message of an error."""
     try:
         found = json.loads(body)
         error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""

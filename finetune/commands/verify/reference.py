@@ -58,7 +58,7 @@ class Reference:
         return end_ids(self.tokenizer, self.model.generation_config, eos)
 
     def answer(self, prompt: Ids, max_new_tokens: int) -> Ids:
-        """The greedy answer, with the end token if it ends."""
+        """Return the greedy answer, with the end token if it ends."""
         decoding = BatchDecoding(self.model, [prompt], [max_new_tokens], self.stop_ids)
         (answer,) = decoding.run(self.model, padding_id(self.model.config, self.tokenizer))
         return tuple(answer)

@@ -93,7 +93,7 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
 
 
 def read_footer(path: Path) -> FileMetaData:
-    """The footer of a parquet file; that of the file read last is kept."""
+    """Read the footer of a parquet file; the footer of the last file is cached."""
     status = path.stat()
     return _footer(path, status.st_mtime_ns, status.st_size)
 
@@ -149,8 +149,8 @@ def read_column(path: Path, group: int, text_field: str) -> Iterator[tuple[int, 
 
 
 def _column_of_texts(path: Path, metadata: FileMetaData, text_field: str) -> int:
-    """The number of the column among those that are stored (fields of nested columns are columns
-    there).
+    """Return the index of the column among the stored columns; fields of nested columns count as
+    columns there.
     """
     schema = metadata.schema.to_arrow_schema()
     fix = "name the column that holds the text with --text-field"
@@ -286,7 +286,7 @@ def units_of(files: Sequence[Path]) -> Iterator[Unit]:
 
 
 def size_of(unit: Unit) -> int:
-    """The unit's share of the input, in bytes."""
+    """Return the unit's share of the input, in bytes."""
     return sum(part.size_bytes for part in unit)
 
 
@@ -327,7 +327,7 @@ def documents_of(
 
 
 def _read_texts(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    """The texts of a part with records."""
+    """Yield the texts of a part with records."""
     if part.kind == "parquet":
         records = read_column(part.path, part.start, text_field)
     elif part.kind == "array":
@@ -344,7 +344,7 @@ def _read_texts(part: Part, text_field: str) -> Iterator[tuple[int, str | Record
 
 
 def _read_text(part: Part) -> Iterator[tuple[int, str | RecordProblem]]:
-    """The document of a part of a text file, if one is in it."""
+    """Yield the document of a part of a text file, if one is in it."""
     with part.path.open("rb") as file:
         start, stop = _cut(file, part.start), _cut(file, part.stop)
         file.seek(start)

@@ -57,7 +57,7 @@ _MAKE_AGAIN = "delete the shard's .bin, .index and .json and run `python -m fine
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The name of the smallest data type that holds every id of a vocabulary."""
+    """Return the name of the smallest data type that holds every id of a vocabulary."""
     return "uint16" if vocabulary <= IDS_OF_UINT16 else "uint32"
 
 
@@ -82,7 +82,7 @@ class TokenHeader:
         return self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
 
     def to_json(self) -> str:
-        """The content of NAME.json."""
+        """Return the content of NAME.json."""
         return (
             json.dumps(
                 {
@@ -170,8 +170,8 @@ _LOOKED_AT_IDS = 4096
 def find_shards(
     source: str | Path | Sequence[str | Path], split: str | None = None
 ) -> tuple[Path, ...]:
-    """The .bin files that a file, a folder, a glob or a list of them names; within one sorted by
-    name.
+    """Return the .bin files that a file, a folder, a glob or a list of them names; within one
+    sorted by name.
 
     Raises:
         DataError: nothing there; `Problems` for several.
@@ -215,7 +215,7 @@ def _find(given: str, split: str | None) -> list[Path]:
 
 
 def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | None) -> TokenHeader:
-    """The header of a shard after every check that does not read its ids.
+    """Return the header of a shard after every check that does not read its ids.
 
     Raises:
         DataError: unfinished, truncated, of another tokenizer or vocabulary, or bare and not what
@@ -270,7 +270,9 @@ def check_finished(folder: Path) -> None:
 
 
 def _header_of_raw(path: Path, size_bytes: int, vocab_size: int | None) -> TokenHeader:
-    """A file of bare ids: uint16 for a vocabulary of at most 65,536, else uint32; one document."""
+    """Describe a file of bare ids: uint16 for a vocabulary of at most 65,536, otherwise uint32; one
+    document.
+    """
     if size_bytes == 0:
         raise DataError("the file is empty", str(path), "name a file with tokens")
     if vocab_size is None:
@@ -534,7 +536,7 @@ class TokenShards:
 def tokenizer_folder(
     source: str | Path | Sequence[str | Path], split: str | None = None
 ) -> Path | None:
-    """The tokenizer that `prepare` saved next to the shards, or None."""
+    """Return the tokenizer that `prepare` saved next to the shards, or None."""
     folder = find_shards(source, split)[0].parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None
 
@@ -642,7 +644,7 @@ class ShardWriter:
 
 
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
-    """The finished shards of a split up to the first that is missing or damaged, by SHA-256.
+    """Return the finished shards of a split up to the first that is missing or damaged, by SHA-256.
 
     A damaged shard is logged; it and all after it are to be made again: each begins where the one
     before it ended.

@@ -278,8 +278,8 @@ def _windows_of(source: Sequence[str], config: PretrainConfig, known: dict[str, 
 
 
 def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """The first document, then always the first document that begins where the last window has
-    ended, or later.
+    """Return the starts of windows: the first document, then always the first document that begins
+    at or after the end of the last window.
 
     Windows overlap by the token that only the earlier one predicts, as without alignment.
     """

@@ -100,7 +100,7 @@ class Encoder:
 
 
 def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
-    """The boundaries of turns that are inside a token and must be cut at, in order."""
+    """Return the boundaries of turns that are inside a token and must be cut at, in order."""
     cuts = set()
     for turn in turns:
         if ((encoded.starts < turn.start) & (turn.start < encoded.ends)).any():
@@ -199,7 +199,7 @@ def _cut(
 
 
 def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The contents before token `end`, and their lengths, int64."""
+    """Return the contents before token `end`, and their lengths, int64."""
     inside = [content for content in contents if len(content) and content[-1] < end]
     return inside, np.array([len(content) for content in inside], dtype=np.int64)
 
@@ -231,8 +231,8 @@ def _share(lengths: np.ndarray, room: int) -> list[int]:
 
 
 def _middle(encoded: Encoded, content: np.ndarray, keep: int) -> np.ndarray:
-    """The tokens between the first half and the second half of what is kept; no character is torn
-    apart.
+    """Return the tokens between the first half and the second half of what is kept; no character is
+    torn apart.
     """
     first = (keep + 1) // 2
     last = len(content) - keep // 2
@@ -259,7 +259,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def without_reasoning(rendering: Rendering) -> Rendering:
-    """The rendering with turns that begin behind their thinking.
+    """Return the rendering with turns that begin after their reasoning.
 
     Raises:
         RecordProblem: the template gives reasoning in a form in which its end is not found.
@@ -372,8 +372,8 @@ class Renderer:
         self._check_cutoff(str(tokenizer.name_or_path))
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
-        """The samples of one conversation: one, or one per answer where the template asks for it
-        (see spans.py).
+        """Return the samples of one conversation: one, or one per answer if the template requires
+        it (see spans.py).
 
         Raises:
             RecordProblem: the template refuses the record or rewrites its answer; nothing or all
@@ -388,8 +388,8 @@ class Renderer:
         return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of the record spells a special token, which the tokenizer will read as
-        one.
+        """Return whether a text of the record spells a special token, which the tokenizer will read
+        as one.
         """
         texts = []
         for message in conversation.messages:
@@ -398,8 +398,8 @@ class Renderer:
         return any(map(self.template.has_special, texts))
 
     def _text(self, text: str) -> Rendered:
-        """A plain text between the tokens that begin and end one; every token but the first is a
-        target.
+        """Render a plain text between the tokens that begin and end one; every token but the first
+        is a target.
         """
         if self._end_id is None:
             raise RecordProblem(
@@ -424,7 +424,7 @@ class Renderer:
     def _targets(
         self, rendering: Rendering, encoded: Encoded
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """The tokens of each answer, and which of all T are targets, bool (T,)."""
+        """Return the tokens of each answer, and which of all T are targets, bool (T,)."""
         answers = trained_tokens(rendering.text, encoded, rendering.turns)
         supervised = np.zeros(len(encoded.ids), dtype=bool)
         for answer in answers:
@@ -520,8 +520,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens that the chat template ends an answer with, which a model must learn to
-    write.
+    """Return the special tokens that the chat template ends an answer with, which a model must
+    learn to write.
 
     Errors are `Renderer`'s.
     """

@@ -114,7 +114,7 @@ class ChatTemplate:
             self._takes_parts = self._writes_content()
 
     def _writes_content(self) -> bool:
-        """Whether a question comes out in the form that contents are given in."""
+        """Return whether a question comes out in the form that contents are given in."""
         probe = "a7f3 probe"
         try:
             text = self._render([Message("user", probe)], False, text_arguments=False)
@@ -172,7 +172,7 @@ class ChatTemplate:
             raise RecordProblem("refused by the chat template", first_line(error)[:200]) from error
 
     def _for_template(self, message: Message, text_arguments: bool) -> dict[str, Any]:
-        """A message as transformers' chat templates read it."""
+        """Return a message as transformers' chat templates read it."""
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         if self._takes_parts:
             turn["content"] = [{"type": "text", "text": message.content}]
@@ -190,7 +190,7 @@ class ChatTemplate:
         return turn
 
     def has_special(self, text: str) -> bool:
-        """Whether the text spells one of the tokenizer's special tokens."""
+        """Return whether the text spells one of the tokenizer's special tokens."""
         return self._special.search(text) is not None
 
     def begins_with_special(self, text: str) -> bool:
@@ -347,8 +347,8 @@ def _by_prefix(
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether the text has the message's reasoning, and then its content and calls, ignoring white
-    space.
+    """Return whether the text has the message's reasoning, and then its content and calls, ignoring
+    white space.
     """
     text, reasoning = squeezed(text), squeezed(message.reasoning)
     found = text.find(reasoning)
@@ -361,8 +361,8 @@ def _holds(text: str, message: Message) -> bool:
 
 
 def _continues(prompt: str, written: str, message: Message) -> bool:
-    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the
-    answer.
+    """Return whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think>
+    of the answer.
     """
     prompt, written, content = squeezed(prompt), squeezed(written), squeezed(message.content)
     if not all(written_out(call, written) for call in message.calls):

@@ -124,7 +124,7 @@ TEMPLATES = {"chatml": _CHATML_TURNS} | {
 
 
 def template_source(template: str) -> str:
-    """The text of a template given by name or as a file.
+    """Return the text of a template given by name or as a file.
 
     Raises:
         DataError: neither a known name nor a readable file, or not valid Jinja.
@@ -193,7 +193,9 @@ def load_tokenizer(
 
 
 def _stop_tokens(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens of `eos_token_id` in the model's generation_config.json, if it has one here."""
+    """Return the tokens of `eos_token_id` in the model's generation_config.json, if it has one
+    here.
+    """
     name, revision = split_revision(model)
     folder = Path(model).expanduser()
     try:
@@ -210,7 +212,7 @@ def _stop_tokens(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, .
 
 
 def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id as it is, with or without chat template.
+    """Return the tokenizer of a folder or hub id as it is, with or without chat template.
 
     Raises:
         DataError: no tokenizer there, or one that cannot be loaded.

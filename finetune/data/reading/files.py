@@ -56,8 +56,8 @@ class DataFile:
 
 
 def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile, ...]:
-    """The files of all entries in order, each with its entry; within a folder or glob sorted by
-    name.
+    """Return the files of all entries in order, each with its entry; within a folder or glob sorted
+    by name.
 
     Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files;
     hidden files and folders are left out. One that `save_to_disk` of `datasets` wrote has the files
@@ -103,7 +103,7 @@ def _limited(source: DataSource, paths: Sequence[Path]) -> Iterator[tuple[Path, 
 def expand_each(
     paths: Sequence[str | Path], expand: Callable[[str], list[Path]]
 ) -> list[list[Path]]:
-    """The files that each path names; what is wrong with several paths is reported together."""
+    """Return the files that each path names; errors of several paths are reported together."""
     groups: list[list[Path]] = []
     problems: list[FinetuneError] = []
     for path in paths:
@@ -116,12 +116,12 @@ def expand_each(
 
 
 def named_twice(files: Sequence[Path]) -> list[str]:
-    """The files that are in the list more than once, by name."""
+    """Return the files that are in the list more than once, by name."""
     return sorted(str(file) for file, times in Counter(files).items() if times > 1)
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder down to the bottom, sorted by name, without hidden files and
+    """Return the files of a folder and its subfolders, sorted by name, without hidden files and
     folders.
     """
     found = []
@@ -133,7 +133,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def glob_files(pattern: Path) -> list[Path]:
-    """The files that a glob names, sorted by name; ** matches folders at any depth."""
+    """Return the files that a glob names, sorted by name; ** matches folders at any depth."""
     matches = map(Path, glob.glob(str(pattern), recursive=True))
     return sorted(path for path in matches if path.is_file())
 
@@ -171,8 +171,8 @@ def _expand(given: str) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data
-    is none.
+    """Return whether a file that was found, not named, holds data; what `save_to_disk` writes about
+    the data does not.
     """
     if path.name in (_STATE_FILE, _INFO_FILE) and _is_saved(path.parent):
         return False
@@ -180,13 +180,13 @@ def _is_data(path: Path) -> bool:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote one data set there."""
+    """Return whether `save_to_disk` wrote one data set there."""
     return (folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a data set that `save_to_disk` wrote there, in order; empty where it is no such
-    folder.
+    """Return the files of a data set that `save_to_disk` wrote there, in order; empty if the folder
+    holds none.
     """
     try:
         if (folder / _SPLITS_FILE).is_file():
@@ -242,7 +242,7 @@ def _all_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def lines_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """The lines of a file that start in these bytes."""
+    """Yield the lines of a file that start in these bytes."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
@@ -254,7 +254,7 @@ def lines_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
 def line_records(
     lines: Iterable[bytes], path: Path | None = None, *, is_start: bool = True
 ) -> Iterator[tuple[int, Any]]:
-    """The records of JSON Lines as in `read_records`, with lines counted from 1.
+    """Yield the records of JSON Lines as in `read_records`, with lines counted from 1.
 
     Args:
         path: if given, a file that is one object over several lines is refused.
@@ -276,7 +276,9 @@ def line_records(
 
 
 def decode_record(raw: bytes) -> Any:
-    """The record on a line of JSON Lines, or the RecordProblem that explains why there is none."""
+    """Return the record on a line of JSON Lines, or the RecordProblem that explains why there is
+    none.
+    """
     keys = UniqueKeys()
     try:
         return keys.checked(json.loads(raw.decode("utf-8"), object_pairs_hook=keys))

@@ -21,7 +21,8 @@ _FORM = "write hub:OWNER/NAME, and where needed /SUBSET, @REVISION, :SPLIT behin
 
 
 def hub_files(given: str) -> list[Path] | None:
-    """The Arrow files of a data set by name, in order; None where it is no such name.
+    """Return the Arrow files of a data set by name, in order; None if it is not the name of a data
+    set.
 
     The libraries download it where it is not cached, keep it under their own folders (HF_HOME,
     MODELSCOPE_CACHE), and read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.

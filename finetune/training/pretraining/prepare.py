@@ -164,8 +164,8 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
 def _global_batches(
     config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int
 ) -> GlobalBatches:
-    """The global batches: after every step each weighted source's share is within one window of its
-    weight.
+    """Return the global batches. After every step each weighted source's share is within one window
+    of its weight.
     """
     import numpy as np
 
@@ -184,7 +184,7 @@ def _global_batches(
 
 
 def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float, ...]:
-    """The weights of the entries as numbers: natural is how many windows there are."""
+    """Return the weights of the entries as numbers; `natural` is the number of windows."""
     pairs = zip(config.data_weights, train.parts, strict=True)
     return tuple(float(len(part)) if weight == "natural" else weight for weight, part in pairs)
 
