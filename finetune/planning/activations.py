@@ -47,7 +47,7 @@ class Moment:
 
 
 def worst_moment(work: Workload) -> Moment:
-    """Return the moment in which a microbatch needs the most memory: no two moments coincide."""
+    """Return the moment in which a microbatch needs its peak memory: no two moments coincide."""
     shape, how, tokens, embedding = work.shape, work.computing, work.microbatch_tokens, 0
     kept, block = activation_bytes(shape, how, tokens)
     working, logits = working_bytes(work), loss_bytes(shape, how, work.targets)
