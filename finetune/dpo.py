@@ -1,8 +1,8 @@
 """Training on preferences: `python -m finetune.dpo --model ... --data pairs.jsonl --output-dir
 ...`.
 
-The order in which things happen is in training/run.py; a run on preferences is built as fine-tuning
-is, with a trainer of its own (training/preferences/).
+The order in which things happen is in training/run.py. A run on preferences is built in the same
+way as fine-tuning, with its own trainer (training/preferences/).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune.training.run import run_command, run_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     return run_command(KIND, arguments)
 
 

@@ -1,7 +1,7 @@
-"""Errors that tell the reader what happened, where, and how to fix it.
+"""Errors that state what happened, where, and how to fix it.
 
-Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what
-is right is silent.
+Policy: wrong input or state raises. What works but is probably wrong warns once, with the fix.
+Correct input is silent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FinetuneError(Exception):
     """An error with its fix.
 
     Args:
-        what: with the offending value and the rule it breaks.
-        where: the file, line, flag, key or rank; empty where there is none.
+        what: what is wrong, with the offending value and the rule that it breaks.
+        where: the file, line, flag, key or rank; empty if there is none.
         fix: an instruction.
     """
 

@@ -21,8 +21,8 @@ _SECRETS = (
 
 
 def plain_text(text: str) -> str:
-    """A line without what a terminal would obey: escape sequences, control characters, turned
-    writing directions.
+    """Return a line without what a terminal would obey: escape sequences, control characters,
+    turned writing directions.
     """
     if text.isprintable():
         return text
@@ -30,8 +30,8 @@ def plain_text(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """As `plain_text`, for several lines: newlines stay, and the carriage returns of a progress
-    bar.
+    """Do the same as `plain_text` for several lines: newlines stay, and so do the carriage returns
+    of a progress bar.
     """
     if text.isprintable():
         return text

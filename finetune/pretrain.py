@@ -29,7 +29,7 @@ logger = logging.getLogger("finetune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     return run_command(KIND, arguments)
 
 
@@ -89,8 +89,8 @@ class Pretraining(RunKind):
             "finetune.pretrain",
         ]
         logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
-        # Port and store are torchrun's to choose; what an old script exported must not tell it
-        # otherwise.
+        # torchrun chooses port and store; variables that an old script exported must not override
+        # it.
         environment = {
             name: value
             for name, value in os.environ.items()

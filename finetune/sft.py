@@ -24,7 +24,7 @@ from finetune.training.run import run_command, run_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     return run_command(KIND, arguments)
 
 

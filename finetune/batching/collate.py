@@ -14,8 +14,8 @@ from finetune.runtime.device import DEVICE_KINDS
 
 @dataclass(frozen=True)
 class Answers:
-    """What a preference loss needs of a microbatch besides its targets: S samples with D documents,
-    in order.
+    """What a preference loss needs in addition to a microbatch's targets: S samples with D
+    documents, in order.
 
     A pair has two documents, the chosen answer's first; a record with a label has one.
     """
@@ -31,9 +31,9 @@ class Answers:
 class Microbatch:
     """One microbatch, made as CPU tensors.
 
-    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the
-    targets. What the model's forward needs is made here once: anything made of these tensors on the
-    device would have the host wait for it.
+    T is the number of tokens in a packed microbatch. A padded microbatch has S samples, each a row
+    of T tokens. n is the number of targets. The inputs of the model's forward are made here once:
+    computing them from these tensors on the device would make the host wait.
     """
 
     input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded
@@ -59,7 +59,7 @@ class Microbatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device) -> Microbatch:
-        """The microbatch on `device`; neither host nor device waits for the copies."""
+        """Return the microbatch on `device`; neither host nor device waits for the copies."""
         # Page-locked first, if that makes a copy asynchronous: CUDA stages other memory through its
         # own buffer, torch_npu waits for the stream after each copy. Not in the loader, because
         # microbatches of evaluation, rehearsal and retries do not come through one. torch keeps the
@@ -139,7 +139,7 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
 def collate_windows(
     windows: Sequence[tuple[np.ndarray, np.ndarray, int]], *, packing: bool, pad_token_id: int
 ) -> Microbatch:
-    """The same of windows of any length, whose last tokens are only targets: not among the
+    """Collate windows of any length, whose last tokens are only targets and not among the
     inputs.
     """
     return _joined(
@@ -184,8 +184,8 @@ def _joined(
 
 
 def _whole(samples: Sequence[Sample]) -> Microbatch:
-    """The padded microbatch of windows of one length, in which every token but the first is a
-    target.
+    """Return the padded microbatch of windows of one length, in which every token but the first is
+    a target.
     """
     block = _tensor(np.stack([ids for ids, _, _ in samples]))
     inputs = block[:, :-1]
@@ -221,20 +221,20 @@ IGNORED = -100  # a label that has no loss
 
 
 class PackedCollator:
-    """Joins rows into one sequence without padding; positions restart in each, which keeps their
-    attention apart.
+    """Joins rows into one sequence without padding. Positions restart in each row, which keeps the
+    rows' attention separate.
 
-    A row has `input_ids` and, where not every token is trained, `labels` with -100 for those that
-    are not. transformers tells the documents by their positions, with `sdpa`, `flex_attention` and
-    `eager` attention; see `transformers.masking_utils`. Loss and gradients are then those of the
-    rows one by one, weighted by their targets; not where layers carry a state from row to row, as
-    Mamba's and LFM2's do (the trainers here keep LFM2's apart).
+    A row has `input_ids` and, if not every token is trained, `labels` with -100 for tokens that are
+    not. With `sdpa`, `flex_attention` and `eager` attention, transformers identifies the documents
+    by their positions; see `transformers.masking_utils`. Loss and gradients then match those of the
+    rows one by one, weighted by their targets. They do not if layers carry a state from row to row,
+    as Mamba's and LFM2's do (the trainers here keep LFM2's separate).
 
     A call returns `input_ids`, `position_ids` and `labels`, int64 `(1, T)`, and `use_cache` False:
-    with a cache, positions are not looked at.
+    with a cache, transformers ignores positions.
 
     Raises:
-        ValueError: a row has no tokens, or labels are not its own tokens.
+        ValueError: a row has no tokens, or its labels are not its own tokens.
 
     >>> from finetune import PackedCollator
     >>> rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9]}]

@@ -2,9 +2,9 @@
 
 A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T
 (from 0) covers the progress from k / T to (k + 1) / T. Its target for a difficulty is the integral
-of the difficulty's weight over that interval, so that a stage boundary inside a global batch counts
-for the part that it covers. Targets are exact rational numbers of the decimals the user wrote: 0.3
-is three tenths. `plan_counts` turns them into whole samples, with an error below one sample for
+of the difficulty's weight over that interval. So a stage boundary inside a global batch counts for
+the part that it covers. Targets are exact rational numbers, from the decimals that the user wrote:
+0.3 is three tenths. `plan_counts` turns them into whole samples, with an error below one sample for
 every difficulty after every global batch.
 """
 
@@ -64,7 +64,7 @@ class Schedule:
         return before + (mix - before) * min(1.0, (progress - start) / (ends[index] - start))
 
     def shares(self, stage: int) -> tuple[Fraction, ...]:
-        """The mix of a stage as exact shares that sum to 1."""
+        """Return the mix of a stage as exact shares that sum to 1."""
         mix = [_exact(weight) for weight in self.stages[stage].mix]
         return tuple(weight / sum(mix) for weight in mix)
 
@@ -77,12 +77,12 @@ class Schedule:
         return np.searchsorted(np.array(ends, dtype=np.int64), np.arange(total_steps), side="right")
 
     def ever_used(self) -> np.ndarray:
-        """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
+        """Return which difficulties ever have a weight above zero: bool[difficulties]."""
         mixes = [stage.mix for stage in self.stages]
         return np.array([any(weights) for weights in zip(*mixes, strict=True)])
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
-        """A problem for each difficulty that has weight somewhere but no samples in
+        """Return a problem for each difficulty that ever has weight but has no samples in
         int[difficulties].
         """
         return [
@@ -99,7 +99,7 @@ class Schedule:
         ]
 
     def canonical(self) -> dict[str, Any]:
-        """What decides the counts, as plain JSON values: the same for 80/20 and 0.8/0.2."""
+        """Return what decides the counts, as plain JSON: the same for 80/20 and 0.8/0.2."""
         stages = [
             {
                 "until": str(_exact(stage.until)),
@@ -117,7 +117,7 @@ def uniform_schedule() -> Schedule:
 
 
 def schedule_of(curriculum: CurriculumConfig) -> Schedule:
-    """The schedule of a run file's curriculum."""
+    """Return the schedule of a run file's curriculum."""
     stages = [Stage(stage.until, stage.mix, stage.ramp) for stage in curriculum.stages]
     return Schedule(curriculum.levels, tuple(stages))
 
@@ -257,7 +257,9 @@ def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
 
 
 def portions(values: np.ndarray) -> Iterator[np.ndarray]:
-    """A long array in parts, so that what is computed of it in other types takes little memory."""
+    """Yield a long array in parts, so that what is computed of it in other types takes little
+    memory.
+    """
     return (values[begin : begin + _PORTION] for begin in range(0, len(values), _PORTION))
 
 
@@ -294,5 +296,5 @@ def _target_pieces(
 
 
 def _exact(number: float | Fraction) -> Fraction:
-    """The decimal that the user wrote, not the binary number nearest to it."""
+    """Return the decimal that the user wrote, not the binary number nearest to it."""
     return number if isinstance(number, Fraction) else Fraction(repr(float(number)))

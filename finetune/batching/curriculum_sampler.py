@@ -16,27 +16,26 @@ from finetune.errors import DataError
 
 
 class CurriculumSampler:
-    """Indices of samples, global batch after global batch: the order in which a run of this package
-    takes them.
+    """Sample indices, one global batch after another, in the order of a run of this package.
 
-    A loop that takes `global_batch_size` of them for each optimizer step has the curriculum's mix
-    in every step, within one sample. Which index comes at which place follows from the arguments
-    alone: to resume, skip what was taken.
+    A loop that takes `global_batch_size` indices for each optimizer step has the curriculum's mix
+    in every step, within one sample. The order depends only on the arguments: to resume, skip the
+    indices that were taken.
 
     Args:
         difficulties: the name of each sample's difficulty, `(N,)`.
-        global_batch_size: samples of an optimizer step over all devices: of transformers.Trainer
+        global_batch_size: samples of an optimizer step over all devices. For transformers.Trainer,
             `per_device_train_batch_size * gradient_accumulation_steps * world_size`.
-        total_steps: of the whole run; `max_steps` of transformers.Trainer.
-        curriculum: levels and stages, as `curriculum` of a run file; the default is that of
+        total_steps: optimizer steps of the whole run; `max_steps` of transformers.Trainer.
+        curriculum: levels and stages, as in `curriculum` of a run file; by default those of
             `RunConfig`.
 
     Attributes:
         batches: the `GlobalBatches`: step (from 0) to indices.
 
     Raises:
-        DataError: a sample is of no difficulty of the curriculum, or one with weight has no
-            samples.
+        DataError: a sample's difficulty is not in the curriculum, or a difficulty with weight has
+            no samples.
         pydantic.ValidationError: the curriculum breaks a rule.
 
     >>> from finetune import CurriculumSampler

@@ -5,12 +5,12 @@ has. Within a difficulty, the sources that have samples of it share them by thei
 step, the target of a source is the sum of its shares in each difficulty so far. If every source has
 every difficulty that is used, that is the share of all samples that its weight gives.
 
-Difficulties that the same sources have are one group, and `round_cumulative` deals the group's
-samples to these sources: each source has had the floor or the ceiling of its target in the group.
-If no source shares two groups with others, that is the floor or the ceiling of its whole target.
-Otherwise errors of several groups may add up to a sample. Then `_even_out` passes samples on
-between sources within the step, which keeps all but rare steps below one sample. There is no proof:
-the tests hold random plans of such sources below two.
+Difficulties that the same sources have form one group. `round_cumulative` deals the group's samples
+to these sources: each source has had the floor or the ceiling of its target in the group. If no
+source shares two groups with others, that is the floor or the ceiling of its whole target.
+Otherwise errors of several groups may add up to a sample. Then `_even_out` moves samples between
+sources within the step, which keeps the error below one sample in all but rare steps. There is no
+proof; tests check that the error of random plans of such sources stays below two.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Mix:
 
 
 def mix_of(sources: Sequence[DataSource], starts: Sequence[int]) -> Mix | None:
-    """The mix of the entries of `data` whose samples begin at `starts`; None where they are not
+    """Return the mix of the entries of `data` whose samples begin at `starts`; None if they are not
     mixed.
     """
     weights = tuple(source.weight for source in sources if source.weight is not None)
@@ -77,7 +77,7 @@ def mix_of(sources: Sequence[DataSource], starts: Sequence[int]) -> Mix | None:
 
 @dataclass(frozen=True)
 class SourceDraws:
-    """What a run has of a source that is mixed.
+    """What a run draws from a mixed source.
 
     Attributes:
         weight: its share by the weights.
@@ -139,7 +139,7 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
 def source_draws(
     mix: Mix, held: np.ndarray, cells: np.ndarray, difficulties: Sequence[str]
 ) -> list[SourceDraws]:
-    """What a run has of each source.
+    """Return what a run draws from each source.
 
     Args:
         held: int64[sources, difficulties], the samples of each.

@@ -1,9 +1,10 @@
 """Keyed permutations: position -> position, a pure function of the size and a few integers.
 
-Up to `EXACT_LIMIT` positions the permutation is exact: every order has the same chance, and it is
-held as an array. Above it is a Feistel network (Luby and Rackoff, 1988) over the smallest power of
-two that holds the size, walked along its cycle until it is back inside (Black and Rogaway, 2002):
-bijective by construction, any position in constant expected time, no memory.
+Up to `EXACT_LIMIT` positions the permutation is exact: every order has the same probability, and it
+is held as an array. Above that it is a Feistel network (Luby and Rackoff, 1988) over the smallest
+power of two that holds the size. The network is walked along its cycle until the position is back
+inside (Black and Rogaway, 2002). It is bijective by construction, and computes any position in
+constant expected time, without memory.
 
 Both read only Philox words (Salmon et al., 2011) under a SHA-256 key. NumPy promises to keep the
 words of its bit generators, but not the methods of its `Generator`, so orders survive an update of
@@ -32,8 +33,8 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def exact_order(size: int, *key: int) -> np.ndarray:
-    """A uniformly drawn order of 0..size-1: int64[size]. A stable sort, so that it is the same on
-    every machine.
+    """Return a uniformly drawn order of 0..size-1: int64[size]. A stable sort, so that it is the
+    same on every machine.
     """
     return np.argsort(random_words(size, *key), kind="stable")
 
@@ -103,8 +104,8 @@ class Permutation:
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches
-    every output bit.
+    """Apply the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit
+    reaches every output bit.
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -3,19 +3,19 @@ off.
 
 The rule. After step t difficulty l should have had C(t, l) samples; it has had the floor or the
 ceiling of that: one bit `up` per step and difficulty. The bits of a step sum to a known number,
-because its samples do. A difficulty that passed no whole number in a step stays up if it was up,
-and stays as it was if its target did not grow: so a difficulty whose weight is zero never appears.
+because its samples do. A difficulty that passed no whole number in a step stays up if it was up. If
+its target did not grow, it stays as it was. So a difficulty whose weight is zero never appears.
 
-The choice. Where the rules leave one, the difficulties with the largest fractions go up: the
-smallest error at this step, as a largest-remainder method with carry chooses. Four difficulties or
-more, or difficulties that pause, can run this into a corner some steps later. A solution in whole
-samples always exists (samples and steps are the two sides of a bipartite graph, and the targets are
-a perfect fractional matching of it), so an alternating path through the earlier steps repairs the
-corner, as in every bipartite matching (Berge, 1957).
+The choice. If the rules leave a choice, the difficulties with the largest fractions go up. This
+gives the smallest error at this step, as in a largest-remainder method with carry. With four
+difficulties or more, or difficulties that pause, the method can reach a dead end some steps later.
+A solution in whole samples always exists: samples and steps are the two sides of a bipartite graph,
+and the targets are a perfect fractional matching of it. So an alternating path through the earlier
+steps resolves the dead end, as in every bipartite matching (Berge, 1957).
 
-The repair cannot be left out: largest remainders alone give the same counts where they keep the
-rule, and break it in 43 of 100,000 random schedules. With the weights 8, 1, 8, 8, 1 and one sample
-a step, the 13th step finds two difficulties due for a whole sample each.
+The repair is necessary: largest remainders alone give the same counts if they keep the rule, and
+break it in 43 of 100,000 random schedules. With the weights 8, 1, 8, 8, 1 and one sample a step,
+two difficulties are each due for a whole sample at the 13th step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def round_cumulative(targets: np.ndarray, denominator: int) -> np.ndarray:
             samples.
         denominator: how many units are one sample.
 
-    Returns: int64[steps, difficulties], none negative; each row sums to the samples that its step
-        has, each prefix sum is the floor or the ceiling of its target, and a difficulty has zero in
-        every step in which its target does not grow.
+    Returns:
+        int64[steps, difficulties], none negative. Each row sums to the samples that its step has.
+        Each prefix sum is the floor or the ceiling of its target. A difficulty has zero in every
+        step in which its target does not grow.
     """
     rounding = _Rounding(targets, denominator)
     rounding.solve()
@@ -47,9 +48,12 @@ def round_cumulative(targets: np.ndarray, denominator: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A sample of a difficulty that is begun but not whole in rows `first` to `last` of the table.
+    """A sample of a difficulty that is started but not whole in rows `first` to `last` of the
+    table.
 
-    `steps` are those that may hand it out, `step` the one that does: None while it waits.
+    Attributes:
+        steps: steps that may hand it out.
+        step: the step that does; None while it waits.
     """
 
     difficulty: int
@@ -74,8 +78,8 @@ class _Rounding:
         self.grows = (targets[1:] > targets[:-1]).astype(bool)
         # what the fractions of a row make, whole
         self.ups = (units.sum(axis=1) // denominator).astype(np.int64)
-        # held[t - 1]: the sample that is begun but not whole before step t is still not whole after
-        # it.
+        # held[t - 1]: the sample that is started but not whole before step t is still not whole
+        # after it.
         self.held = partial[:-1] & (self.floors[1:] == self.floors[:-1])
         self.ranks = np.argsort(np.where(partial, -fractions, 1.0), axis=1, kind="stable")
         self.up = np.zeros(targets.shape, dtype=bool)
@@ -110,9 +114,10 @@ class _Rounding:
         """Change earlier rows along one alternating path, so that `row` misses its number of bits
         by one less.
 
-        Too many bits are forced up: a sample of this step moves to an earlier one, which passes one
-        of its own on, until one that was handed out may wait instead. Too few can be: this step
-        takes a sample from an earlier one, until one that waits can be used.
+        If too many bits are forced up, a sample of this step moves to an earlier step. That step
+        passes on one of its samples, and so on, until a sample that was handed out may wait
+        instead. If not enough bits can be up, this step takes a sample from an earlier step, and so
+        on, until a waiting sample can be used.
         """
         forced_up = self.up[row - 1] & self.held[row - 1]
         too_many = int(forced_up.sum()) > int(self.ups[row])
@@ -166,7 +171,7 @@ class _Rounding:
                 yield self._sample(difficulty, step, row)
 
     def _sample(self, difficulty: int, open_row: int, row: int) -> _Sample:
-        """The sample of a difficulty that is begun but not whole in `open_row`."""
+        """Return the sample of a difficulty that is started but not whole in `open_row`."""
         if self._ends is None:
             self._ends = [np.flatnonzero(~column) for column in self.held.T]
         ends = self._ends[difficulty]
@@ -195,9 +200,9 @@ def _choose(
 
     Args:
         before: the bits before the step.
-        held: whether the sample that is begun before the step is still not whole after it.
+        held: whether the sample that is started before the step is still not whole after it.
         grows: whether the target grows in the step.
-        partial: whether the target after the step is no whole number.
+        partial: whether the target after the step is not a whole number.
         ranks: the difficulties, largest fraction first.
         ups: how many bits are set after the step.
 

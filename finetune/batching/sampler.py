@@ -44,7 +44,7 @@ class GlobalBatches:
     """The global batches of a run.
 
     A difficulty with n samples is passed through again and again. Each pass is a separate
-    permutation, so no sample of a difficulty comes again before every other has come as often: the
+    permutation, so no sample of a difficulty comes again before every other has come as often. The
     k-th sample over the whole run is at position k mod n of pass k div n. Inside a step the
     difficulties are shuffled. If sources are mixed, the same holds for each difficulty within each
     source. These are the cells below; without mixing, a cell is a difficulty.
@@ -109,8 +109,8 @@ class GlobalBatches:
         return self.total_steps
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset
-        indices.
+        """Return the samples of a step, counted from 0 (else IndexError): int64[global_batch_size]
+        dataset indices.
         """
         self._check(step)
         counts = self._cell_counts[step]
@@ -129,7 +129,7 @@ class GlobalBatches:
         return shuffled
 
     def drawn(self) -> np.ndarray:
-        """Which samples any step has: bool[N]."""
+        """Which samples are in any step: bool[N]."""
         found = np.zeros(int(self.samples_per_difficulty.sum()), dtype=bool)
         for cell, taken in enumerate(self._cell_counts.sum(axis=0).tolist()):
             if taken:
@@ -142,7 +142,7 @@ class GlobalBatches:
         return int(self._stages[step])
 
     def passes(self) -> dict[str, float]:
-        """How many times the whole run goes through each difficulty; 0 for one that no step has."""
+        """Return how many times the run goes through each difficulty; 0 if no step has it."""
         passes = {}
         for number, name in enumerate(self.schedule.difficulties):
             taken = int(self.counts[:, number].sum())
@@ -150,7 +150,7 @@ class GlobalBatches:
         return passes
 
     def source_draws(self) -> list[SourceDraws]:
-        """What the run has of each source; empty where none are mixed."""
+        """Return what the run draws from each source; empty if none are mixed."""
         if self.mix is None:
             return []
         return source_draws(self.mix, self._held, self._table, self.schedule.difficulties)
@@ -211,8 +211,8 @@ class GlobalBatches:
         return places if self._members is None else self._members[places]
 
     def _pass(self, cell: int, number: int) -> Permutation:
-        """The order of a cell in one pass. The ones made last are kept: steps usually come in
-        order.
+        """Return the order of a cell in one pass. The ones made last are kept: steps usually come
+        in order.
         """
         key = (cell, number)
         if key not in self._passes:
@@ -234,7 +234,7 @@ def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cel
 
 
 def _cells_of_sources(held: np.ndarray, starts: np.ndarray) -> list[_Cell]:
-    """The cells of int64[sources, difficulties] samples, source by source."""
+    """Return the cells of int64[sources, difficulties] samples, source by source."""
     first = starts[:-1] + np.cumsum(held, axis=0) - held
     return [
         _Cell(int(first[place]), int(held[place]), (_CELL_KEY, *map(int, place)))

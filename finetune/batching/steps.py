@@ -14,7 +14,7 @@ from finetune.batching.microbatch_schedule import MicrobatchSchedule, schedule_m
 
 
 class SampleSource(Protocol):
-    """What training needs of a data set; `data.dataset.Samples` is one, a token stream's windows
+    """What training needs from a data set; `data.dataset.Samples` is one, a token stream's windows
     are another.
     """
 
@@ -74,7 +74,7 @@ class Execution:
         )
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
-        """Half the budget (more microbatches, the same global batch); None where a microbatch holds
+        """Half the budget (more microbatches, the same global batch); None if a microbatch holds
         one sample.
         """
         if self.token_budget is not None:
@@ -106,7 +106,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class LossGroups:
-    """What losses are summed by: the difficulties or, with sources, each difficulty of each
+    """Groups by which losses are summed: difficulties or, with sources, each difficulty of each
     source.
     """
 
@@ -120,7 +120,7 @@ class LossGroups:
         return len(self.sources) * (difficulties + 1) if self.sources else difficulties
 
     def of(self, indices: np.ndarray, difficulty_ids: np.ndarray) -> np.ndarray:
-        """The group of each sample: int64 like `indices`; -1 for none.
+        """Return the group of each sample: int64 like `indices`; -1 for none.
 
         Args:
             difficulty_ids: of these samples, -1 for none.
@@ -203,7 +203,7 @@ class StepBatches(torch.utils.data.Dataset):
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
     def plan(self, indices: np.ndarray, execution: Execution) -> MicrobatchSchedule:
-        """The microbatches of the global batch `indices`, of all ranks."""
+        """Return the microbatches of the global batch `indices`, of all ranks."""
         return execution.plan(self.tokens_of(indices, packing=execution.token_budget is not None))
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
@@ -255,14 +255,14 @@ class StepBatches(torch.utils.data.Dataset):
 
 
 def as_is(item: Any) -> Any:
-    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find
+    """Return an item unchanged, for loaders. Not a lambda: spawned loader processes must find
     it by name.
     """
     return item
 
 
 class AnswerSource(SampleSource, Protocol):
-    """What training on preferences needs of a data set; `PreferenceSamples` is one."""
+    """What preference training needs from a data set; `PreferenceSamples` is one."""
 
     # int (N,): tokens of a pair's first document; 0 where a sample is one document
     first_lengths: np.ndarray

@@ -1,3 +1,3 @@
-"""Settings: their names, defaults and rules, and how files and flags become them. Nothing here
-imports torch, looks at a device, or knows how a run is carried out.
+"""Settings: their names, defaults and rules, and how they are read from files and flags. Nothing
+here imports torch, queries a device, or knows how a run is executed.
 """

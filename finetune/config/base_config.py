@@ -185,7 +185,7 @@ class BaseConfig(Settings):
 
     @property
     def metrics(self) -> dict[str, bool]:
-        """What the best evaluation can be the best of: name -> whether higher is better."""
+        """Metrics that can decide the best evaluation: name -> whether higher is better."""
         return {"loss": False}
 
     @property
@@ -206,7 +206,7 @@ class BaseConfig(Settings):
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a microbatch has")
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
-        """Return how a global batch is split over so many processes, in words, and its numbers."""
+        """Return how a global batch is split over the processes: a description, and its numbers."""
         raise AttributeError(f"{type(self).__name__} does not describe its batch")
 
     def problems(self) -> Iterator[Problem]:

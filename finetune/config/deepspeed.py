@@ -122,7 +122,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "bfloat16.bf16_master_weights_and_grads": (False,),
     "bfloat16.bf16_optimizer_states": (False,),
     "bfloat16.check_grad_overflow": (True,),
-    "torch_autocast.enabled": (False,),  # the run's dtype says what is computed in
+    "torch_autocast.enabled": (False,),  # the run's dtype decides the compute dtype
     "hybrid_engine.enabled": (False,),
     "zero_optimization.zero_quantized_gradients": (False,),
     "zero_optimization.offload_optimizer.super_offload": (False,),
@@ -240,12 +240,12 @@ def _shared_values(
 def _precision_problems(
     config: Mapping[str, Any], where: str, *, decided: bool, dtype: Any
 ) -> Iterator[ConfigError]:
-    """Yield a problem for a switch that is no boolean, and for a precision that is switched off
+    """Yield a problem for a switch that is not a boolean, and for a precision that is switched off
     while dtype may still choose it.
 
     Args:
-        decided: whether DeepSpeed's side says which dtype it is.
-        dtype: ours, as given.
+        decided: whether DeepSpeed's configuration determines the dtype.
+        dtype: our setting, as given.
     """
     for block, name in PRECISIONS.items():
         value = lookup(config, f"{block}.enabled")
@@ -381,8 +381,8 @@ def deepspeed_dict(
         # memory may be locked, pinning fails in the middle of the start.
         if offloads(made, what):
             zero[f"offload_{what}"].setdefault("pin_memory", pin)
-    # DeepSpeed's "auto" is 10 x hidden size, which most LoRA tensors exceed: they would be sharded
-    # and gathered one by one, hundreds of tiny collectives per pass, for a few hundred MB in all.
+    # DeepSpeed's "auto" is 10 x hidden size, which most LoRA tensors exceed. They would be sharded
+    # and gathered one by one: hundreds of tiny collectives per pass, for a few hundred MB in total.
     # DeepSpeed's own default is 1e5.
     threshold = "stage3_param_persistence_threshold"
     if zero.get("stage") == 3 and zero.get(threshold, "auto") == "auto":

@@ -1,6 +1,8 @@
-"""The parts that settings are made of: names as people type them, typed fields with group and unit,
-strict models, the sources of `data`, the curriculum's stages; and how the values of several sources
-become one configuration: which source wins, and rules that more than one kind of run has.
+"""Building blocks of settings: names as people type them, typed fields with group and unit, strict
+models, the sources of `data`, and the curriculum's stages.
+
+Also how the values of several sources become one configuration: which source wins, and rules that
+more than one kind of run has.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ def normal(name: str) -> str:
 
 
 def flag(name: str) -> str:
-    """The flag of a field: `--learning-rate`."""
+    """Return the flag of a field: `--learning-rate`."""
     return "--" + name.replace("_", "-")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` most probably is a slip of, None where there is none near.
+    """Return the known name of which `name` is most probably a typo; None if none is near.
 
     A name that begins or ends with what was typed (`zero` for `zero_optimization`) counts as near.
     """
@@ -82,8 +84,10 @@ OTHERWISE: dict[str, tuple[str, str]] = {
 
 
 class UnknownName(ConfigError):
-    """A name that is not a setting; `guess` is the setting that was probably meant, None where
-    nobody can tell.
+    """A name that is not a setting.
+
+    Attributes:
+        guess: the setting that was probably meant; None if there is no likely one.
     """
 
     def __init__(self, what: str, where: str, fix: str, guess: str | None = None) -> None:
@@ -92,11 +96,12 @@ class UnknownName(ConfigError):
 
 
 def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) -> UnknownName:
-    """The error for a name that is not a setting: what replaces it, or the nearest that is one.
+    """Return the error for a name that is not a setting, with its replacement or the nearest
+    setting.
 
     Args:
         known: names of the settings that exist there.
-        flags: whether to write names as flags in the remedy.
+        flags: whether to write names as flags in the fix.
     """
     known, typed = list(known), normal(name)
     kind, shown = ("flag", flag) if flags else ("setting", str)
@@ -553,7 +558,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 class Precedence(IntEnum):
-    """Of two sources the higher wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
+    """The higher of two sources wins. The files of `--config` are `FILE`, `FILE + 1`, ... in the
     order given.
     """
 
@@ -589,7 +594,7 @@ class SourcedValue:
 
 @dataclass
 class Resolution:
-    """What the sources give, while one configuration is made of it.
+    """The values from all sources, while one configuration is made from them.
 
     Args:
         model_class: the settings that are made.
@@ -682,7 +687,7 @@ def refuse_product(
 ) -> None:
     """Note the problem of a batch that is given with all its factors and is not their product."""
     named = " x ".join(f"{name} {resolution.value(name)}" for name in factors)
-    # Defaults that nobody touched are no place to look at, unless there is nothing else.
+    # Do not point the user at settings left at their default, unless all of them are.
     names = (*factors, whole)
     resolution.refuse(
         f"{named} x {processes(resolution.world_size)} is {product}, not {whole}"
@@ -710,7 +715,7 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
 def note_unused(
     resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]
 ) -> None:
-    """Note settings that somebody gave and that this run does not read.
+    """Note settings that the user gave and that this run does not read.
 
     Args:
         unused: (names, whether the run does not read them, why).

@@ -163,7 +163,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int:
-        """An integer: `010` is 10 as in YAML 1.2, and not 8 as in YAML 1.1."""
+        """Read an integer: `010` is 10 as in YAML 1.2, and not 8 as in YAML 1.1."""
         text = str(self.construct_scalar(node)).replace("_", "").lower()
         return int(text, 0) if text.lstrip("+-").startswith(("0x", "0o")) else int(text, 10)
 
@@ -315,7 +315,7 @@ def given_values(parsed: Parsed, model_class: type[Settings]) -> dict[str, Any]:
 
 
 def add_file(resolution: Resolution, path: str | Path, precedence: int) -> None:
-    """Add the values of a `--config` file. Whatever is wrong with it becomes a problem."""
+    """Add the values of a `--config` file. Every error in it becomes a problem."""
     content = _read(resolution, path)
     if content is None:
         return
@@ -401,7 +401,7 @@ def is_deepspeed(content: Mapping[str, Any], names: set[str]) -> bool:
         return only_theirs >= not_theirs
     if any(name in names for name in content):
         return False
-    # Nothing known at all: a slip in one of the two. Take the one whose names are nearer.
+    # No name is known: there is a typo in one of the two. Take the one whose names are nearer.
     return any(nearest(str(name), theirs) and not nearest(str(name), names) for name in content)
 
 

@@ -71,8 +71,8 @@ class RunKind:
         """Read tokenizer and data, make the list of global batches, and check all but the weights.
 
         Args:
-            config: the settings; some may say auto.
-            begun: the identity of the run that is resumed; empty for a new one.
+            config: the settings; some may be auto.
+            begun: the identity of the resumed run; empty for a new run.
 
         Returns: a `PreparedRun` (training/prepare.py).
         """

@@ -1,11 +1,11 @@
-"""Command lines, made from the schema of settings: how one is read, its help, and what pydantic
-found wrong with options or with the settings of a run, in words.
+"""Command lines, made from the schema of settings: parsing, help, and readable messages for what
+pydantic found wrong with options or with the settings of a run.
 
-A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same;
-a boolean stands alone or takes true or false; a flag that takes several values takes them up to the
-next flag. The last of a repeated flag wins, but `--config` and the lists of a command collect.
-Everything wrong on the command line is reported together. A command declares a subclass of
-`Options` and calls `read_options`.
+A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same.
+A boolean stands alone or takes true or false. A flag that takes several values takes them up to the
+next flag. The last of a repeated flag wins, but `--config` and the lists of a command collect. All
+errors on the command line are reported together. A command declares a subclass of `Options` and
+calls `read_options`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Flag:
     """What a field accepts, read from its JSON Schema.
 
     Args:
-        name: the field, or the attribute of `Parsed` for a flag that is no field.
+        name: the field, or the attribute of `Parsed` for a flag that is not a field.
         kinds: JSON types, e.g. {"integer", "null"}.
         choices: the only values; empty if other values are possible.
-        expected: what it accepts, in words.
-        group: heading in the help; empty for a flag that is no field.
+        expected: description of what it accepts.
+        group: heading in the help; empty for a flag that is not a field.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Flag:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """What may follow a switch."""
+        """The words that may follow a switch."""
         return ("true", "false", *self.choices)
 
     @property
@@ -179,7 +179,7 @@ def _flag(name: str, schema: Mapping[str, Any], *, is_required: bool) -> Flag:
 
 
 def _expected(branch: Mapping[str, Any]) -> str:
-    """Return what a JSON Schema without alternatives asks for, in words."""
+    """Describe what a JSON Schema without alternatives accepts."""
     if "const" in branch:
         return str(branch["const"])
     if "enum" in branch:
@@ -290,7 +290,7 @@ def parse(
 
     while words:
         word = words.pop(0)
-        if word == "--" and waiting:  # the others stand alone, whatever they begin with
+        if word == "--" and waiting:  # the others are values, even if they look like flags
             while words:
                 stand_alone(words.pop(0))
         elif not IS_FLAG.match(word):
@@ -423,7 +423,7 @@ NESTED = {
 
 
 def validated(model_class: type[AnySettings], resolution: Resolution) -> AnySettings:
-    """Return the settings that somebody decided, checked by their schema.
+    """Return the settings that were given or derived, checked by their schema.
 
     Raises:
         ConfigError: one thing is wrong; `Problems` for several, those of `resolution` first.

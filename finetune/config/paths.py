@@ -1,5 +1,5 @@
-"""Files and folders that a configuration names: whether they are there. The only part of the checks
-that looks.
+"""Check that the files and folders that a configuration names exist. No other check of the settings
+reads the disk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no
-    file or folder.
+    """Return whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`;
+    no file or folder.
     """
     return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
 
@@ -40,10 +40,10 @@ def split_revision(model: str) -> tuple[str, str | None]:
 
 @cache
 def near_folder(model: str) -> str:
-    """`; did you mean 'x'?` where there is no folder `model` and one beside it has nearly its name;
-    said once.
+    """Return `; did you mean 'x'?` if `model` is no folder and one next to it has a similar name.
 
-    To be called before a hub is asked for it, which takes a minute where none answers.
+    The warning is logged once. Call this before the hub is queried, which takes a minute if no hub
+    answers.
     """
     parent = Path(model).parent
     if Path(model).exists() or not parent.is_dir():
@@ -57,9 +57,10 @@ def near_folder(model: str) -> str:
 
 
 def check_paths(config: RunConfig) -> list[ConfigError]:
-    """What is wrong with the files and folders that the configuration names; empty if nothing is.
+    """Return errors in the files and folders that the configuration names; empty if there are none.
 
-    Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
+    Only checks that they exist and have the right type. Reads no content and does not query the
+    hub.
     """
     return [
         *_check_model(config.model),
@@ -70,7 +71,7 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
 
 
 def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
-    """The same of pretraining; its token files are looked for when they are opened."""
+    """Do the same for pretraining; its token files are checked when they are opened."""
     model = () if config.model is None else _check_model(config.model)
     return [*model, *check_folders(config)]
 
@@ -106,7 +107,7 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
-    """What is wrong with the folders that a run writes to or resumes from."""
+    """Yield errors in the folders that a run writes to or resumes from."""
     for name in ("output_dir", "cache_dir"):
         folder = getattr(config, name)
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():

@@ -38,12 +38,13 @@ PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 class LossKind:
     """What a loss compares, and its defaults: beta as in its paper and in TRL.
 
-    Rates of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within
-    SimPO's 3e-7 to 1e-6. Adapters take ten times that, as Zephyr's own recipe for adapters does.
+    The rate of full training is 5e-7, as in Zephyr's recipe (arXiv 2310.16944) and KTO's paper. It
+    is within SimPO's 3e-7 to 1e-6. Adapters take ten times that, as in Zephyr's own recipe for
+    adapters.
     """
 
     by_token: bool  # means over an answer's tokens instead of sums
-    reference: bool  # beside the model as it was before the run
+    reference: bool  # compares with the model as it was before the run
     beta: float = 0.1
     sft_weight: float = 0.0
     full_rate: float = 5e-7
@@ -174,7 +175,7 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def by_token(self) -> bool:
-        """Whether the loss takes means over an answer's tokens; else it takes sums."""
+        """Whether the loss takes means over an answer's tokens; otherwise it takes sums."""
         return LOSSES[self.loss].by_token
 
     @property
@@ -183,7 +184,7 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def documents_per_sample(self) -> int:
-        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
+        """Number of documents in a sample, each of at most `cutoff_len` tokens."""
         return 1 if self.loss == "kto" else 2
 
     @property

@@ -45,13 +45,13 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import PretrainingScheduleName
 from finetune.runtime.language import _
 
-# A model that is continued has its own of these.
+# Settings that a continued model brings itself.
 OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
-# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are
-# ours, to begin a search with: for all weights about where the pretraining of a large model ends
-# (Parmar et al. 2024 continue one of 15B with a schedule between height and steepness, arXiv
-# 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that Biderman et al. 2024
-# recommend to search (arXiv 2405.09673).
+# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The peak rates are
+# our own choice, as a start for a search. For all weights the peak is about the rate at which the
+# pretraining of a large model ends. (Parmar et al. 2024 continue a 15B model with a schedule
+# between height and steepness, arXiv 2407.07263.) For LoRA it is the rate of fine-tuning, within
+# the 1e-5 to 5e-4 that Biderman et al. 2024 recommend to search (arXiv 2405.09673).
 CONTINUED_RATES = {"full": 4.5e-5, "lora": 2e-4}
 CONTINUED = {
     "optimizer": "adamw",
@@ -119,8 +119,8 @@ def resolve_tokens(resolution: Resolution) -> None:
 
 
 def resolve_continued(resolution: Resolution) -> None:
-    """With a model: refuse what the model has of its own, and choose the optimizer and rates of
-    continued training.
+    """With a model: refuse settings that the model brings itself, and choose the optimizer and
+    rates of continued training.
     """
     model, how = resolution.value("model"), resolution.value("finetuning")
     if not isinstance(model, str):

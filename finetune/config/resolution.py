@@ -1,13 +1,13 @@
 """From files and flags to one configuration, with the origin of every value.
 
-A value passes these modules in this order (the classes of settings say which names there are):
+A value passes these modules in this order (the settings classes define the names):
 
 1. `options.parse` and `files`, with `deepspeed`: text -> values with their sources;
-2. `Resolution`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a
-  Python caller; then the rules of the class of settings resolve what depends on one another;
-3. `options.validated`: pydantic checks the result, and its errors are put into words.
+2. `Resolution`: defaults < `--config` files in order < `--deepspeed` < flags < a Python caller's
+  overrides; then the rules of the settings class resolve settings that depend on one another;
+3. `options.validated`: pydantic checks the result, and its errors are made readable.
 
-Everything wrong is collected and reported together, before torch is imported and before anything is
+All errors are collected and reported together, before torch is imported and before anything is
 written.
 """
 
@@ -107,7 +107,7 @@ class Resolved:
     """A configuration, ready to run.
 
     Args:
-        config: every value resolved; its `model_fields_set` holds what somebody decided.
+        config: every value resolved; its `model_fields_set` holds what was given or derived.
         origins: field -> where its value is from: `default`, a file, a flag, `derived from ...`.
         notes: what the user should know; what is probably wrong begins with `warning: `.
         print_config: whether `--print-config` was given.
@@ -216,7 +216,7 @@ def to_yaml(config: BaseConfig, decided: Mapping[str, Any] | None = None) -> str
     run on another machine.
 
     Args:
-        decided: values of settings that said auto.
+        decided: values of settings that were auto.
     """
     values = config.model_dump(mode="json", exclude=set(config.machine_fields))
     values |= decided or {}

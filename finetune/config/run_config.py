@@ -121,7 +121,7 @@ Pattern = Annotated[
 
 
 class AdapterSettings(Strict):
-    """The part of `RunConfig` about adapters, beside `finetuning` and `lora_r`."""
+    """The settings of `RunConfig` about adapters, except `finetuning` and `lora_r`."""
 
     quantization: Literal["none", "nf4", "int8"] = adapter_setting(
         "none",
@@ -170,7 +170,7 @@ class AdapterSettings(Strict):
         return None if ratio == 1 else ratio
 
 
-# Part of the run's identity unless they are at their defaults.
+# In the run's identity unless they are at their defaults.
 IDENTITY = tuple(AdapterSettings.model_fields)
 BEYOND_PLAIN_LORA = tuple(name for name in IDENTITY if name != "quantization")
 
@@ -732,7 +732,7 @@ class RunConfig(AdapterSettings, BaseConfig):
         micro, size = self.micro_batch_size, self.global_batch_size
         accumulation, given = self.gradient_accumulation_steps, self.model_fields_set
         if micro == "auto":
-            # Left out beside accumulation it is 1: resolve_batch.
+            # If accumulation is given and this is left out, it is 1: resolve_batch.
             if accumulation is not None and MICRO in given:
                 what = f"{ACCUMULATION} is {accumulation}, and {MICRO} is auto"
                 fix = "the number of microbatches follows from their size"

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What a schedule may depend on beside the step.
+    """What a schedule may depend on in addition to the step.
 
     Attributes:
         warmdown_ratio: share of the run in which `warmdown` falls.
-        final_fraction: where it falls to.
+        final_fraction: the fraction that it falls to.
     """
 
     total_steps: int
@@ -52,9 +52,9 @@ def learning_rate_schedule(name: str, settings: ScheduleSettings) -> Callable[[i
     return lambda step: factor(step, settings)
 
 
-# The first three are transformers' get_scheduler, with which a test compares them: linear warm-up
-# from 0, then constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without
-# restarts).
+# The first three match transformers' get_scheduler, as a test checks. They warm up linearly from 0,
+# then stay constant, fall linearly to 0, or follow half a cosine to 0 (Loshchilov & Hutter 2017,
+# without restarts).
 
 
 def constant(step: int, settings: ScheduleSettings) -> float:
@@ -95,7 +95,7 @@ def _rise(step: int, settings: ScheduleSettings) -> float:
 
 
 def _progress(step: int, settings: ScheduleSettings) -> float:
-    """From 0 at the end of the warm-up to 1 at the end of the run."""
+    """Return the progress: 0 at the end of the warm-up, 1 at the end of the run."""
     return (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
 
 
@@ -127,6 +127,6 @@ else:  # the choices of the settings, as pydantic takes them
 
 
 def described(*, pretraining: bool) -> str:
-    """The names with what they mean, for the help."""
+    """Return the names with what they mean, for the help."""
     schedules = SCHEDULES if pretraining else _FINE_TUNING
     return "; ".join(f"{name}: {schedule.meaning}" for name, schedule in schedules.items())

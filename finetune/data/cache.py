@@ -1,9 +1,9 @@
 """Folders that are made once: by content fingerprint, under a lock, atomically, and verified when
 read.
 
-One of the processes that a launcher starts on a node reads all of an entry to verify it, and the
-others rely on its result: hundreds would read the same gigabytes one after another. Nodes verify
-side by side.
+One of the processes that a launcher starts on a node reads the whole entry to verify it. The others
+rely on its result; otherwise hundreds would read the same gigabytes one after another. Nodes verify
+in parallel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def default_cache_dir() -> Path:
 
 
 def key_of(parts: Mapping[str, str]) -> str:
-    """The entry's name: a hash of all the parts."""
+    """Return the entry's name: a hash of all the parts."""
     text = json.dumps(dict(parts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -54,8 +54,8 @@ def open_or_make(
     make: Make,
     what: str = "tokenized data",
 ) -> Path:
-    """The folder for `parts`: found and verified, or made by `make` once among all processes that
-    ask.
+    """Return the folder for `parts`: found and verified, or made by `make` once for all processes
+    that request it.
 
     Args:
         cache_dir: where entries live; made where missing.
@@ -96,7 +96,7 @@ def open_or_make(
 
 
 def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
-    """The folder for `parts`, or None if it is missing or damaged."""
+    """Return the folder for `parts`, or None if it is missing or damaged."""
     folder = cache_dir / key_of(parts)
     return folder if _fault(folder) is None else None
 
@@ -115,7 +115,7 @@ def wrap_write_errors(folder: Path, what: str = "tokenized data") -> Iterator[No
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `make` returned, and `parts` and `files` (SHA-256 by name)."""
+    """Return the result of `make`, with `parts` and `files` (SHA-256 by name)."""
     return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
 
 
@@ -132,13 +132,13 @@ def this_start() -> list[Any] | None:
 
 
 def _seen(folder: Path) -> dict[str, list[int]]:
-    """Of each file what would differ had it been written to since."""
+    """Return, for each file, what would differ if it had been written to since."""
     return {path.name: state_of(path) for path in sorted(folder.iterdir())}
 
 
 def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
-    """Whether another process of this start has checked the folder, and nothing was written there
-    since.
+    """Return whether another process of this start has checked the folder, and nothing was written
+    there since.
     """
     start = this_start()
     if start is None:
@@ -191,7 +191,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """None: the folder is whole. "": there is none. Else what is wrong with it."""
+    """Return what is wrong with the folder; None if nothing is, "" if it does not exist."""
     if not has_name(folder):
         return ""
     fault = ""
@@ -214,7 +214,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
-    """How the nearest older entry differs, for people who wonder why the cache was not used."""
+    """Describe how the nearest older entry differs, to explain why the cache was not used."""
     nearest: list[str] | None = None
     entries = sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)
     for path in entries[:_COMPARED_ENTRIES]:
@@ -235,7 +235,7 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
 
 
 def _written_at(path: Path) -> float:
-    """Seconds; 0 where another process has removed the file meanwhile."""
+    """Seconds; 0 if another process has removed the file meanwhile."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -292,7 +292,7 @@ Notes = dict[str, list[Any]]
 
 
 def state_of(path: Path) -> list[int]:
-    """What differs when a file was written to or replaced: size, times of content and of inode,
+    """Return what differs when a file was written to or replaced: size, times of content and inode,
     inode.
     """
     state = path.stat()
@@ -353,7 +353,7 @@ def _read(notes: Path) -> Notes:
 
 
 def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
-    """The hashes that still hold."""
+    """Return the hashes that still hold."""
     start = this_start()
     found = {}
     for path in paths:

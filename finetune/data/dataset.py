@@ -124,7 +124,7 @@ def samples_of(
     side: Literal["train", "valid"] = "train",
     **changed: Any,
 ) -> Samples:
-    """The samples that a run trains on, or validates on, by its settings.
+    """Return the samples that a run trains on, or validates on, by its settings.
 
     Args:
         changed: arguments of `prepare_samples` that are not those of the run.
@@ -180,8 +180,8 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _code_hash() -> str:
-    """The source of the modules that turn records into samples, and the versions of the libraries
-    that they lean on.
+    """Hash the source of the modules that turn records into samples, and the versions of the
+    libraries that they depend on.
     """
     here = Path(__file__).parent
     code = [

@@ -1,9 +1,10 @@
-"""Records -> conversations, in the common formats, checked so that nothing wrong is silently
+"""Convert records in the common formats to conversations, checked so that nothing wrong is silently
 trained on.
 
-Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of
-from/value) from FastChat, messages (role/content) from the OpenAI chat format; prompt and
-completion, as texts or as lists of messages, and plain text are those of TRL's data formats.
+- Alpaca (instruction, input, output): from the Stanford Alpaca data.
+- ShareGPT (conversations of from/value): from FastChat.
+- messages (role/content): from the OpenAI chat format.
+- prompt and completion, as strings or as lists of messages, and plain text: from TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from finetune.data.tools import Call, Tools, match_results, read_calls, read_too
 
 LABEL_KEYS = ("label", "kto_tag")  # whether the answer of a record is a good one
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-# Parts of a content, in the forms of OpenAI's protocols and of transformers' processors.
+# Parts of a content, as in OpenAI's protocols and transformers' input classes.
 _PART_TYPES = frozenset(
     [f"{kind}{form}" for kind in ("image", "video", "audio") for form in ("", "_url")]
     + [f"input_{kind}" for kind in ("image", "video", "audio")]
@@ -48,7 +49,7 @@ def holds_something(value: Any) -> bool:
 
 
 def _holds_media(value: Any) -> bool:
-    """As `holds_something`; a list or struct without a value, which parquet has for a missing
+    """Like `holds_something`, but a list or struct without a value, which parquet has for a missing
     image, counts as empty.
     """
     if isinstance(value, Mapping):
@@ -69,7 +70,7 @@ def _is_media_part(part: Mapping[str, Any]) -> bool:
 
 
 def has_media(value: Any) -> bool:
-    """Whether a record, or one of its turns or contents, has media."""
+    """Return whether a record, or one of its turns or contents, has media."""
     if isinstance(value, (list, tuple)):
         return any(map(has_media, value))
     if not isinstance(value, Mapping):
@@ -80,7 +81,7 @@ def has_media(value: Any) -> bool:
 
 
 def without_media(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with neither media nor the places in its texts where they were."""
+    """Return the record without media and without their placeholders in its strings."""
     return {key: _stripped(value) for key, value in record.items() if key not in MEDIA_KEYS}
 
 
@@ -123,7 +124,7 @@ _NOT_READ_OF_TURN = {
     "function_calls": "give it as 'tool_calls'",
     "functions": "give it as 'tools' of the record",
 }
-# What servers and data sets call the thoughts before an answer: DeepSeek, vLLM, gpt-oss.
+# Names of the reasoning before an answer in servers and data sets: DeepSeek, vLLM, gpt-oss.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MAY_FOLLOW = {
     None: ("system", "user", "text"),
@@ -168,7 +169,7 @@ class Conversation:
 
     @property
     def plain_text(self) -> str | None:
-        """What is trained without chat template, of a record that is a plain text."""
+        """Return the text of a plain-text record, which is trained without chat template."""
         return self.messages[0].content if self.messages[0].role == "text" else None
 
 
@@ -244,7 +245,7 @@ def checked(messages: Sequence[Message]) -> list[Message]:
 
 
 def tools_of(record: Mapping[str, Any]) -> Tools:
-    """What may be called.
+    """Return the tools that may be called.
 
     Raises:
         RecordProblem: as `read_tools`, or under two keys.
@@ -281,7 +282,7 @@ def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
-    """What stands before the answer of an alpaca record."""
+    """Return the messages before the answer of an alpaca record."""
     parts = [_text(record, "instruction"), _text(record, "input")]
     messages = leading_system(record)
     history = record.get("history")
@@ -299,8 +300,8 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
-    """A question and its answer; or TRL's conversational form, whose prompt is context with all its
-    answers.
+    """Convert a question and its answer, or TRL's conversational form, whose prompt is context with
+    all its answers.
     """
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
     if not answer_keys:
@@ -321,23 +322,23 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _if_preference(record: Mapping[str, Any]) -> str:
-    """What to add about a record of another kind of run."""
+    """Return a hint about a record for another kind of run."""
     if record.get("chosen") is None:
         return ""
     return ", but 'chosen': a pair of answers, for python -m finetune.dpo"
 
 
 def leading_system(record: Mapping[str, Any]) -> list[Message]:
-    """The system message of a column: an empty one there means none. A system *turn* may be empty
-    and stays.
+    """Return the system message of a column: an empty one there means none. A system *turn* may be
+    empty and stays.
     """
     system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
 def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
-    """The turns of a list, `before` of them being there already, behind the record's system
-    message.
+    """Return the turns of a list after the record's system message and the `before` turns that
+    precede it.
     """
     turns = record[key]
     if isinstance(turns, str):  # as JSON, which columns of CSV and Parquet often hold
@@ -404,7 +405,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
 
 
 def _reasoning(turn: Mapping[str, Any], where: str) -> str:
-    """The thoughts of a turn, under one of their names."""
+    """Return the reasoning of a turn, under any of its names."""
     found = {key: text for key in _REASONING_KEYS if (text := _text(turn, key))}
     if len(set(found.values())) > 1:
         names = " and ".join(map(repr, found))
@@ -415,7 +416,7 @@ def _reasoning(turn: Mapping[str, Any], where: str) -> str:
 def _calls(
     turn: Mapping[str, Any], given: str, content_key: str, where: str, number: int
 ) -> tuple[Call, ...]:
-    """The calls of a turn: a key of it, or the text of ShareGPT's turn by `function_call`."""
+    """Return the calls of a turn, from one of its keys or from ShareGPT's `function_call` turn."""
     keys = [key for key in ("tool_calls", "function_call") if turn.get(key)]
     if given.lower() == "function_call":
         keys.append(content_key)
@@ -452,7 +453,7 @@ def _is_part(part: Any, kind: str) -> bool:
 
 
 def _part(part: Any, where: str) -> str:
-    """The text of a part of a content: under `text`, or under `value` (LLaMA-Factory v1)."""
+    """Return the text of a content's part: under `text`, or under `value` (LLaMA-Factory v1)."""
     if _is_part(part, "text") or _is_part(part, "reasoning"):
         text = part.get("text", part.get("value"))
         if isinstance(text, str):
@@ -521,7 +522,7 @@ def _check_order(messages: Sequence[Message]) -> None:
 def difficulty_of(
     record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str
 ) -> str | None:
-    """The difficulty that a record names.
+    """Return the difficulty that a record names.
 
     Raises:
         RecordProblem: another type, or none of `difficulties`.
@@ -554,7 +555,7 @@ _KINDS = {
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Return the JSON type of a value, for messages."""
     if isinstance(value, Mapping):
         return "an object"
     return _KINDS.get(type(value), type(value).__name__)

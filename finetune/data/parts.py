@@ -27,12 +27,15 @@ PART_RECORDS = 256  # of the other kinds
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a file.
+    """A part of a file.
 
     Attributes:
-        kind: "lines" (of JSON, those that start in the bytes `start` to `stop`), "text" (these
-            bytes as one document), "array" (a whole JSON array), "parquet" (row groups `start` to
-            `stop`), or "records" (`records` from `start` to `stop`, read already).
+        kind: one of
+            - "lines": JSON lines that start in the bytes `start` to `stop`
+            - "text": these bytes as one document
+            - "array": a whole JSON array
+            - "parquet": row groups `start` to `stop`
+            - "records": `records` from `start` to `stop`, read already
         size_bytes: the part's share of its file, for the progress.
         file: number of the file among the data files.
         form: the file's format, if a part before this one has shown it.

@@ -2,11 +2,11 @@
 shards.
 
 Each pass is a stream of parts (see parts.py) through the same processes, with a few parts per
-process in flight: the memory in use does not grow with the data. Records that are bad are found by
-the first pass, before anything is tokenized; records that only the chat template refuses, by the
-second. The shards that the second pass has finished are kept through a kill (see samples.py).
+process in flight. So the memory in use does not grow with the data. The first pass finds bad
+records, before anything is tokenized. The second pass finds records that only the chat template
+rejects. The shards that the second pass has finished survive a kill (see samples.py).
 
-Nothing in the result depends on how many processes work, or on how often the work was stopped.
+The result does not depend on the number of processes, or on how often the work was stopped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Lines = list[tuple[int, RecordProblem]]  # bad records by line
 
 @dataclass(frozen=True)
 class Wanted:
-    """Of which records of a part samples are made, and where the part is."""
+    """The records of a part that become samples, and where the part is."""
 
     first_record: int  # number in the data of the part's first record
     lines_before: int  # of the file, see `Part.read`
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass
 class Checked:
-    """What the records of a part are; `report` has only what is known without tokens."""
+    """The checked records of a part; `report` has only what is known without tokens."""
 
     lines: int  # see `Part.read`; the lines of records are counted as it counts
     report: DataReport = field(default_factory=DataReport)
@@ -89,7 +89,7 @@ class Tokenized:
 
 @dataclass
 class PartJob:
-    """What a process does with a part: (part, None) -> Checked; (part, Wanted) -> Tokenized."""
+    """The work of a process on a part: (part, None) -> Checked; (part, Wanted) -> Tokenized."""
 
     renderer: Renderer
     readers: Sequence[RecordReader]  # of each file
@@ -206,7 +206,7 @@ _PLACEHOLDER = re.compile(r"\{\{ *[A-Za-z_]\w* *\}\}")
 
 
 def _has_placeholder(found: Conversation) -> bool:
-    """Whether an answer that is trained holds a placeholder."""
+    """Return whether an answer that is trained holds a placeholder."""
     return any(
         turn.trained and turn.role == "assistant" and _PLACEHOLDER.search(turn.content)
         for turn in found.messages
@@ -234,7 +234,7 @@ def _count(report: DataReport, sample: Rendered) -> None:
 
 @dataclass
 class _Progress:
-    """How far the second pass is."""
+    """Progress of the second pass."""
 
     parts: int = 0
     records: int = 0
@@ -244,7 +244,7 @@ class _Progress:
 
     @classmethod
     def after(cls, states: list[dict[str, Any]]) -> _Progress:
-        """As it was when the last of these shards was finished."""
+        """Return the progress when the last of these shards was finished."""
         if not states:
             return cls()
         state = {name: states[-1][name] for name in cls.__dataclass_fields__}
@@ -279,7 +279,7 @@ class Preparation:
         )
 
     def options(self) -> str:
-        """What the samples depend on besides data, tokenizer and template, as JSON."""
+        """Return what the samples depend on besides data, tokenizer and template, as JSON."""
         options: dict[str, Any] = {
             "cutoff_len": self.renderer.cutoff_len,
             "levels": self.difficulties,
@@ -422,7 +422,9 @@ class Preparation:
         return done
 
     def _complete(self, report: DataReport, done: _Progress) -> DataReport:
-        """The report of both passes; refuse what the chat template does not take, or count it."""
+        """Return the report of both passes; refuse records that the chat template rejects, or count
+        them.
+        """
         if not self.drop_bad_records:
             done.refused.refuse(report.records_read)
         cut_off = done.report.dropped
@@ -439,7 +441,7 @@ class Preparation:
         return report
 
     def _none_left(self, report: DataReport) -> DataError:
-        """The error for records none of which is left, with the reasons."""
+        """Return the error for records of which none is left, with the reasons."""
         counts = {
             **report.dropped,
             "duplicates": report.duplicates,

@@ -50,7 +50,7 @@ class RecordReader:
 
     @property
     def max_samples(self) -> int | None:
-        """How many of a file's records are read; None for all."""
+        """Number of records to read from a file; None for all."""
         return self.source.max_samples if self.source else None
 
     def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
@@ -62,10 +62,10 @@ class RecordReader:
     def conversations(
         self, records: Iterable[tuple[int, Any]], form: str | None = None
     ) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
-        """The same of some records of one file.
+        """Do the same for some records of one file.
 
         Args:
-            form: the file's format, where a record before these has shown it.
+            form: the file's format, if an earlier record has shown it.
         """
         for line, record in records:
             try:
@@ -109,7 +109,7 @@ class RecordReader:
         return detect_format(record, self.columns)
 
     def form_shown(self, records: Iterable[tuple[int, Any]]) -> str | None:
-        """The format of the first record that has one."""
+        """Return the format of the first record that has one."""
         for _, record in records:
             try:
                 if not isinstance(record, RecordProblem):
@@ -119,7 +119,7 @@ class RecordReader:
         return None
 
     def _form_of(self, record: Mapping[str, Any]) -> str:
-        """The format of a record with the names that our formats know.
+        """Return the format of a record with the names that our formats know.
 
         Raises:
             RecordProblem: it has none.
@@ -133,7 +133,7 @@ class RecordReader:
             raise RecordProblem(problem.kind, f"{problem.detail}; --columns has {mapped}") from None
 
     def mapped_in(self, record: Any) -> set[str]:
-        """The keys of the mapping that a record, as `conversations` gives it, has."""
+        """Return the keys of the mapping that a record, as `conversations` gives it, has."""
         return set(self.columns) & record.keys() if isinstance(record, Mapping) else set()
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
@@ -147,7 +147,7 @@ class RecordReader:
         return record.get(names.get(name, name))
 
     def _renamed(self, record: Any) -> Mapping[str, Any]:
-        """The record with the names that our formats know.
+        """Return the record with the names that our formats know.
 
         Raises:
             RecordProblem: it is not an object.

@@ -1,5 +1,5 @@
-"""What became of the records: what is wrong with each, the counts of the start-up table with their
-warnings, and the pace of a long preparation.
+"""Report on the records: errors of single records, the counts in the start-up table with their
+warnings, and the progress of a long preparation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RecordProblem(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class if it has none."""
+    """Return the first line of an error's text, or its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -72,7 +72,7 @@ class ProblemLog:
 
     @property
     def total(self) -> int:
-        """How many bad records there are."""
+        """Number of bad records."""
         return sum(self.counts.values())
 
     @property
@@ -87,7 +87,7 @@ class ProblemLog:
         self.first += other.first
 
     def to_json(self) -> list[Any]:
-        """As plain JSON, for `ProblemLog(*...)`."""
+        """Return the arguments for `ProblemLog(*...)`, as plain JSON."""
         self._shorten()
         return [dict(self.counts), self.first]
 
@@ -179,7 +179,7 @@ class DataReport:
             setattr(self, name, total)
 
     def warnings(self) -> list[str]:
-        """What works but is probably wrong, each with its fix."""
+        """Return warnings about what works but is probably wrong, each with its fix."""
         equal = self.dropped.get(NO_DIFFERENCE, 0)
         found = [  # (shown where this is not zero, text)
             (
@@ -217,8 +217,8 @@ class DataReport:
         return [text for shown, text in found if shown]
 
     def lines(self) -> list[tuple[str, str]]:
-        """The table's lines as (name, value) texts; what is zero is left out where it is only bad
-        news.
+        """Return the table's lines as (name, value) strings; counts of problems are left out if
+        they are zero.
         """
         answers = self.good_answers + self.bad_answers
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
@@ -257,7 +257,7 @@ class DataReport:
         ]
 
     def table(self, title: str = "data") -> Table:
-        """The start-up table, for rich."""
+        """Return the start-up table, for rich."""
         from rich.table import Table
 
         table = Table(title=title, show_header=False)

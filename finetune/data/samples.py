@@ -27,9 +27,10 @@ from finetune.storage.durable_files import replace_file, save_array
 logger = logging.getLogger("finetune")
 
 SHARD_TOKENS = 16 << 20  # at most, except for the last part that goes into it
-SCRATCH = "scratch"  # folder of what is removed at the end
-# What is known of a sample besides its tokens: its record's number; number and line of the file;
-# the difficulty's index; how many tokens and targets. For the other fields see `PreferenceSamples`.
+SCRATCH = "scratch"  # folder for what is removed at the end
+# Facts about a sample in addition to its tokens. They are its record's number, the number and line
+# of the file, the difficulty's index, and the numbers of tokens and targets. For the other fields
+# see `PreferenceSamples`.
 ROW = np.dtype(
     [
         ("row_ids", "<i8"),
@@ -199,8 +200,8 @@ class Samples:
         fingerprint: hash of the samples themselves: equal for equal data, wherever it is stored.
         highest_id: of all tokens.
         report: what became of the records.
-        source_starts: the first sample of each entry of `data`, and the number of samples. The
-            samples of an entry are consecutive.
+        source_starts: the first sample of each entry in `data`, then the number of samples. An
+            entry's samples are consecutive.
     """
 
     def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:
@@ -251,7 +252,9 @@ class Samples:
         return f"{self._files[self._file_numbers[index]].path}:{self._lines[index]}"
 
     def first_above(self, limit: int) -> tuple[int, str]:
-        """The first token id that is `limit` or more (see `highest_id`), and its record's place."""
+        """Return the first token id that is `limit` or more (see `highest_id`), and the location of
+        its record.
+        """
         shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
         tokens = self._tokens[shard]
         place = int(np.argmax(tokens >= limit))

@@ -2,9 +2,9 @@
 duplicates left out.
 
 A record is identified by the hash of its content (turns and tools), regardless of its other keys
-and its form: equal records are duplicates, and fall on one side of a split. The hash has 64 bits:
-among ten million records, two different ones are taken for equal with a probability of about 3 in a
-million (n * n / 2**65).
+and its form. Equal records are duplicates, and fall on one side of a split. The hash has 64 bits.
+Among ten million records, the probability that two different ones have the same hash is about 3 in
+a million (n * n / 2**65).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labe
 
 @dataclass(frozen=True)
 class Selection:
-    """What a set of samples has of its data files.
+    """What a set of samples takes from its data files.
 
     Attributes:
         side: of the split.
@@ -47,13 +47,13 @@ class Selection:
     drop_duplicates: bool = False
 
     def __bool__(self) -> bool:
-        """Whether anything is left out."""
+        """Return whether anything is left out."""
         return self.valid_split is not None or self.drop_duplicates
 
     def key(
         self, number: int, record: Mapping[str, Any], found: Conversation, reader: RecordReader
     ) -> tuple[int, int, int, bool]:
-        """A record's entry of `KEYS`.
+        """Return a record's entry of `KEYS`.
 
         Raises:
             RecordProblem: it has nothing under `split_by`.
@@ -102,7 +102,15 @@ class Selection:
         return Chosen(mask, duplicates=read - different, other_side=different - len(keys))
 
     def _validates(self, hashes: np.ndarray) -> np.ndarray:
-        """bool (N,) of uint64 (N,): those below a share of all hashes, or the smallest of them."""
+        """Return which hashes validate: those below a share of all possible hashes, or the
+        smallest.
+
+        Args:
+            hashes: uint64 (N,).
+
+        Returns:
+            bool (N,).
+        """
         assert self.valid_split is not None
         if self.valid_split < 1:
             return hashes < np.uint64(int(self.valid_split * 2**64))
@@ -145,7 +153,7 @@ def _turns(messages: Sequence[Message]) -> list[Any]:
 
 
 def selection_of(config: RunConfig, side: Literal["train", "valid"] = "train") -> Selection:
-    """What a run's training or validation has of its `data`."""
+    """Return what a run's training or validation takes from its `data`."""
     return Selection(side, config.valid_split, config.split_by, config.drop_duplicates)
 
 
@@ -155,7 +163,7 @@ def _hash(value: Any) -> int:
 
 
 def _as_text(group: Any) -> Any:
-    """A number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one
+    """Return a number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one
     group.
     """
     if isinstance(group, bool) or not isinstance(group, (int, float)):
@@ -164,5 +172,5 @@ def _as_text(group: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What parquet has and JSON has not (dates, bytes), and mappings that are no dict."""
+    """Convert what parquet has and JSON has not (dates, bytes), and mappings other than dicts."""
     return dict(value) if isinstance(value, Mapping) else str(value)

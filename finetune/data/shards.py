@@ -65,7 +65,7 @@ class ShardFile:
 
 
 def damage(files: Mapping[Path, tuple[int, str]]) -> str | None:
-    """What is wrong with the files of a finished shard; None if nothing is.
+    """Return what is wrong with the files of a finished shard; None if nothing is.
 
     Args:
         files: size in bytes and SHA-256 of each, as its header has them.

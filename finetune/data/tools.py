@@ -1,7 +1,7 @@
 """Tools in records: what may be called, calls, and which result answers which call.
 
-The forms are the field's own: `tools`, `tool_calls` and `tool` turns of the OpenAI chat format
-(with its older `functions` and `function_call`), and ShareGPT's `tools` as a text with turns by
+Two common forms are read. The OpenAI chat format has `tools`, `tool_calls` and `tool` turns (and
+its older `functions` and `function_call`). ShareGPT has `tools` as a string, with turns by
 `function_call` and `observation`, as LLaMA-Factory reads them.
 """
 
@@ -28,7 +28,7 @@ class Call:
     id: str
 
     def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
-        """As chat templates read it, with the arguments as an object or as its JSON text."""
+        """Return the call for chat templates, with the arguments as an object or a JSON string."""
         arguments = arguments_text(self.arguments) if as_text else dict(self.arguments)
         return {
             "id": self.id,
@@ -48,14 +48,15 @@ def arguments_text(arguments: Mapping[str, Any]) -> str:
 
 
 def read_tools(given: Any, where: str) -> Tools:
-    """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
+    """Return the functions that may be called.
+
+    Each is `{"type": "function", "function": {"name": ...}}`.
 
     Args:
-        given: a list of such objects, or of the values of `function` alone; or the JSON text of
-            one.
+        given: a list of such objects, or of their `function` values only; or such a list as JSON.
 
     Raises:
-        RecordProblem: another type, no name, or two of one name.
+        RecordProblem: it has another type, a name is missing, or two have the same name.
     """
     listed = _json(given, where) if isinstance(given, str) and given.strip() else given
     if not listed:
@@ -80,7 +81,7 @@ def _tool(given: Any, where: str) -> Mapping[str, Any]:
 
 
 def _function(given: Any, problem: str) -> Mapping[str, Any]:
-    """What is under `function`, or all; with a name."""
+    """Return the value of `function`, or the whole object; it must have a name."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if isinstance(function, Mapping):
         name = function.get("name")
@@ -90,13 +91,14 @@ def _function(given: Any, problem: str) -> Mapping[str, Any]:
 
 
 def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
-    """Calls of one turn: a list of them, one alone, or the JSON text of either.
+    """Read the calls of one turn: a list, a single call, or either as JSON.
 
     Args:
         turn: number of the turn, for ids that the record does not give.
 
     Raises:
-        RecordProblem: another type, no name, arguments that are no object, an id that is no text.
+        RecordProblem: it has another type, a name is missing, arguments are not an object, or an id
+            is not a string.
     """
     listed = _json(given, where) if isinstance(given, str) else given
     if not listed:
@@ -137,8 +139,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[Call]:
-    """The call that each result after a turn answers: by its id, or in order where no result has
-    one.
+    """Return the call that each result after a turn answers: by its id, or in order if no result
+    has an id.
 
     Raises:
         RecordProblem: a call without result, a result of no call, or an id that comes twice.
@@ -163,7 +165,7 @@ def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[
 
 
 def written_out(call: Call, text: str) -> bool:
-    """Whether a text without white space has the call: its name and every value of its
+    """Return whether a text without white space has the call: its name and every value of its
     arguments.
     """
     return squeezed(call.name) in text and all(
@@ -181,18 +183,18 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _forms(value: Any) -> list[str]:
-    """A name, text or number as templates may write it: as it is, or as in JSON with or without
-    escapes.
+    """Return a name, text or number as templates may write it: as it is, or as in JSON with or
+    without escapes.
     """
     forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
     return [squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]
 
 
 def squeezed(text: str) -> str:
-    """Without white space."""
+    """Remove white space."""
     return "".join(text.split())
 
 
 def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """As the OpenAI protocol has them: the arguments as a JSON text."""
+    """Return calls in the form of the OpenAI protocol: the arguments as a JSON string."""
     return [call.for_template(as_text=True) for call in calls]

@@ -26,7 +26,7 @@ _job: Callable[[Any], Any] | None = None
 
 
 def worker_count(requested: int | None, input_bytes: int, bytes_per_worker: int) -> int:
-    """The number of processes that is requested or, if None is, that pays.
+    """Return the number of processes that is requested or, if None is, that pays.
 
     Args:
         bytes_per_worker: below this, starting another process costs more than it saves.

@@ -31,7 +31,7 @@ class RunningSequence:
     prompt_tokens: int
 
     def key(self) -> tuple[int, int]:
-        """The key of its next token's random number."""
+        """Return the key of its next token's random number."""
         return self.draws.key(len(self.history) - self.prompt_tokens)
 
 
@@ -116,7 +116,7 @@ def gumbel(keys: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(number: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 (Appleby, public domain) on 32-bit numbers held in int64."""
+    """Apply the finalizer of MurmurHash3 (Appleby, public domain) to 32-bit numbers in int64."""
     number = number ^ (number >> 16)
     number = (number * 0x85EBCA6B) & _MASK
     number = number ^ (number >> 13)

@@ -1,8 +1,8 @@
 """The decoding loop of one batch, for `StaticEngine`, answers during training and `verify`.
 
-transformers' `generate` prepares the inputs and the cache; the loop is ours (`custom_generate`),
-because a model in training has to be called through its wrapper (DDP, DeepSpeed), and because
-requests of one batch have their own settings and listeners. The comments about other libraries
+transformers' `generate` prepares the inputs and the cache. The loop is our own (`custom_generate`),
+because a model in training has to be called through its wrapper (DDP, DeepSpeed). Also, the
+requests of a batch have separate settings and listeners. The comments about other libraries
 describe transformers 5.23 and torch 2.13.
 """
 

@@ -121,7 +121,7 @@ class Generator:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How the chat template writes tool calls, or None if they could not be read back."""
+        """The form of tool calls in the chat template, or None if they could not be read back."""
         return find_form(self._template)
 
     def render(

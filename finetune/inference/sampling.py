@@ -23,19 +23,19 @@ class Sampling:
     """Settings of one answer.
 
     Attributes:
-        max_new_tokens: most tokens of the answer, its end included; None: as many as the context
+        max_new_tokens: maximum tokens of the answer, its end included; None: as many as the context
             leaves room for.
-        temperature: 0 takes the likeliest token always; else logits are divided by it and a token
-            is drawn.
-        top_p: draw from the fewest tokens that hold this probability together; 1 for all.
-        top_k: draw from this many likeliest tokens; 0 for all.
+        temperature: 0 is greedy: always the most likely token. Otherwise logits are divided by it
+            and a token is drawn.
+        top_p: draw from the smallest set of tokens with this total probability; 1 for all.
+        top_k: draw from this many most likely tokens; 0 for all.
         repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely;
             1 for none.
         seed: the same seed gives the same answer, alone or in a batch; None draws a seed.
-        stop: texts that end the answer; they are not part of it.
+        stop: strings that end the answer; they are not part of it.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     max_new_tokens: int | None = None
@@ -89,7 +89,7 @@ class Sampling:
 
 
 def default_sampling(settings: Any) -> Sampling:
-    """What a model's generation_config.json asks for."""
+    """Return the sampling that a model's generation_config.json requests."""
     penalty = float(settings.repetition_penalty or 1)
     if not settings.do_sample:
         return Sampling(repetition_penalty=penalty)

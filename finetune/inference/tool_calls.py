@@ -185,7 +185,9 @@ FORMS = (
 
 
 def find_form(template: ChatTemplate) -> CallForm | None:
-    """The form in which a chat template writes calls; None where it writes none, or another."""
+    """Return the form in which a chat template writes calls; None if it writes none, or uses
+    another form.
+    """
     bound = template.with_tools((_PROBE_TOOL,))
     messages = [Message("user", "Probe."), Message("assistant", "", calls=(_PROBE_CALL,))]
     try:

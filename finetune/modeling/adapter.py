@@ -76,7 +76,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
     _check_named(model, "layers_to_transform", layers)
     if settings.quantization != "none":
         _check_saved_of_quantized(model, settings.quantization, settings.modules_to_save)
-    # Experts are one parameter of three dimensions instead of linear modules: only peft knows which
+    # Experts are one three-dimensional parameter instead of linear modules. Only peft knows which
     # of them can be adapted.
     has_experts = any(parameter.dim() > 2 for parameter in model.parameters())
     linear = linear_names(model)
@@ -179,12 +179,12 @@ def linear_names(model: nn.Module) -> set[str]:
 
 
 def passed_over(model: nn.Module) -> list[str]:
-    """Return the names of the linear modules that the model does not call, but reads the weights
-    of: adapters on them have no effect.
+    """Return the names of the linear modules that the model does not call but whose weights it
+    reads: adapters on them have no effect.
 
-    State-space layers hand some to their kernels (out_proj of Mamba 2, dt_proj of Jamba), routers
-    to a function. peft knows only some of them (it refuses those,
-    tuners_utils._check_lora_target_modules_mamba), so this is read from the source.
+    State-space layers pass some weights to their kernels (out_proj of Mamba 2, dt_proj of Jamba),
+    and routers pass them to a function. This is read from the source because peft knows and refuses
+    only some of these modules (tuners_utils._check_lora_target_modules_mamba).
     """
     found = []
     for name, module in model.named_modules():

@@ -1,8 +1,8 @@
 """Attention within documents, per device: no token attends to another document.
 
-A packed sequence holds several documents one after another, `(1, T)`; a padded microbatch has one
+A packed sequence holds several documents one after another, `(1, T)`. A padded microbatch has one
 document per row, `(samples, longest)`, padded on the right. In both, a token attends only to
-earlier tokens of its own document.
+earlier tokens in the same document.
 
 | device            | packed sequences                        | padded microbatches           |
 |-------------------|-----------------------------------------|-------------------------------|
@@ -43,9 +43,9 @@ ISOLATED = "finetune_isolated"
 BY_DOCUMENT = "finetune_by_document"  # the same without the device's kernels
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each
 # is tested (tests/modeling/test_attention.py). Others are trained padded, with transformers'
-# attention: they may build ALiBi or a window into a mask that is not visible here (Bloom, Llama 4,
-# Phi-3.5-MoE), call attention on their own (Nemotron, StableLM), not give the documents to the mask
-# (gpt-oss), or carry a state along the sequence (Mamba).
+# attention. They may build ALiBi or a window into a mask that is not visible here (Bloom, Llama 4,
+# Phi-3.5-MoE) or call attention themselves (Nemotron, StableLM). Others do not pass the documents
+# to the mask (gpt-oss), or carry a state along the sequence (Mamba).
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5
     ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe
@@ -108,7 +108,9 @@ def shortest_window(config: PretrainedConfig) -> int | None:
 
 
 def head_sizes(text: PretrainedConfig) -> tuple[int, int, int, int]:
-    """Return the number of query heads and of key heads, the width of both, and that of values."""
+    """Return the number of query heads, the number of key heads, the width of both, and the width
+    of values.
+    """
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention
@@ -226,10 +228,11 @@ def _causal(
     if on_cpu and torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
     if on_cpu and dtype in HALF:
-        # float32 is faster here, casts included. CPU time of bfloat16 divided by that of float32,
-        # forward and backward, one thread of an EPYC with avx512_bf16, minimum of nine: 3.3 for
-        # documents of 64 tokens (16 heads of 64), 1.4 for 256, 1.0 for 512 (8 heads of 128), 0.85
-        # for 1,024. This is fixed and not measured at the start: a resumed run keeps its values.
+        # float32 is faster here, casts included. CPU time of bfloat16 divided by CPU time of
+        # float32: 3.3 for documents of 64 tokens (16 heads of 64), 1.4 for 256, 1.0 for 512 (8
+        # heads of 128), 0.85 for 1,024. Measured forward and backward, on one thread of an EPYC
+        # with avx512_bf16, as the minimum of nine. The choice is fixed and not measured at the
+        # start: a resumed run keeps its values.
         query, key, value = query.float(), key.float(), value.float()
     with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
         output = scaled_dot_product_attention(
@@ -295,7 +298,7 @@ def _varlen(
 
     # The operator behind torch.nn.attention.varlen.varlen_attn, called as that function calls it.
     # The function has neither scale nor windows in torch 2.10, and requires as many key heads as
-    # query heads before 2.12; the operator has all of these in each version
+    # query heads before 2.12. The operator supports all of these in each version
     # (tests/training/test_trainer_hooks.py). Replace it when 2.12 is the oldest supported version.
     output: Tensor = torch.ops.aten._flash_attention_forward(
         flat(query),

@@ -6,10 +6,10 @@
 | NPU                                 | npu_fusion_attention                 | SDPA per document  |
 | others                              | nothing                              | torch's kernels    |
 
-Documents packed one after another and one document a row, without and with the model's kind of
-window, with its heads, in the run's dtype; forward and backward, by the bounds of kernel_check.py.
-The plain operation is SDPA per document by matrix products: while FlashAttention 3 is on, SDPA's
-fused kernels use it too.
+The check covers documents packed one after another and one document a row, without and with the
+model's window. It uses the model's heads and the run's dtype, runs forward and backward, and
+applies the bounds of kernel_check.py. The plain operation is SDPA per document by matrix products:
+while FlashAttention 3 is on, SDPA's fused kernels use it too.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ AnyConfig = TypeVar("AnyConfig", bound=BaseConfig)
 def with_model_found(config: AnyConfig) -> AnyConfig:
     """Return the configuration with its model as a folder or `owner/name@commit`.
 
-    The commit is that of the run's first start, if the run's folder or that of the checkpoint to
-    resume from has one; otherwise what the revision points to now. So every file of the model is of
-    one commit, which is part of the run's identity, and all ranks compare it.
+    If the run's folder, or the folder of the checkpoint to resume from, has the commit of the run's
+    first start, that commit is used. Otherwise it is the commit that the revision points to now. So
+    every file of the model is from one commit. The run's identity holds it, and all ranks compare
+    it.
 
     Raises:
         ConfigError: ModelScope was requested and cannot provide the model.

@@ -2,11 +2,11 @@
 
 Both run forward and backward on the same values, at the model's own sizes, in the run's dtype, for
 a few tokens and for as many as a microbatch has. The reference is computed in float64 on the CPU,
-for a selection of tokens. The plain operation's own error against it is the yardstick: on those
-tokens a kernel may be off by `FACTOR` times as much (or as much as one rounding of the dtype), and
-on all tokens it may differ from the plain operation by twice that. Rows are compared by their norm,
-so that a bound does not grow with the number of tokens. Rows have many sizes, down to the square
-root of eps, so that a kernel which ignores eps is found.
+for a selection of tokens. The plain operation's own error against the reference sets the bound. On
+those tokens a kernel may be off by `FACTOR` times that error (or by one rounding of the dtype). On
+all tokens it may differ from the plain operation by twice that. Rows are compared by their norm, so
+that a bound does not grow with the number of tokens. Rows have many sizes, down to the square root
+of eps, so that a kernel which ignores eps is found.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def problem_of(
 ) -> str | None:
     """Describe what is wrong with the fused operation; None if nothing is."""
     few = min(FEW_TOKENS, tokens)
-    # Twice the same size with other values: if a kernel leaves something in a buffer of its own,
+    # Run the same size twice with other values: if a kernel leaves something in an internal buffer,
     # the second result shows it.
     sizes = (few, few, tokens)
-    # All run before anything is compared: so a result that a later call overwrites is found too.
+    # Run all before comparing anything, so that a result that a later call overwrites is found too.
     try:
         draws = [_draw(comparison, size, device, dtype, seed) for seed, size in enumerate(sizes)]
         fused = [_results(comparison.fused, comparison, *draw) for draw in draws]
-    # whatever a kernel, its compiler or its driver raises: it is reported, and not used
+    # A kernel, its compiler or its driver may raise any type: report it, and do not use the kernel.
     except Exception as error:
         return first_line(error)
     for size, draw, found in zip(sizes, draws, fused, strict=True):

@@ -6,13 +6,16 @@
 | NPU    | torch_npu's npu_rms_norm, npu_rotary_mul and npu_swiglu                      |
 | others | torch's own operations                                                       |
 
-A module of a model is replaced if the code of its class is that of a reference class of
-transformers (Llama's, OLMo 2's, ...) whose formula is one of the `plain_...` functions.
-transformers copies this code into the files of most model families. Norms with `1 + weight`
-(Gemma) or without weights, rotations of adjacent elements (Cohere, DeepSeek), MLPs with another
-activation or one joined projection stay as they are. A fused operation is used only after it agreed
-with the plain one on this device, at the model's own sizes (kernel_check.py). Linear layers stay
-modules that are called: hooks and adapters on them work as before.
+A module is replaced if its class has the same code as a reference class in transformers (Llama's,
+OLMo 2's, ...). The formula of each reference class is one of the `plain_...` functions.
+transformers copies this code into the files of most model families.
+
+Not replaced are norms with `1 + weight` (Gemma) or without weights, rotations of adjacent elements
+(Cohere, DeepSeek), and MLPs with another activation or one joined projection.
+
+A fused operation is used only after it agreed with the plain one on this device, at the model's own
+sizes (kernel_check.py). Linear layers are still called as modules, so hooks and adapters on them
+keep working.
 
 Operations, by the name that providers give them:
     rms_norm: x `(..., D)`, weight `(D,)` of the same dtype, eps -> the shape and dtype of x.
@@ -159,9 +162,10 @@ def _liger_ops() -> Mapping[str, Operation]:
 
 
 def _npu_ops() -> Mapping[str, Operation]:
-    # torch_npu 2.13 (op-plugin's custom_APIs/torch_npu): x of 2 to 8 axes, weight of its dtype or
-    # float32; 4 axes, D even and below 896, S and H below 1,000; swiglu's one tensor contiguous and
-    # its last axis even.
+    # Limits of torch_npu 2.13 (op-plugin's custom_APIs/torch_npu):
+    # - rms_norm: x of 2 to 8 axes, weight of its dtype or float32.
+    # - rotary: 4 axes, D even and below 896, S and H below 1,000.
+    # - swiglu: one contiguous tensor whose last axis is even.
     import torch_npu
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
@@ -210,9 +214,9 @@ class FusableLayer:
 
 def find_fusable(model: nn.Module) -> list[FusableLayer]:
     """Find the modules whose code is that of a reference class; nothing is computed."""
-    # transformers 5.23; each is followed by its `keeps_dtype`. SeedOssMLP is left out: it has a
-    # dropout of its own. glm4_moe and phi3 rotate only the first part of a head, if the
-    # configuration says so.
+    # transformers 5.23; each is followed by its `keeps_dtype`. SeedOssMLP is left out: it has its
+    # own dropout. glm4_moe and phi3 rotate only the first part of a head if the configuration
+    # requests it.
     norms = {
         _code(LlamaRMSNorm.forward): False,
         _code(Olmo2RMSNorm.forward): True,
@@ -263,8 +267,8 @@ def _rotation_code(rotate: Any) -> Any:
 def use_fused_layers(model: nn.Module, ops: Mapping[str, Operation]) -> dict[str, int]:
     """Let the fusable modules compute with `ops`; return how many do, by operation.
 
-    Nothing is compared here: see `agreeing_ops`. Each module is changed, not transformers' files:
-    other models of the process compute as before.
+    Nothing is compared here: see `agreeing_ops`. Only the modules of this model are changed, not
+    transformers' classes, so other models in the process are not affected.
     """
     forwards = {
         "rms_norm": _norm_forward,

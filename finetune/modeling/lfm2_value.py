@@ -73,7 +73,7 @@ class Lfm2ValueAttention(Lfm2Attention):
         token_ids: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Lfm2Attention's of transformers 5.23."""
+        """Compute the same as Lfm2Attention in transformers 5.23."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_layernorm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         key = self.k_layernorm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)

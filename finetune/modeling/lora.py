@@ -31,9 +31,9 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def fuse_lora(model: nn.Module) -> int:
     """Replace the forward of the peft model's plain LoRA layers; return their number.
 
-    Left to peft: anything but an adapter without extras on a frozen nn.Linear or on a
-    quantized layer (Conv1D, experts, variants such as DoRA), and layers whose weight the model
-    holds in several places.
+    Replaced are adapters without extras on a frozen nn.Linear or on a quantized layer. All others
+    are left to peft (Conv1D, experts, variants such as DoRA), and so are layers whose weight the
+    model holds in several places.
     """
     holders = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
@@ -49,9 +49,9 @@ def fuse_lora(model: nn.Module) -> int:
         for number, layer in enumerate(layers):
             layer.forward = partial(group.forward, number)
         if len(layers) > 1:
-            # Also if the block's forward raises (out of memory, the early stop of recomputation):
-            # outputs that were not taken hold the graph, and with it the activations of all earlier
-            # layers.
+            # Forget them even if the block's forward raises (out of memory, the early stop of
+            # recomputation). Outputs that were not taken hold the graph, and with it the
+            # activations of all earlier layers.
             model.get_submodule(parent).register_forward_hook(group.forget, always_call=True)
     return sum(map(len, groups.values()))
 
@@ -104,7 +104,7 @@ class LayerGroup:
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers = list(layers)
         # ZeRO-3 gathers a weight in hooks of the module that owns it, before its forward and before
-        # its backward: a function that computes several modules, or reads a weight without its
+        # its backward. So a function that computes several modules, or reads a weight without its
         # module, would see an empty tensor.
         self.partitioned = any(hasattr(layer.base_layer.weight, "ds_id") for layer in layers)
         self._input: Tensor | None = None
@@ -232,9 +232,9 @@ class AdaptedLinears(torch.autograd.Function):
         ctx.ranks = [len(down) for down in downs]
         x = x.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
-        # One cast of all A, and one read of x. Casting each time costs microseconds; a cast kept
-        # for a whole step would be stale after a write to `.data` (which does not count as a
-        # version), and nothing would show it.
+        # One cast of all A, and one read of x. Casting each time costs microseconds. A cast kept
+        # for a whole step would be stale after a write to `.data`, without an error: such a write
+        # does not count as a version.
         down = (torch.cat(downs) if len(downs) > 1 else downs[0]).to(dtype)
         ups = [up.to(dtype) for up in adapters[len(bases) :]]
         masks: list[Tensor] = []

@@ -33,7 +33,7 @@ LOGITS_PER_CHUNK = 64 * 2**20
 # logits of many rows: larger chunks.
 TRAINED_HEAD_CHUNKS = 2
 # glibc returns blocks of 32 MiB and more to the system immediately, and the system clears their
-# pages again for the next chunk: smaller chunks, unless a product would have too few rows.
+# pages again for the next chunk. So use smaller chunks, unless a product would have too few rows.
 LOGITS_PER_CHUNK_ON_CPU = 7 * 2**20
 ROWS_OF_A_PRODUCT = 440
 # Their forward soft-caps logits by `config.final_logit_softcapping`.
@@ -53,13 +53,14 @@ class HeadLosses(torch.autograd.Function):
     """Cross-entropy of a linear head's logits, with the gradients computed in the forward pass,
     chunk by chunk.
 
-    So logits are computed once and never kept, and the weight's gradient is one buffer in float32:
-    Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989), Cut Cross-Entropy
-    (Wijmans et al. 2024, arXiv 2411.09009). Softmax minus one at the target is the gradient of a
-    sum of losses; the upstream gradient multiplies it. The weight's gradient is a sum over targets
-    already, so all targets must have the same upstream gradient, as they have in a sum. With
-    different ones the result is NaN, which no step accepts. The host does not check: it would wait
-    for the device.
+    So logits are computed once and never kept, and the weight's gradient is one buffer in float32.
+    The gradient of a sum of losses is softmax minus one at the target; the upstream gradient
+    multiplies it. The weight's gradient is a sum over targets already, so all targets must have the
+    same upstream gradient, as they have in a sum. With different ones the result is NaN, which no
+    step accepts. The host does not check: it would wait for the device.
+
+    Source: Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989), and Cut
+    Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009).
     """
 
     @staticmethod
@@ -206,7 +207,7 @@ class ChunkedHead:
         return max(1, logits // vocabulary)
 
     def chunks(self, hidden: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the position and, in `dtype`, the rows of `hidden` of each chunk of logits."""
+        """Yield, for each chunk of logits, its position and its rows of `hidden` in `dtype`."""
         done = 0
         # Chunks of equal size: a short last one would take as long as a full one.
         count = max(1, math.ceil(len(hidden) / self.tokens_at_once(hidden)))
@@ -339,8 +340,9 @@ def microbatch_losses(
     device: torch.device,
     head: ChunkedHead | None = None,
 ) -> Tensor:
-    """Return the loss of each target of one microbatch: float32 `(n,)`; without targets, zeros that
-    are part of the graph.
+    """Return the loss of each target in a microbatch, float32 `(n,)`.
+
+    Without targets, the result is zeros that are part of the graph.
     """
     microbatch = microbatch.to(device)
     inputs = microbatch.model_inputs(device)

@@ -1,9 +1,9 @@
 """Attention on Ascend: torch_npu.npu_fusion_attention over documents whose ends the host knows.
 
 transformers' own path to the same kernel reads the ends back from the device, twice a layer and
-pass (`cu_seqlens.cpu()` in integrations/npu_flash_attention.py, transformers 5.23), and each time
-the host waits for all queued work. Here the ends are the Python integers that a microbatch carries,
-and nothing waits.
+pass (`cu_seqlens.cpu()` in integrations/npu_flash_attention.py, transformers 5.23). Each time the
+host waits for all queued work. Here the ends are the Python integers that a microbatch carries, and
+nothing waits.
 
 The kernel's limits are documented for torch_npu 2.13 (op-plugin,
 custom_APIs/torch_npu/npu_fusion_attention) and, in part narrower, for MindSpore's operator of the

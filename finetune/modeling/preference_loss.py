@@ -72,8 +72,8 @@ def ipo_losses(
 
 
 def orpo_losses(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """The odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda in
-    equation 6.
+    """Return the odds-ratio term of Hong et al. 2024, arXiv 2403.07691, equation 7; beta is lambda
+    in equation 6.
 
         -beta log sigma(log(odds(y_w) / odds(y_l))),  odds(y) = p / (1 - p),  p = exp(mean
         log-probability of y)
@@ -168,12 +168,14 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 def document_sums(losses: Tensor, targets: Sequence[int]) -> Tensor:
-    """Sum the losses of each document: `(documents,)`, in the dtype of the losses and part of their
-    graph.
+    """Sum the losses of each document.
 
     Args:
         losses: `(n,)`, document after document.
-        targets: number of targets of each; on the host, so that nothing waits for the device.
+        targets: number of targets per document; on the host, so that nothing waits for the device.
+
+    Returns:
+        `(documents,)`, in the losses' dtype and part of their graph.
     """
     # torch sums pairwise; adding into a tensor by index adds one by one, and on CUDA in any order.
     return torch.stack([part.sum() for part in losses.split(list(targets))]) if targets else losses

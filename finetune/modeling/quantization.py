@@ -2,10 +2,10 @@
 bitsandbytes.
 
 A quantized layer computes what a linear layer with its dequantized weight would, in the run's
-dtype, on every device: training does not depend on the device or on what else is in a microbatch.
-bitsandbytes' own layers round more, and differently from device to device (0.50.2): Linear8bitLt
-rounds activations too on CUDA (LLM.int8, arXiv:2208.07339), with outliers taken from the whole
-microbatch, and does not on a CPU while it trains; Linear4bit repacks its weights with coarser
+dtype, on every device. So training does not depend on the device or on what else is in a
+microbatch. bitsandbytes' own layers round more, and differently from device to device (0.50.2). On
+CUDA, Linear8bitLt rounds activations too (LLM.int8, arXiv:2208.07339), with outliers taken from the
+whole microbatch; on a CPU it does not while it trains. Linear4bit repacks its weights with coarser
 scales at the first evaluation on a CPU that has AVX512-BF16.
 """
 
@@ -99,8 +99,9 @@ def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def parameter_count(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter: ZeRO-3 holds only a part of it here, and
-    4-bit weights are packed.
+    """Return the number of elements in a whole parameter.
+
+    The tensor has fewer: ZeRO-3 holds only a part here, and 4-bit weights are packed.
     """
     state = getattr(parameter, "quant_state", None)
     if state is not None:

@@ -1,17 +1,19 @@
 """Models from scratch: depth -> a transformers configuration, and weights that are a pure function
 of (seed, name).
 
-Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): one setting, the
-depth; width 64 x depth, heads of 128; normal embeddings of 0.8, a head near zero, uniform
-projections, and outputs of attention and MLP that start at zero, so that every block starts as the
-identity. Llama, Qwen3 and LFM2 get the same start, because the learning rates depend on it; scales
-of queries and keys start at nanochat's factor of 1.2. LFM2's MLP does not have nanochat's 0.4 on
-its inputs, which helps nanochat's own model at depth 4 and costs `lfm2_value` a little there
-(docs/evidence/pretraining_parts.md).
+Shapes and initialization follow nanochat (karpathy/nanochat, gpt.py and base_train.py). The only
+setting is the depth: the width is 64 x depth, with heads of 128. Embeddings are normal with 0.8,
+the head is near zero, and projections are uniform. Outputs of attention and MLP start at zero, so
+that every block starts as the identity. Llama, Qwen3 and LFM2 are initialized in the same way,
+because the learning rates depend on it. Scales of queries and keys start at nanochat's factor of
+1.2. LFM2's MLP does not have nanochat's 0.4 on its inputs. That factor helps nanochat's own model
+at depth 4 and costs `lfm2_value` a little there (docs/evidence/pretraining_parts.md).
 
-Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1
-a `padding_idx` that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA
-target lists for Llama do not contain.
+transformers' NanoChat has three traps, each with a test:
+
+- Its default `pad_token_id=1` makes token 1 a `padding_idx` that never trains.
+- Its own initialization is normal with 0.02.
+- Its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not contain.
 """
 
 from __future__ import annotations
@@ -58,8 +60,10 @@ QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_la
 
 
 def width_and_heads(depth: int) -> tuple[int, int]:
-    """Return the hidden size and the number of heads of a depth: 64 x depth, rounded up to whole
-    heads of 128; below depth 3 two smaller heads.
+    """Return the hidden size and the number of heads for a depth.
+
+    The hidden size is 64 x depth, rounded up to whole heads of 128. Below depth 3 there are two
+    smaller heads.
     """
     width = ASPECT * depth
     if width <= HEAD_DIM:

@@ -67,7 +67,7 @@ def untrained_tokens(
 def trained_token_ids(
     model: str, tokenizer: PreTrainedTokenizerBase, requested: Sequence[str], ends: Sequence[int]
 ) -> list[int]:
-    """Return the sorted ids of the tokens of `--train-tokens`; `auto` are the never trained ones of
+    """Return the sorted token ids for `--train-tokens`; `auto` selects the never trained ones among
     `ends`.
 
     Raises:

@@ -16,23 +16,23 @@ from finetune.planning.workload import Computing, Workload
 
 # Logits and their log-softmax, which becomes their gradient in place; both in float32 at most.
 LOSS_BYTES_PER_LOGIT = 8
-# Of a head that is wrapped, torch's own: the log-softmax, the gradient by it, and what becomes of
-# that, in float32.
+# With torch's own head, which is used if the head is wrapped: the log-softmax, its gradient, and
+# the logits' gradient, in float32.
 WHOLE_BYTES_PER_LOGIT = 12
 # A compiled step fuses head and loss: the logits, and their gradient in float32.
 COMPILED_BYTES_PER_LOGIT = 6
-# Beside either, if logits are soft-capped: the slope of that.
+# In addition, if logits are soft-capped: the derivative of the cap.
 SOFTCAP_BYTES_PER_LOGIT = 4
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at a moment of a microbatch in which its memory may be largest, beside the state.
+    """Bytes at a moment of a microbatch in which its memory may peak, without the training state.
 
     Attributes:
-        kept: what autograd keeps.
-        flowing: gradients on their way, and whole gradients of embedding and head.
-        logits: logits and what the loss makes of them.
+        kept: tensors that autograd keeps.
+        flowing: gradients in flight, and whole gradients of embedding and head.
+        logits: logits and what the loss computes from them.
         casts: weights cast by autocast.
     """
 
@@ -47,7 +47,7 @@ class Moment:
 
 
 def worst_moment(work: Workload) -> Moment:
-    """The moment in which a microbatch needs most: no two of them are at once."""
+    """Return the moment in which a microbatch needs its peak memory: no two moments coincide."""
     shape, how, tokens, embedding = work.shape, work.computing, work.microbatch_tokens, 0
     kept, block = activation_bytes(shape, how, tokens)
     working, logits = working_bytes(work), loss_bytes(shape, how, work.targets)
@@ -62,8 +62,8 @@ def worst_moment(work: Workload) -> Moment:
     )
     tied = 0
     if how.full:
-        # The gradient of the head's weight: its float32 sum over chunks, and the product of one, of
-        # which only the gradient by its logits is left then.
+        # The gradient of the head's weight: its float32 sum over chunks, and one chunk's product.
+        # Of that chunk only the logits' gradient is left then.
         head += 4 * shape.embedding
         chunk = _logits_at_once(shape, how, work.targets)
         logits = max(logits, how.element_bytes * (shape.embedding + chunk))
@@ -108,8 +108,9 @@ def block_bytes_per_token(block: Block, how: Computing) -> int:
 
 
 def _part_makes(part: Part, how: Computing) -> int:
-    """Elements per token of what matrices made and of what is made of it; without the inputs of
-    matrices.
+    """Return the elements per token of the matrices' outputs and of what is computed from them.
+
+    The matrices' inputs are not counted.
     """
     if part.attention and how.float32_attention:
         return 2 * (part.made + part.inner)  # twice the width; the 16-bit originals are dropped
@@ -140,12 +141,12 @@ def _linear_inputs(part: Part, how: Computing) -> int:
         if not matrix.table and _keeps_its_input(matrix, how)
     ]
     dropped = how.dropout and not how.full
-    # Autocast, and peft beside a base in 16 bits or with dropout, make an input for each layer.
-    # Otherwise q, k and v share theirs, and gate and up.
+    # Autocast makes a separate input for each layer, and so does peft on a base in 16 bits or with
+    # dropout. Otherwise q, k and v share one input, and so do gate and up.
     separate = how.autocast if how.full else how.casts_adapters or dropped
     shared = set(widths) if how.adds_adapters or not separate else widths
     kept = sum(width for _writes, width in shared)
-    # Beside a dropped input there is a mask of a byte an element.
+    # A dropped input also has a mask of one byte per element.
     return kept + sum(width for _writes, width in widths) // how.element_bytes * dropped
 
 
@@ -170,7 +171,7 @@ def working_bytes(work: Workload) -> int:
 
 
 def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
-    """Bytes of logits and of what the loss makes of them, for one chunk of targets."""
+    """Return the bytes of the logits and the loss's intermediate values, for a chunk of targets."""
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
     each = WHOLE_BYTES_PER_LOGIT if how.whole_logits else LOSS_BYTES_PER_LOGIT

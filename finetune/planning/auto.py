@@ -1,10 +1,11 @@
-"""`auto`: gradient checkpointing, the size of microbatches and what is offloaded, by the plan and
-the memory there is.
+"""`auto`: choose gradient checkpointing, the microbatch size and what is offloaded, from the plan
+and the available memory.
 
-Every combination of what is left open is planned. Of those that fit the one with the shortest step
-is taken; among those that take about as long, the one that offloads least, then the one that needs
-the least memory. All of them execute the same global batches. Pure: ranks that give the same
-numbers choose the same.
+Every combination of the open settings is planned. Of the combinations that fit, the one with the
+shortest step is chosen. If several take about as long, the one that offloads least is chosen, then
+the one that needs the least memory. All of them execute the same global batches.
+
+The choice is a pure function: ranks that pass the same numbers choose the same.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from finetune.runtime.language import _
 
 # the blocks of `zero_optimization` whose device may be auto
 OFFLOADS = ("offload_param", "offload_optimizer")
-# Samples of a microbatch that are tried, and the tokens beyond which a larger one gains nothing
-# worth its memory.
+# Microbatch sizes that are tried, in samples, and the number of tokens beyond which a larger
+# microbatch gains nothing worth its memory.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_MICROBATCH_TOKENS = 16_384
-# Ways whose steps differ by less than this are taken for equally fast.
+# Combinations whose steps differ by less than this are treated as equally fast.
 EQUAL_SHARE = 0.03
-# What a device is taken for where nothing is known of it. Only the choice hangs on these: an
-# accelerator's arithmetic, its network and its way to the host in use, and the time in which a host
-# starts the kernels of one layer, forward and backward: 9 ms for 120 of them on the H100 that was
-# measured (docs/evidence/roofline.md), whose host was a slow one.
+# Assumptions about a device of which nothing is known. They only affect the choice. They are an
+# accelerator's arithmetic, its bandwidth in use over the network and to the host, and the time in
+# which a host launches a layer's kernels, forward and backward. On the H100 that was measured,
+# whose host was slow, 120 kernels took 9 ms (docs/evidence/roofline.md).
 PEAK_FLOPS = {"cpu": 2e11}
 OTHER_PEAK_FLOPS = 3e14
 NETWORK_BYTES_PER_SECOND, HOST_BYTES_PER_SECOND = 25e9, 20e9
@@ -49,13 +50,14 @@ LAYER_SECONDS = 4e-3
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen.
+    """The chosen settings.
 
     Attributes:
-        config: the final settings: with a value wherever they said auto.
-        values: what was chosen, by the names of the settings; empty where nothing was auto.
-        reason: for people; "" where nothing was auto.
-        fits: as the plan has it; None where no memory is known, and the most sparing way was taken.
+        config: the final settings, with a value wherever they were auto.
+        values: what was chosen, by the names of the settings; empty if nothing was auto.
+        reason: for people; "" if nothing was auto.
+        fits: whether it fits, as in the plan; None if the memory is unknown, in which case the
+            choice that needs the least memory was taken.
     """
 
     config: BaseConfig
@@ -74,14 +76,14 @@ class _Way:
 
     @property
     def offloads(self) -> int:
-        """How much is offloaded: of ways that should take as long, the one with the fewest moving
-        parts is better.
+        """Count what is offloaded: of choices that should take as long, the one that moves the
+        fewest parts is better.
         """
         return sum(self.values.get(name) == "cpu" for name in OFFLOADS)
 
 
 def open_settings(config: BaseConfig) -> dict[str, tuple[Any, ...]]:
-    """What is left open, with the values it may take, from the most sparing of memory."""
+    """Return the open settings with their possible values, ordered from the least memory."""
     found: dict[str, tuple[Any, ...]] = {}
     zero = (config.deepspeed or {}).get("zero_optimization") or {}
     for block in OFFLOADS:
@@ -115,7 +117,7 @@ def lowest_memory_choice(
     """
     values = {name: choices[0] for name, choices in open_settings(config).items()}
     if device_type == "cpu" and "gradient_checkpointing" in values:
-        # a host's memory is large beside what one step keeps
+        # a host's memory is large compared with what one step keeps
         values["gradient_checkpointing"] = False
     reason = _("auto: {values}, because the memory that is needed, or that there is, is not known")
     return Chosen(
@@ -136,16 +138,17 @@ def choose_execution(
     out_of_memory: bool = False,
     workload: Callable[[Any, ModelShape, Cluster], Workload] = workload_of,
 ) -> Chosen:
-    """Put a value wherever the configuration says auto.
+    """Replace auto by a value in every setting of the configuration.
 
     Args:
         decided: values of other settings, which go into the final settings with what is chosen.
-        cluster: with the memory that is free.
-        step_tokens: of a global batch, over all devices; None: all samples are of the longest there
-            may be.
-        out_of_memory: the last start ran out of memory: what spares most is taken. The size of
-            microbatches is then bounded by what was noted (training/build.py, make_execution).
-        workload: of the kind of run, where it is at hand.
+        cluster: devices with the memory that is free.
+        step_tokens: tokens of a global batch, over all devices; None: assume that all samples have
+            the maximum length.
+        out_of_memory: whether the last start ran out of memory. If so, the choice that needs the
+            least memory is taken, and the recorded limit bounds the microbatch size
+            (training/build.py, make_execution).
+        workload: function for the kind of run, if the caller has it.
     """
     choices = open_settings(config)
     decided = decided or {}
@@ -191,7 +194,7 @@ def choose_execution(
 
 
 def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:
-    """Of a step, to compare ways by: computing, starting kernels, moving; nothing overlaps."""
+    """Estimate a step's seconds, to compare choices: compute, launches, transfers; no overlap."""
     peak = cluster.peak_flops or PEAK_FLOPS.get(cluster.device_type, OTHER_PEAK_FLOPS)
     computing = computed_flops_per_token(work) * step_tokens / work.processes / (peak * EFFICIENCY)
     # a forward is a third

@@ -17,10 +17,10 @@ from finetune.storage.run_log import plain_record, read_jsonl_tolerant
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """The events of a run folder.
+    """Read the events of a run folder.
 
     Raises:
-        DataError: no run is there.
+        DataError: the folder holds no run.
     """
     try:
         return [plain_record(event) for event in read_jsonl_tolerant(run / "events.jsonl")]
@@ -33,15 +33,15 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def last_event(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The newest event of that name."""
+    """Return the newest event of that name."""
     return next((event for event in reversed(events) if event["event"] == name), None)
 
 
 def planned_of_run(
     run: Path, events: list[dict[str, Any]], model_config: Path | None = None
 ) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started last, with the microbatches it had instead of the
-    largest there may be.
+    """Return the workload of the run at its last start, with its actual microbatches instead of the
+    largest possible ones.
 
     Args:
         model_config: a config.json instead of the model's own.
@@ -61,7 +61,7 @@ def planned_of_run(
         )
     processes, dtype = int(start["world_size"]), start["dtype"]
     config_class = run_kind(run / "run.yaml").config_class
-    chosen = execution.get("chosen", {})  # what the start put where the configuration says auto
+    chosen = execution.get("chosen", {})  # values that the start chose for auto
     config = with_values(resolve_object(path, processes, config_class).config, chosen)
     if dtype in DTYPE_BYTES:
         config = config.model_copy(update={"dtype": dtype})

@@ -46,7 +46,7 @@ _AUTO_TOKENS = 2
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
-    """The shape of the model that a configuration trains.
+    """Return the shape of the model that a configuration trains.
 
     Args:
         model_config: a config.json instead of the model's own.
@@ -62,12 +62,12 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
 
 
 def shape_of_pretraining(config: PretrainConfig) -> ModelShape:
-    """The shape that pretraining makes, or of the model that it continues."""
+    """Return the shape that pretraining makes, or of the model that it continues."""
     return shape_of_base_model(config) if config.model else shape_from_scratch(config)
 
 
 def shape_from_scratch(config: PretrainConfig) -> ModelShape:
-    """The shape that pretraining makes."""
+    """Return the shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
     vocabulary = config.vocab_size or _vocabulary(config)
@@ -78,7 +78,7 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
 
 
 def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
-    """The shape of the model that training starts from."""
+    """Return the shape of the model that training starts from."""
     from huggingface_hub import constants
 
     from finetune.modeling.hub import folder_of
@@ -106,7 +106,7 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
 
 
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What one process of the run has in memory."""
+    """Return what one process of the run has in memory."""
     work: Workload = run_kind(config).workload(config, shape, cluster)
     return work
 
@@ -120,7 +120,7 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a fine-tuning run has in memory."""
+    """Return what a process of a fine-tuning run has in memory."""
     check_device(config, cluster.device_type)
     lora = config.finetuning == "lora"
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
@@ -148,17 +148,18 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         # The others go from tensor to tensor.
         fused=work.fused or config.optimizer != "adamw",
         quantization=config.quantization,
-        # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
+        # A character is about a quarter of a token. A token takes 4 bytes for the id and 1 for the
+        # mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
 
 
 def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a run on preferences has in memory: as fine-tuning, with microbatches of
-    whole pairs.
+    """Return what a process of a run on preferences has in memory: the same as in fine-tuning, with
+    microbatches of whole pairs.
 
-    The reference takes no more: with an adapter its forward is before the one that keeps
-    activations, and of a model that is trained whole it is two values a pair.
+    The reference needs no more memory. With an adapter its forward runs before the one that keeps
+    activations. If the model is fully trained, the reference is only two values per pair.
     """
     asks = config.needs_reference and config.finetuning == "lora"
     work = fine_tuning_workload(config, shape, cluster)
@@ -166,7 +167,7 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
-    """What a process of a pretraining run has in memory."""
+    """Return what a process of a pretraining run has in memory."""
     lora = config.finetuning == "lora"
     on_cuda = cluster.device_type == "cuda"
     compiled = on_cuda and not lora if config.compile is None else config.compile
@@ -192,7 +193,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
 def _workload(
     config: RunConfig | PretrainConfig, shape: ModelShape, cluster: Cluster, sharding: Sharding
 ) -> Workload:
-    """What all kinds of runs have in common."""
+    """Return what all kinds of runs have in common."""
     device_type, tokens = cluster.device_type, config.tokens_per_microbatch
     # auto is 16 bits on an accelerator (device.choose_dtype).
     dtype = config.dtype
@@ -212,7 +213,7 @@ def _workload(
     )
     hccl_bytes = 0
     if device_type == "npu" and cluster.devices > 1:
-        # torch's group of all, DeepSpeed's own of all, and that of hpZ's second copies.
+        # torch's group of all ranks, DeepSpeed's own, and the group for hpZ's second copies.
         zero = (config.deepspeed or {}).get("zero_optimization") or {}
         has_second_copies = int(zero.get("zero_hpz_partition_size", 1)) > 1
         communicators = 1 + bool(config.deepspeed) + has_second_copies
@@ -239,7 +240,7 @@ def _workload(
 
 
 def with_sharding(work: Workload, sharding: Sharding) -> Workload:
-    """The same run sharded otherwise: dtypes of weights and adapters follow
+    """Return the same run with other sharding; the dtypes of weights and adapters follow
     (training/build.py).
     """
     size, wide = work.computing.element_bytes, 4
@@ -253,7 +254,7 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
-    """The same run with so many samples (windows) in a microbatch."""
+    """Return the same run with `micro_batch` samples (windows) in a microbatch."""
     tokens = micro_batch * work.sample_tokens
     samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
@@ -268,7 +269,8 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
 def adapter_parameters(
     config: RunConfig | PretrainConfig, shape: ModelShape, adapted: Collection[str]
 ) -> int:
-    """Parameters that are trained beside the base, by the names that peft matches (0.21).
+    """Count the parameters that are trained in addition to the base, by the names that peft matches
+    (0.21).
 
     Args:
         adapted: names of the linear layers that get an adapter.
@@ -277,7 +279,8 @@ def adapter_parameters(
     ranks = getattr(config, "rank_pattern", None) or {}
     layers = getattr(config, "layers_to_transform", None)
     saved = getattr(config, "modules_to_save", ())
-    # Modules that are trained whole, as copies: one whose name, or that of one around it, ends so.
+    # Modules that are fully trained, as copies. A module matches if its name, or the name of a
+    # module around it, ends in one of `saved`.
     whole = re.compile(rf"({'|'.join(map(re.escape, saved))})(\.|$)") if saved else None
 
     def is_copied(path: str) -> bool:
@@ -345,7 +348,8 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
 
 
 def token_data(config: PretrainConfig) -> dict[str, Any] | None:
-    """The windows of a run's training data, as `plan --json` has them; None without its files.
+    """Return the windows of a run's training data, as `plan --json` has them; None without its
+    files.
 
     Raises:
         DataError: what the run itself would refuse.
@@ -365,7 +369,7 @@ def token_data(config: PretrainConfig) -> dict[str, Any] | None:
 
 
 def _vocabulary(config: PretrainConfig) -> int:
-    """The vocabulary in the header of the first token file that has one."""
+    """Return the vocabulary in the header of the first token file that has one."""
     from finetune.data.corpus.token_shards import read_header
 
     headers = filter(None, map(read_header, _shards(config)))
@@ -373,7 +377,7 @@ def _vocabulary(config: PretrainConfig) -> int:
 
 
 def _shards(config: PretrainConfig) -> tuple[Path, ...]:
-    """The training files; none if what is named is not there."""
+    """Return the training files; empty if they do not exist."""
     from finetune.data.corpus.token_shards import find_shards
 
     try:
@@ -383,7 +387,9 @@ def _shards(config: PretrainConfig) -> tuple[Path, ...]:
 
 
 def _size(name: str) -> int:
-    """Bytes of a file; of the token files in a folder, else of all in it; of what a glob names."""
+    """Return the bytes of a file or of a glob's files; of a folder's token files, if it has any,
+    otherwise of all its files.
+    """
     path = Path(name)
     inside = (
         [*path.glob("*.bin")] or [*path.rglob("*")]

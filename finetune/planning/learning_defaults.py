@@ -1,18 +1,18 @@
-"""Numbers for the learning rate and the batch where a run says auto: by model, method, and number
-of samples.
+"""Default learning rate and batch size for auto, from the model, the method and the number of
+samples.
 
-They decide what is trained, so they follow from the run alone, never from the machine, and its
-identity holds them. The form of the law is that of others, what it costs beside the best of a sweep
-is in docs/evidence/defaults_benchmark.md:
+They affect what is trained. So they depend only on the run, never on the machine, and are stored in
+the run's identity. The form of the law is from the literature below.
+docs/evidence/defaults_benchmark.md shows what it costs compared with the best of a sweep.
 
-- Rate and width: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best rate of
-  an adapter falls with the width to the power of 0.78 (Llama), is independent of its rank at one
-  alpha, and ten times that of full training. At a width of 4096 its formulas give 2.9e-4 (Llama)
-  and 4.7e-4 (Qwen).
+- Rate and hidden size: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best
+  rate of an adapter falls with the hidden size to the power of 0.78 (Llama). It is independent of
+  the rank at a fixed alpha, and ten times the rate of full training. At hidden size 4096 its
+  formulas give 2.9e-4 (Llama) and 4.7e-4 (Qwen).
 - Rate and batch: under Adam the root of the batch (Malladi et al., arXiv 2205.10287).
-- Batch: below the critical size the loss follows from the samples seen, and smaller steps cost
-  nothing but time (McCandlish et al., arXiv 1812.06162); a batch that is large beside the data
-  leaves too few steps to learn in.
+- Batch: below the critical size the loss depends on the number of samples trained on, and smaller
+  batches cost nothing but time (McCandlish et al., arXiv 1812.06162). A batch that is large
+  compared with the data leaves too few steps to learn in.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from finetune.errors import ConfigError, DataError
 from finetune.runtime.language import _
 
 WIDTH, WIDTH_POWER = 4096, 0.78
-# At that width and a batch of 32; those of an adapter where alpha is 32.
+# Rates at that hidden size and a batch of 32; adapters with alpha 32.
 RATES = {"lora": 4e-4, "full": 4e-5}
 ALPHA, BATCH, BATCH_POWER = 32, 32, 0.5
 SETTINGS = ("global_batch_size", "learning_rate")
-STEPS = 300  # that a run should have at least; AUTO_BATCHES bound what that comes to
+STEPS = 300  # minimum for a run; AUTO_BATCHES bound the resulting batch size
 
 
 @dataclass(frozen=True)
 class LearningDefaults:
-    """What takes the place of auto.
+    """Values that replace auto.
 
     Attributes:
-        values: by the names of the settings; empty where nothing was auto.
-        reason: for people; "" where nothing was auto.
+        values: by the names of the settings; empty if nothing was auto.
+        reason: for people; "" if nothing was auto.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -52,13 +52,12 @@ class LearningDefaults:
 def learning_defaults(
     config: RunConfig, *, width: int | None, samples: int, begun: Mapping[str, Any] | None = None
 ) -> LearningDefaults:
-    """What takes the place of auto in these settings.
+    """Return the values that replace auto in these settings.
 
     Args:
-        width: numbers of a token's hidden state; None where the model does not say.
-        samples: of the training data.
-        begun: the identity of the run that goes on, whose numbers stay, whatever has become of its
-            data.
+        width: hidden size of the model; None if its configuration has none.
+        samples: number of samples of the training data.
+        begun: the identity of the resumed run; its values are kept even if its data has changed.
 
     Raises:
         ConfigError: the rate is auto, and the width is not known.
@@ -97,10 +96,10 @@ def learning_defaults(
 
 
 def batch_for(config: RunConfig, samples: int) -> int:
-    """The largest of `AUTO_BATCHES` with which the run has `STEPS` steps.
+    """Return the largest of `AUTO_BATCHES` with which the run has `STEPS` steps.
 
-    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much
-    each is worth. Nor does the microbatch, which is how a batch is computed.
+    `max_steps` is ignored: it sets the number of steps, and the batch size sets what each step is
+    worth. The microbatch size is ignored too: it only affects how a batch is computed.
     """
     wanted = samples * config.num_epochs / STEPS
     return max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
@@ -130,7 +129,7 @@ def with_batch_of_data(config: Any) -> Any:
 
 
 def rate_for(config: RunConfig, width: int, batch: int) -> float:
-    """The law's rate, in two digits."""
+    """Return the law's rate, in two digits."""
     rate = (
         RATES[config.finetuning] * (WIDTH / width) ** WIDTH_POWER * (batch / BATCH) ** BATCH_POWER
     )

@@ -56,16 +56,19 @@ class Memory:
         )
 
     def device(self) -> int:
-        """Most bytes of one device."""
+        """Return the peak memory of one device, in bytes."""
         return max(self.in_phase("device", phase) for phase in PHASES)
 
     def process(self, phases: Sequence[Phase] = PHASES) -> int:
-        """Most bytes of rank 0 where device and host are one (CPU), without the framework's."""
+        """Return the peak memory of rank 0 on a CPU, in bytes, without the framework's.
+
+        There, device and host memory are the same.
+        """
         own = [term for term in self.terms if term.kind != "framework"]
         return max(sum(term.bytes for term in own if phase in term.phases) for phase in phases)
 
     def node(self) -> int:
-        """Most host bytes of one node; on a CPU, of all its processes together."""
+        """Return the peak host memory of one node, in bytes; on a CPU, of all its processes."""
         places = ("device", "host") if self.work.device_type == "cpu" else ("host",)
         needs = dict.fromkeys(PHASES, 0)
         for term in self.terms:
@@ -98,14 +101,14 @@ def fits(memory: Memory, cluster: Cluster) -> bool | None:
 
 
 def state_terms(work: Workload) -> list[Term]:
-    """What does not depend on the microbatch, zero terms included."""
+    """Return the terms that do not depend on the microbatch, zero terms included."""
     if work.sharding.stage == 3:
         return [*_zero3(work), *_quantized(work)]
     return [*(_zero12(work) if work.sharding.engine else _plain(work)), *_quantized(work)]
 
 
 def _moments(work: Workload, parameters: int) -> int:
-    """Bytes of the optimizer's moments for so many trained parameters."""
+    """Return the bytes of the optimizer's moments for `parameters` trained parameters."""
     if work.optimizer == "adafactor":  # of a matrix one moment per row and column
         return MOMENT * sum((m.inputs + m.outputs) * m.experts for m in work.shape.matrices)
     if work.optimizer == "adamw-8bit":  # two bytes, and a scale for 256 elements of each
@@ -118,7 +121,7 @@ def _held(work: Workload) -> str:
 
 
 def _quantized(work: Workload) -> list[Term]:
-    """What quantized layers need beside their elements."""
+    """Return what quantized layers need in addition to their elements."""
     if not work.quantized:
         return []
     c, ours = work.computing.element_bytes, "ours: modeling/quantization.py"
@@ -207,7 +210,7 @@ def _zero12(work: Workload) -> list[Term]:
         formula, whole = "4 B x P_t", GRADIENT * work.trained
         terms.append(Term("gradients", whole, "device", formula, f"{_ZERO}, sec. 5.1", _SUMMING))
     if sharding.offload_optimizer:
-        # Beside the gradients: weights on their way back, and the sum over microbatches.
+        # In addition to the gradients: weights that are copied back, and the sum over microbatches.
         each = GRADIENT + c * (1 + (work.microbatches > 1))
         formula = f"{each} B x P_t / N: with weights on their way back, and sums"
         return [*terms, Term("gradients", each * share, "host", formula, _STAGE2)]
@@ -220,7 +223,7 @@ def _zero12(work: Workload) -> list[Term]:
 
 
 def _optimizer_shares(work: Workload, source: str, phases: tuple[Phase, ...]) -> list[Term]:
-    """A process's part of masters and moments under ZeRO."""
+    """Return a process's part of masters and moments under ZeRO."""
     location: Location = "host" if work.sharding.offload_optimizer else "device"
     moments, masters = _moments(work, work.share), "4 B x P_t / N: float32 masters"
     return [
@@ -232,8 +235,8 @@ def _optimizer_shares(work: Workload, source: str, phases: tuple[Phase, ...]) ->
 def _bucket(
     work: Workload, buckets: int, copies: int, phases: tuple[Phase, ...], source: str
 ) -> list[Term]:
-    """The buckets that gradients are reduced in, and the copies of one while it is summed over
-    processes: after the last microbatch if one bucket holds them all.
+    """Return the buckets that gradients are reduced in, and the copies of one while it is summed
+    over processes: after the last microbatch if one bucket holds them all.
     """
     c, size = work.computing.element_bytes, work.sharding.reduce_bucket
     used = min(size, work.trained)
@@ -292,8 +295,8 @@ def _gathered(work: Workload) -> list[Term]:
     # Fetched ahead, and kept where the backward pass is near.
     reused = sharding.max_reuse_distance // 2 + sharding.prefetch_bucket
     live = min(max(0, work.held_parameters - resident), max(sharding.max_live, reused) + largest)
-    # Each weight is copied out of the bucket that it was gathered into, which stays until its last
-    # weight is used. gloo has a flat output beside it for each thread.
+    # Each weight is copied out of the bucket that it was gathered into. The bucket stays until its
+    # last weight is used. gloo also has a flat output for each thread.
     bucket = min(live, sharding.prefetch_bucket + largest)
     flat = min(live, _GLOO_THREADS * bucket) if work.gloo else 0
     always = f"{c} B x parameters up to {threshold:,} numbers, always whole"
@@ -396,8 +399,8 @@ def _surroundings(work: Workload) -> list[Term]:
 
 
 def _saving(work: Workload) -> list[Term]:
-    """Copies on the host: of the state for a checkpoint, then of the whole model for the result of
-    full training.
+    """Return the copies on the host: the state for a checkpoint, then the whole model for the
+    result of full training.
     """
     sharding, full = work.sharding, not work.adapter
     shared = full and work.processes > 1

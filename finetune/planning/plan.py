@@ -60,15 +60,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """A plan of a run.
 
     Attributes:
-        fits: None if no memory was given to judge by.
-        largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None if not
-            judged.
-        expected_memory: what a device is expected to need with a preset of pretraining; else empty.
+        fits: None if no memory was given to compare with.
+        largest_micro_batch: samples (windows) of the largest microbatch that fits; 0 if none does,
+            None if no memory was given.
+        expected_memory: what a device is expected to need with a preset of pretraining; otherwise
+            empty.
         choices: other ways to shard the run (fine-tuning).
-        chosen: what the run would put where its configuration says auto.
+        chosen: values that the run would choose for auto.
         data: the windows of pretraining's token files; None for other runs, and without files.
     """
 
@@ -89,7 +90,7 @@ class Plan:
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: its form is frozen by tests/frozen/plan.txt."""
+        """Return the plan for machines; its form is frozen by tests/frozen/plan.txt."""
         memory, work, largest = self.memory, self.memory.work, self.largest_micro_batch
         cluster = asdict(self.cluster)
         for name in ("device_name", "network_bytes_per_second", "host_bytes_per_second"):
@@ -150,8 +151,8 @@ class Plan:
 
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
-    """The plan of a configuration on a cluster. Measures a copy in memory if no host bandwidth is
-    given.
+    """Return the plan of a configuration on a cluster. Measures a copy in memory if no host
+    bandwidth is given.
     """
     chosen = choose_execution(config, shape, cluster)
     config = chosen.config
@@ -193,7 +194,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
 
 
 def _choices(work: Workload, cluster: Cluster) -> Iterator[Choice]:
-    """The ways to shard a fine-tuning run; the given numbers of elements stay."""
+    """Yield the ways to shard a fine-tuning run; the given numbers of elements stay."""
     for stage, optimizer, weights in (
         (0, False, False),
         (2, False, False),
@@ -223,7 +224,9 @@ def _choices(work: Workload, cluster: Cluster) -> Iterator[Choice]:
 
 
 def measured_copy_rate() -> float:
-    """Bytes a second of a copy within this machine's memory, the best of three of 64 MiB."""
+    """Measure the rate of a copy within this machine's memory, in bytes per second: the best of
+    three copies of 64 MiB.
+    """
     import numpy as np
 
     source = np.ones(8 * 2**20)

@@ -52,7 +52,7 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """As in `--lora-target-modules`."""
+        """The name as in `--lora-target-modules`."""
         return self.path.rpartition(".")[2]
 
     @cached_property
@@ -110,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What counts about a decoder: widths in elements, parameters by kind.
+    """The sizes of a decoder: widths in elements, parameters by kind.
 
     Attributes:
         blocks: the different blocks, each with how many there are.
@@ -186,15 +186,15 @@ class ModelShape:
         return max(m.size for m in self.matrices)
 
     def adapted(self, targets: str | Sequence[str]) -> frozenset[str]:
-        """Names of the linear layers that get an adapter.
+        """Return the names of the linear layers that get an adapter.
 
         Args:
-            targets: "all-linear", or names as of `--lora-target-modules`; of a dotted name the last
-                part counts.
+            targets: "all-linear", or names as for `--lora-target-modules`; only the last part of a
+                dotted name counts.
 
         Raises:
-            ConfigError: a name that no linear layer has; layers beside the experts of a mixture,
-                because peft decides by the family which of those get an adapter.
+            ConfigError: no linear layer has the name; or it names layers next to the experts of a
+                mixture, because peft decides by model family which of those get an adapter.
         """
         # The module within its block: "model.layers.3.mlp.experts" -> "mlp".
         owners = [(re.sub(r"^.*?\.\d+\.", "", m.path).partition(".")[0], m) for m in self.matrices]
@@ -221,7 +221,7 @@ class ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a config.json (or the folder that holds one) describes.
+    """Return the shape that a config.json (or the folder that holds one) describes.
 
     Raises:
         ConfigError: no such file, not JSON, or not the configuration of a decoder that transformers
@@ -248,7 +248,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape of a config.json's content.
+    """Return the shape of a config.json's content.
 
     Raises:
         ConfigError: see `read_shape`.
@@ -274,7 +274,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
             {name: value for name, value in config.items() if name != "auto_map"}
         )
         return shape_of_model(make_empty_model(made))
-    except Exception as error:  # whatever a model's code makes of values that do not fit
+    except Exception as error:  # a model's code raises any type for values that do not fit
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
@@ -287,7 +287,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
 
 
 def shape_of_model(model: PreTrainedModel) -> ModelShape:
-    """The shape of a model, which may be on the meta device.
+    """Return the shape of a model, which may be on the meta device.
 
     Raises:
         ValueError: its blocks are not found, or how many experts compute a token.
@@ -323,8 +323,8 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The list of `count` modules that holds most of the model's parameters: a vision tower may
-    have as many.
+    """Return the list of `count` modules that holds most of the model's parameters: a vision tower
+    may have as many modules.
     """
     from torch import nn
 
@@ -385,7 +385,7 @@ class _MatrixReader:
     in_blocks: frozenset[int]
 
     def matrices(self, root: nn.Module) -> Iterator[Matrix]:
-        """The matrices of a module, their paths within it."""
+        """Yield the matrices of a module, their paths within it."""
         for path, module in root.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2 and "bias" not in name:
@@ -437,7 +437,7 @@ KNOWN_MODELS = tuple(_CONFIGS)
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The configuration of a public model, `-Base` and `-Instruct` included; None for an unknown
-    one.
+    """Return the configuration of a public model, `-Base` and `-Instruct` included; None for an
+    unknown one.
     """
     return _CONFIGS.get(name.removesuffix("-Instruct").removesuffix("-Base"))

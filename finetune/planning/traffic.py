@@ -1,10 +1,10 @@
 """What an optimizer step costs each device: operations, bytes over the network, bytes to and from
 the host.
 
-Operations are counted as in the PaLM paper (Chowdhery et al. 2022, appendix B) and nanochat: 6
-floating-point operations per parameter of every matrix that a token passes (2 forward, 4 backward),
-and 12 x layers that attend x width x sequence for attention, causality not deducted; less what LoRA
-does not compute: a frozen matrix has no gradient of its own, 4 operations per parameter.
+Operations are counted as in the PaLM paper (Chowdhery et al. 2022, appendix B) and nanochat. Each
+parameter of a matrix that a token passes takes 6 floating-point operations (2 forward, 4 backward).
+Attention takes 12 x attention layers x width x sequence length; causality is not deducted. LoRA
+computes less: a frozen matrix has no weight gradient, so it takes 4 operations per parameter.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def flops_utilisation(
 
 
 def forward_flops_per_token(work: Workload) -> int:
-    """Operations of a token's forward pass."""
+    """Return the operations of a token's forward pass."""
     shape = work.shape
     return 2 * (shape.passed + work.adapter) + 4 * shape.query_width * work.longest
 
@@ -79,7 +79,7 @@ class Traffic:
 
 
 def network_traffic(work: Workload) -> Traffic:
-    """What one device sends over the network."""
+    """Return what one device sends over the network."""
     sharding, count, parameters = work.sharding, work.microbatches, work.trained
     part, c = (work.processes - 1) / work.processes, work.computing.element_bytes
     if work.processes == 1:
@@ -115,9 +115,10 @@ def network_traffic(work: Workload) -> Traffic:
         gathered = times * whole - min(whole, kept)
         terms = f"{times} P + P_t"
         if work.adapter and work.computing.checkpointing:
-            # Frozen blocks are gathered a third time: what a block computes again belongs to the
-            # module whose backward pass comes first, its last, and frozen weights are released with
-            # that (partitioned_param_coordinator.py: update_recompute_parameters).
+            # Frozen blocks are gathered a third time. DeepSpeed counts a block's recomputation to
+            # the module whose backward pass comes first, which is its last module, and releases
+            # frozen weights with it (partitioned_param_coordinator.py:
+            # update_recompute_parameters).
             last = [(block.parts[-1].writer, count) for block, count in work.shape.blocks]
             gathered += work.shape.block_matrices
             gathered -= sum(writer.size * count for writer, count in last if writer)
@@ -128,7 +129,7 @@ def network_traffic(work: Workload) -> Traffic:
 
 
 def host_traffic(work: Workload) -> Traffic:
-    """What one device moves to and from the host."""
+    """Return what one device moves to and from the host."""
     c, count, sharding = work.computing.element_bytes, work.microbatches, work.sharding
     bytes_, formulas = 0, []
     if sharding.offload_param:
@@ -164,10 +165,10 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster, step_tokens: int, efficiency: float) -> StepTime:
-    """How long a step takes.
+    """Estimate how long a step takes.
 
     Args:
-        step_tokens: of all devices.
+        step_tokens: tokens of a step on all devices.
         efficiency: share of the peak that is reached.
     """
 

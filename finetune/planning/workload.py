@@ -18,8 +18,8 @@ Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
 STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
 TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
-# Bytes per parameter of a quantized layer, without its scales. nf4 has a scale byte per 64
-# parameters, and a float32 per 256 of those; int8 has a float32 per output.
+# Bytes per parameter of a quantized layer, without its scales. For scales, nf4 has one byte per 64
+# parameters, and one float32 per 256 of those bytes. Each output of an int8 layer has one float32.
 QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
@@ -46,13 +46,13 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices on all nodes."""
         return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the state is spread.
+    """How the training state is sharded.
 
     Attributes:
         engine: DeepSpeed runs the step; else one process, or DDP.
@@ -79,7 +79,7 @@ class Sharding:
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """The name that people use."""
         if not self.engine:
             return "none"
         offloads = [
@@ -163,22 +163,22 @@ class Workload:
     """Everything that decides the memory of one process.
 
     Attributes:
-        trained: trained parameters; `adapter` of them are LoRA's, beside the model's own.
-        processes: of the whole run; `local_processes`: of one node.
-        microbatch_tokens: most tokens of a microbatch; `targets`: supervised ones; `longest`: of
-            the longest document.
-        documents: of a sample, each of at most `longest` tokens.
+        trained: trained parameters; `adapter` of them are LoRA's, in addition to the model's own.
+        processes: number in the whole run; `local_processes`: number on one node.
+        microbatch_tokens: maximum tokens of a microbatch; `targets`: supervised tokens among them;
+            `longest`: tokens of the longest document.
+        documents: number in a sample, each of at most `longest` tokens.
         asks_reference: each microbatch is also computed with the adapter off, without gradients.
-        microbatches: of a device in one optimizer step.
+        microbatches: number per device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
-        optimizer: of what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
+        optimizer: for what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes per parameter in the model's files; 0 for a model from scratch.
-        data_bytes: of tokenized data, memory-mapped.
-        hccl_bytes: of HCCL's buffers on a device.
+        data_bytes: bytes of tokenized data, memory-mapped.
+        hccl_bytes: bytes of HCCL's buffers on a device.
         quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and
             vectors are not quantized.
-        saves_behind: checkpoints are written while training goes on, from a copy of the state.
+        saves_behind: checkpoints are written in the background, from a copy of the state.
     """
 
     shape: ModelShape
@@ -207,7 +207,7 @@ class Workload:
 
     @property
     def sample_tokens(self) -> int:
-        """Most tokens of a sample."""
+        """Return the maximum number of tokens in a sample."""
         return self.longest * self.documents
 
     @property
@@ -224,16 +224,14 @@ class Workload:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of quantized layers; under ZeRO-3 every device has all of them."""
+        """Bytes of the quantized layers' scales; under ZeRO-3 every device has all of them."""
         if self.quantization == "int8":
             return sum(4 * m.outputs for m in self.quantized)
         return round(NF4_SCALE_BYTES * sum(m.size for m in self.quantized))
 
     @cached_property
     def held_parameters(self) -> int:
-        """P with quantized layers as so many elements of the compute dtype, without their
-        scales.
-        """
+        """Return P, counting quantized layers in elements of the compute dtype, without scales."""
         packed = sum(m.size for m in self.quantized)
         held = QUANTIZED_BYTES.get(self.quantization, 0) * packed / self.computing.element_bytes
         return self.parameters - packed + ceil(held)
@@ -264,8 +262,8 @@ class Term:
     Attributes:
         kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework,
             load or save.
-        formula: in words.
-        once: on the host, one process of a node has it.
+        formula: description of how the bytes are computed.
+        once: on the host, only one process of a node holds it.
     """
 
     kind: str

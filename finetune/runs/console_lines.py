@@ -1,7 +1,7 @@
-"""What a line of a run's console says, for a run of which only a copy of the console is at hand.
+"""Parse lines of a run's console, if only a copy of the console is available.
 
-Understands this package's own lines and, as far as they go, those of scripts that print `step
-10/500 | loss: 3.2 | tok/sec: 12,345`.
+This package's own lines are understood. Lines of scripts that print `step 10/500 | loss: 3.2 |
+tok/sec: 12,345` are understood as far as possible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _END = (
 
 @dataclass
 class ConsoleLine:
-    """What one line says; the rest is empty."""
+    """The values in one line; the others are empty."""
 
     # Fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the
     # line has them.
@@ -61,7 +61,7 @@ def print_anything() -> None:
 
 
 def parse_console_line(raw: bytes) -> ConsoleLine:
-    """Read one line of a console, or of a rank's log file, of any encoding."""
+    """Parse one line of a console or of a rank's log file, in any encoding."""
     # A progress bar writes over itself with carriage returns: the last state counts.
     text = plain_text(raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]).strip()
     text = _TIME.sub("", text, count=1) if _TIME.match(text) else text
@@ -101,6 +101,6 @@ def _step_facts(text: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | None:
-    """None for NaN and infinity, as in the run's own log."""
+    """Parse a number; None for NaN and infinity, as in the run's own log."""
     value = float(text.replace(",", ""))
     return value if abs(value) < float("inf") else None

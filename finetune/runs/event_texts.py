@@ -69,8 +69,8 @@ ADVICE = {
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """An event as a sentence. One that is not known, or that lacks a field, shows its fields as
-    they are.
+    """Return an event as a sentence. An unknown event, or one that lacks a field, shows its fields
+    as they are.
     """
     facts = dict(event)
     if isinstance(facts.get("size_bytes"), int):
@@ -104,28 +104,28 @@ def preference_texts(view: RunView) -> list[tuple[str, str]]:
 
 
 def message_text(message: Message) -> str:
-    """What a message says, without control characters."""
+    """Return the text of a message, without control characters."""
     return plain_text(message.text if message.event is None else event_text(message.event))
 
 
 def ranked_text(message: Message) -> str:
-    """A message after the rank that wrote it, if that is not rank 0."""
+    """Return a message after the rank that wrote it, if that is not rank 0."""
     rank = f"rank {message.rank}: " if message.rank else ""
     return rank + message_text(message)
 
 
 def is_event_in_log(text: str) -> bool:
-    """Whether a line of a rank's log tells what an event tells as well."""
+    """Return whether a line of a rank's log repeats an event."""
     return _IN_A_LOG.match(text) is not None
 
 
 def state_text(view: RunView) -> str:
-    """The state of a run."""
+    """Return the state of a run."""
     return _(STATES[view.state])
 
 
 def advice(view: RunView) -> str:
-    """How to continue a run that has not come to its end; empty if nothing is to be done."""
+    """Return how to continue a run that has not finished; empty if nothing is to be done."""
     checkpoint = view.checkpoint.get("name", _("the start"))
     return _(ADVICE[view.state]).format(checkpoint=checkpoint) if view.state in ADVICE else ""
 

@@ -16,21 +16,21 @@ from finetune.runs.view import ENDED
 def follow(
     run: Path | str, *, steps: bool = False, poll_seconds: float = 1.0, resume_seconds: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """The events of a run from its first on, each once, as they come; ends when the run has ended.
+    """Yield the events of a run from the first on, each once, as they are written.
 
-    An event is a line of `events.jsonl` (docs/reference/run_folder.md): its name is `event`, its
-    time in seconds since 1970 `time`. A run that is stopped and started again goes on in the same
-    stream, with `resume` and `start`.
+    The stream ends when the run has ended. An event is a line of `events.jsonl`
+    (docs/reference/run_folder.md): its name is `event`, its time in seconds since 1970 is `time`. A
+    run that is stopped and started again continues in the same stream, with `resume` and `start`.
 
     Args:
-        run: a run folder, there or about to come; nothing is written into it.
-        steps: give the lines of `trainer_log.jsonl` too, as events named `step`. Steps that a
-            resumed run trains again come again.
-        poll_seconds: between two looks at the folder.
-        resume_seconds: after a stop or a failure, wait so long for the run to be started again.
+        run: a run folder, existing or about to be created; nothing is written into it.
+        steps: also yield the lines of `trainer_log.jsonl`, as events named `step`. Steps that a
+            resumed run trains again are yielded again.
+        poll_seconds: time between two checks of the folder.
+        resume_seconds: after a stop or a failure, wait this long for the run to be started again.
 
     Raises:
-        StateError: there is no such run, and its folder cannot come.
+        StateError: there is no such run, and its folder cannot be created later.
 
     >>> import finetune
     >>> for event in finetune.follow("runs/example", steps=True):
@@ -61,7 +61,7 @@ def follow(
 
 
 def _merged(steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps among events: what an event tells of a step comes after it."""
+    """Merge steps into events; an event about a step comes after the step."""
     merged, waiting = [], deque(steps)
     for event in events:
         step = event.get("step")
@@ -73,7 +73,7 @@ def _merged(steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[d
 
 
 class _FreshLines:
-    """Objects of a JSONL file that were not given before, also where it was cut and written on."""
+    """Returns new objects of a JSONL file, also after it was truncated and continued."""
 
     def __init__(self, path: Path) -> None:
         self._follower = LineFollower(path)

@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class NewLines(NamedTuple):
-    """What came since the last look. `restarted`: what was given before is no longer (all) in the
+    """Lines since the last call. `restarted`: earlier lines are no longer, or not all, in the
     file.
     """
 
@@ -24,17 +24,17 @@ class NewLines(NamedTuple):
 
 
 class LineFollower:
-    """Gives each whole line of a file once.
+    """Returns each whole line of a file once.
 
-    A last line without newline waits until it has one. The file is read anew from its beginning
-    where it was cut (even if it has grown past the old place since: a resumed run cuts its log and
-    writes on) and where another file took its name (rotation).
+    A last line without newline waits until it has one. The file is read again from its beginning if
+    it was truncated or if another file took its name (rotation). A truncated file may have grown
+    past the old position since: a resumed run truncates its log and continues it.
 
     Args:
-        path: the file, there or not yet; links are followed, anything but a regular file counts as
-            not there.
-        last_bytes: of a longer file only the lines of its last bytes are given, on the first look
-            or where it is read anew; None for all of it.
+        path: the file, which need not exist yet. Links are followed; anything but a regular file
+            counts as missing.
+        last_bytes: limit for the first read, and for a file that is read again: return only the
+            lines in its last bytes; None for all of it.
     """
 
     def __init__(self, path: Path | str, last_bytes: int | None = None) -> None:
@@ -42,13 +42,13 @@ class LineFollower:
         self.last_bytes = last_bytes
         self._identity: tuple[int, int] | None = None
         self._offset_bytes = 0
-        self._tail = b""  # the bytes before the offset: they tell an append from a cut and rewrite
+        self._tail = b""  # the bytes before the offset: they distinguish an append from a rewrite
 
     def poll(self, most_bytes: int = -1) -> NewLines:
-        """The lines that came since the last call; nothing where the file cannot be read.
+        """Return the lines written since the last call; nothing if the file cannot be read.
 
         Args:
-            most_bytes: about so many of them, and the rest with the next call; all by default.
+            most_bytes: read about this many bytes, and the rest with the next call; all by default.
         """
         try:
             return self._poll(most_bytes)
@@ -83,14 +83,14 @@ class LineFollower:
         return NewLines(restarted, whole.splitlines())
 
     def pieces(self) -> Iterator[NewLines]:
-        """The lines that came since the last call, piece by piece: the first look at a long file
-        finds all of it.
+        """Yield the lines written since the last call, piece by piece: the first read of a long
+        file returns all of it.
         """
         while (new := self.poll(_PIECE_BYTES)).lines or new.restarted:
             yield new
 
     def _begin(self, file: BinaryIO, size_bytes: int) -> int:
-        """Where the lines begin that are given."""
+        """Return where the lines to return begin."""
         if self.last_bytes is None or size_bytes <= self.last_bytes:
             return 0
         file.seek(size_bytes - self.last_bytes - 1)
@@ -99,7 +99,7 @@ class LineFollower:
 
     @property
     def written_at(self) -> float | None:
-        """When the file was last written, in seconds since 1970; None where it is not there."""
+        """When the file was last written, in seconds since 1970; None if it does not exist."""
         try:
             return os.stat(self.path).st_mtime
         except OSError:

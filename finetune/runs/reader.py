@@ -29,7 +29,7 @@ from finetune.storage.run_lock import LOCK_NAME, holder
 from finetune.storage.run_log import plain_record
 
 RANK_LOGS_FOLLOWED = 64
-CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
+CONSOLE_BYTES = 32 << 20  # read from a console's copy: hundreds of thousands of steps
 _END_OF_TIME = 253_402_300_800  # seconds from 1970 to the year 10000, which no calendar has
 _RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
@@ -74,12 +74,12 @@ class FolderReader:
         return view
 
     def _describe(self) -> None:
-        """Read what says which run it is, and how it stands, where one of these files was written.
+        """Read the run's identity, configuration and status, if one of these files was written.
 
-        Where a network mount fails for a moment, it is what it was at the last look.
+        If a network mount fails for a moment, the last values are kept.
 
         Raises:
-            StateError: it cannot be read, and never could.
+            StateError: the folder cannot be read, and never could.
         """
         names = (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)
         files = [_version(self.view.source / name) for name in names]
@@ -124,10 +124,10 @@ class FolderReader:
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is
-    followed.
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or truncated
+    copy is followed.
 
-    Of a large one, what stands in its last CONSOLE_BYTES.
+    For a large copy, only its last CONSOLE_BYTES are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,7 +179,7 @@ def open_run(
     `runs`.
 
     Args:
-        may_come: a folder that is not there is waited for, where its parent folder exists.
+        may_come: wait for a missing folder if its parent folder exists.
 
     Raises:
         StateError: there is no such folder, file or run, or the folder is not a run's.
@@ -216,12 +216,12 @@ def _named_runs(where: str, folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a file that only a run writes."""
+    """Return whether a folder holds a file that only a run writes."""
     return any((folder / name).is_file() for name in _RUN_NAMES)
 
 
 def runs_in(folder: Path | str) -> list[Path]:
-    """The run folders directly in a folder, the one that wrote last first."""
+    """Return the run folders directly in a folder, the one that wrote last first."""
     try:
         runs = [path for path in Path(folder).iterdir() if path.is_dir() and is_run(path)]
     except OSError:
@@ -238,7 +238,7 @@ def _last_written(folder: Path) -> float:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty for anything else: a torn line is skipped."""
+    """Return the JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -262,8 +262,8 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
 
 
 def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
-    """The messages of several sources by time; those of one source stay in order, also where its
-    clock went back.
+    """Merge the messages of several sources by time; the messages of one source stay in order, even
+    if its clock went back.
     """
     timed: list[tuple[float, Message]] = []
     for messages in sources:
@@ -273,7 +273,7 @@ def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file is written or replaced; None where it is not there."""
+    """Return what changes when a file is written or replaced; None if it does not exist."""
     try:
         state = os.stat(path)
     except OSError:
@@ -300,8 +300,8 @@ def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
 
 
 def _holder_is_gone(run_folder: Path) -> bool:
-    """Whether the process that signed the lock is known to be gone: it ran on this host, its id is
-    free or reused.
+    """Return whether the process that signed the lock is known to be gone: it ran on this host, its
+    id is free or reused.
     """
     import psutil
 

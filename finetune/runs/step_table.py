@@ -1,5 +1,5 @@
-"""The lines of trainer_log.jsonl by column: a million steps take 8 bytes a number, where dicts take
-2 kB a line.
+"""The lines of trainer_log.jsonl by column. Each value takes 8 bytes, also for a million steps;
+dicts would take 2 kB a line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Points(Sequence[tuple[float, float]]):
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> Points:
-        """The same pairs; of `Points` itself."""
+        """Make points from pairs; `Points` are returned unchanged."""
         if isinstance(points, Points):
             return points
         x, y = zip(*points, strict=True) if points else ((), ())
@@ -44,7 +44,7 @@ class Points(Sequence[tuple[float, float]]):
         return len(self.x)
 
     def __getitem__(self, place: int | slice) -> Any:
-        """A pair, or `Points` of a slice."""
+        """Return a pair, or `Points` for a slice."""
         if isinstance(place, slice):
             return Points(self.x[place], self.y[place])
         return self.x[place].item(), self.y[place].item()
@@ -53,7 +53,7 @@ class Points(Sequence[tuple[float, float]]):
         return iter(zip(self.x.tolist(), self.y.tolist(), strict=True))
 
     def above(self, limit: float) -> Points:
-        """Those with a greater value."""
+        """Return the points with a greater value."""
         return Points(self.x[self.y > limit], self.y[self.y > limit])
 
     def __eq__(self, other: object) -> bool:

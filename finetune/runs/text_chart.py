@@ -66,7 +66,7 @@ def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) 
 
 
 def averaged(points: Curve, parts: int) -> Points:
-    """At most `parts` points: the means of those in each of so many equal intervals of x."""
+    """Return at most `parts` points: the means of the points in `parts` equal intervals of x."""
     points = Points.of(points)
     if len(points) <= parts:
         return points
@@ -102,6 +102,6 @@ def sparkline(values: Sequence[float] | np.ndarray, width: int, *, unicode: bool
 
 
 def bar(share: float, width: int, *, unicode: bool = True) -> str:
-    """A share from 0 to 1 as a filled part of `width` characters."""
+    """Return a share from 0 to 1 as a filled part of `width` characters."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return ("█" if unicode else "#") * filled + ("░" if unicode else ".") * (width - filled)

@@ -43,15 +43,15 @@ class CurrentStage:
 
 @dataclass
 class RunView:
-    """What is known of a run.
+    """What is known about a run.
 
     Attributes:
         source: the run folder, or the console's copy.
-        state: "waiting" before the first step; "vanished": status.json says running, and the
+        state: "waiting" before the first step; "vanished" if status.json has "running" but the
             process does not exist.
         steps: lines of trainer_log.jsonl, ascending.
-        events: of events.jsonl, in order; of a console its evaluations and checkpoints.
-        config, identity, status: the run's own files; empty where they are not there.
+        events: lines of events.jsonl, in order; for a console its evaluations and checkpoints.
+        config, identity, status: the run's own files; empty if they are missing.
         messages: warnings and errors, in order of time as far as it is known.
         written_at: when the run last wrote a step or an event, in seconds since 1970.
         stage_text: the stage, as a console showed it.
@@ -99,7 +99,7 @@ class RunView:
         return self.last_event("checkpoint")
 
     def last_event(self, name: str) -> dict[str, Any]:
-        """The last event of this name; empty before it."""
+        """Return the last event of this name; empty before it."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def events_named(self, *names: str) -> list[dict[str, Any]]:
@@ -140,8 +140,8 @@ class RunView:
         return sorted(self._named_by("source_tokens", "eval_source_loss"))
 
     def _named_by(self, of_step: str, of_evaluation: str) -> set[str]:
-        """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last
-        evaluation.
+        """Return each NAME in the fields `of_step/NAME` of the last steps and `of_evaluation/NAME`
+        of the last evaluation.
         """
         fields = {name for record in self.steps.recent for name in record}
         fields = {name for name in fields if name.startswith(f"{of_step}/")}
@@ -163,7 +163,7 @@ class RunView:
 
     @property
     def stage(self) -> CurrentStage | None:
-        """The stage of the last step: the one that its middle lies in, as the run itself has it."""
+        """The stage of the last step: the stage that holds the step's middle, as in the run."""
         schedule, total = self.schedule, self.total_steps
         if schedule is None or not total or not self.step:
             return None
@@ -187,7 +187,7 @@ class RunView:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Time for the steps that are left; 0 where the run has ended."""
+        """Time for the steps that are left; 0 if the run has ended."""
         if self.state in ENDED:
             return 0.0
         if not self.total_steps or not self.steps:
@@ -208,7 +208,7 @@ class RunView:
 
     @property
     def silent_seconds(self) -> float:
-        """How long a running run has written neither a step nor an event."""
+        """Seconds since an active run last wrote a step or an event."""
         if not self.written_at or self.state != "running":
             return 0.0
         return max(0.0, time.time() - self.written_at)

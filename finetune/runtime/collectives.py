@@ -1,10 +1,10 @@
-"""JSON-serializable values between ranks. torch's own collectives for objects unpickle, and so run,
-what a peer sends.
+"""Exchange JSON-serializable values between ranks. torch's own collectives for objects unpickle,
+and so run, what a peer sends.
 
-Number of consecutive messages of a gloo collective among N ranks (gloo's allreduce.cc,
-allgather.cc, broadcast.cc): 2 (N - 1) for an all-reduce and N - 1 for an all-gather, because both
-are rings; log2 N for a broadcast. At 1,024 ranks a ring is too slow for a few bytes, so
-`largest_of_all` uses a tree in both directions.
+The number of consecutive messages of a gloo collective depends on its algorithm (gloo's
+allreduce.cc, allgather.cc, broadcast.cc). Among N ranks it is 2 (N - 1) for an all-reduce and N - 1
+for an all-gather, because both are rings, and log2 N for a broadcast. At 1,024 ranks a ring is too
+slow for a few bytes, so `largest_of_all` uses a tree in both directions.
 """
 
 from __future__ import annotations

@@ -146,16 +146,19 @@ _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory(device_type: str) -> None:
-    """On a CPU: let the C library keep freed memory for the next step. For runs whose microbatches
-    have one shape.
+    """On a CPU, let the C library keep freed memory for the next step. For runs whose microbatches
+    all have the same shape.
 
-    glibc returns blocks of 32 MiB and more (logits) to the system immediately, and the system
-    clears each page of the next block at its first use: a tenth of a step's time. If all steps have
-    the same sizes, kept memory is reused. Fine-tuning does not use this: its packed sequences of
-    many lengths fragment kept memory. Measured (LoRA on 4 layers of hidden size 384, packed rows of
-    100 to 2,700 tokens; CPU time and peak): vocabulary 16k 19.9 s and 1.14 GiB, kept 18.6 s and
-    1.22; 64k 46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Does nothing on other devices and C
-    libraries.
+    glibc returns blocks of 32 MiB and more (logits) to the system immediately. The system clears
+    each page of the next block at its first use, which takes a tenth of a step's time. If all steps
+    have the same sizes, kept memory is reused. This does nothing on other devices and C libraries.
+
+    Fine-tuning does not use this: its packed sequences of many lengths fragment kept memory. CPU
+    time and peak were measured for LoRA on 4 layers of hidden size 384, with packed rows of 100 to
+    2,700 tokens:
+
+    - vocabulary 16k: 19.9 s and 1.14 GiB; with kept memory 18.6 s and 1.22 GiB
+    - vocabulary 64k: 46.5 s and 1.55 GiB; with kept memory 39.5 s and 2.18 GiB
     """
     if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)

@@ -100,9 +100,9 @@ def prepare_environment(
     was set and why.
 
     A variable that the user set is never changed, with three exceptions that would silently train
-    something else: ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are
-    removed, because our own configuration decides them (with ACCELERATE_USE_CPU=true, accelerate
-    silently drops a DeepSpeed plugin).
+    something else. ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are
+    removed, because our own configuration decides them. For example, with ACCELERATE_USE_CPU=true
+    accelerate silently drops a DeepSpeed plugin.
 
     Raises:
         ConfigError: the launcher requests DeepSpeed but the configuration has no DeepSpeed keys.

@@ -73,9 +73,9 @@ def listening_address(host: str) -> str:
     """Return the address to listen at so that nodes which know this machine as `host` reach it;
     empty for all addresses.
 
-    All if the name does not identify one: it is not this machine's own (another route leads here),
-    has several addresses, or is a name for the loopback here, as many systems resolve their own
-    name.
+    The result is empty if the name does not identify one address. It may not be this machine's own
+    name (another route leads here), or may have several addresses. Many systems also resolve their
+    own name to loopback.
     """
     own = own_addresses(host)
     if len(own) != 1:

@@ -1,8 +1,8 @@
 """What distinguishes a process from any other with the same id: the boot that it started in, and
 the kernel's tick at its start.
 
-The wall time of its start is not used: it is computed from the time of the boot, so every
-adjustment of the clock changes it.
+The wall time of its start is not used: it is computed from the boot time, so every adjustment of
+the clock changes it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def plain_streams() -> Iterator[None]:
 @contextlib.contextmanager
 def libraries_to_stderr() -> Iterator[None]:
     """Send stdout, from C too, to stderr within a block: stdout is for the command's own result."""
-    # torch 2.10's gloo prints there which ranks are connected, and NCCL what NCCL_DEBUG requests.
+    # On stdout, torch 2.10's gloo prints which ranks are connected, and NCCL what NCCL_DEBUG
+    # requests.
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)

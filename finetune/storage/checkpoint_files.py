@@ -1,20 +1,20 @@
 """Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
 
-To save, every rank writes its files into one staging folder, hashes them (SHA-256) on the way and
-syncs them; then one rank writes the manifest, syncs the folder and renames it to
+To save, every rank writes its files into one staging folder, hashes them (SHA-256) while writing
+and syncs them. Then one rank writes the manifest, syncs the folder and renames it to
 `checkpoint-<step>`. Files that libraries write (a tokenizer's, an adapter's) are read back for
-their hash. No rank reads what another has written. After a kill or power loss at any moment the run
-folder holds the previous valid checkpoint, the new one, or both. Anything else that may be left has
-a name that starts with a dot:
+their hash. No rank reads what another has written.
+
+After a kill or power loss at any moment the run folder holds the previous valid checkpoint, the new
+one, or both. Anything else that may be left has a name that starts with a dot:
 
     .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
     .removing-checkpoint-<step>       a removal that did not finish; `clean_staging` removes it
-    .invalid-checkpoint-<step>-<n>    a broken checkpoint in the place of a new one, kept for its
+    .invalid-checkpoint-<step>-<n>    a broken checkpoint whose name a new one took, kept for its
                                       owner
 
 Nothing is unpickled here or anywhere else: a checkpoint holds safetensors, JSON and the text files
-of a tokenizer. A folder with anything more is invalid as a whole, and the extra files are not even
-opened.
+of a tokenizer. A folder with any other file is invalid as a whole, and those files are not opened.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
     """Return everything named `checkpoint-<step>` in a run folder, lowest step first, valid or not.
 
     Raises:
-        StateError: the folder is there but cannot be read.
+        StateError: the folder exists but cannot be read.
     """
     try:
         names = os.listdir(run_folder)
@@ -344,10 +344,10 @@ def newest_valid(
 
     Args:
         hashes: as for `verify`.
-        damaged: names of those that are known not to be valid, with the reason.
+        damaged: names of checkpoints that are known to be invalid, with the reason.
 
     Raises:
-        StateError: the folder is there but cannot be read.
+        StateError: the folder exists but cannot be read.
     """
     for _ in poll_attempts(run_folder):
         listed = list_checkpoints(run_folder)
@@ -599,10 +599,10 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
     """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed
     ones.
 
-    No content is read: each kept checkpoint would make every save longer. Nothing is removed before
-    two newer ones are known to be valid. A folder that does not even look like a checkpoint of this
-    package (by manifest, names and sizes) is left alone, and so is the checkpoint that a kept one
-    names as the best: a run finds its best checkpoint whichever one it resumes from.
+    No content is read: otherwise each kept checkpoint would make every save longer. Nothing is
+    removed before two newer ones are known to be valid. A folder that is not a checkpoint of this
+    package, judging by manifest, names and sizes, is left alone. So is the checkpoint that a kept
+    one names as the best: a run finds its best checkpoint from any checkpoint that it resumes from.
 
     Args:
         run_folder: locked by this run.

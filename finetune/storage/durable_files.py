@@ -204,7 +204,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666, *, writer: str = ""
 
 
 def sync_file(path: Path) -> None:
-    """Sync a file's content to the device, whoever wrote it."""
+    """Sync a file's content to the device, even if another process wrote it."""
     with _opened_regular(path) as descriptor:
         _sync_descriptor(descriptor)
 
@@ -272,9 +272,9 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
     `is_still_open`.
 
     Returns:
-        Sizes in bytes by name (relative, with forward slashes) of the regular files; and the names
-        of everything that is neither a regular file nor a folder, and of empty folders (these with
-        a slash at the end).
+        Sizes of the regular files in bytes, by name (relative, with forward slashes). And the names
+        of everything that is neither a regular file nor a folder, and of empty folders; the latter
+        end with a slash.
     """
     sizes: dict[str, int] = {}
     unexpected: list[str] = []
@@ -299,8 +299,10 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether anything has this name, a broken link included. Unlike `os.path.lexists`,
-    raise OSError if the system cannot tell.
+    """Return whether anything has this name, a broken link included.
+
+    Raises:
+        OSError: the system cannot answer; `os.path.lexists` would return False.
     """
     try:
         os.lstat(path)
@@ -378,8 +380,8 @@ def format_bytes(size_bytes: int) -> str:
 def os_error_in(error: BaseException) -> OSError | None:
     """Return the system's error behind an exception, or None.
 
-    safetensors and tokenizers write in Rust and raise errors of their own, or a plain Exception,
-    with `(os error 28)` or `code: 28` in the text.
+    safetensors and tokenizers write in Rust and raise their own errors, or a plain Exception, with
+    `(os error 28)` or `code: 28` in the text.
     """
     if isinstance(error, OSError):
         return error

@@ -109,8 +109,9 @@ def _write_signature(descriptor: int, facts: dict[str, Any]) -> None:
 
 
 def _name_here(path: Path) -> list[Any] | None:
-    """Return what makes the name of `_bind_name` unique: the path, in a network namespace of one
-    boot of a kernel. None outside Linux.
+    """Return what makes the name of `_bind_name` unique, or None outside Linux.
+
+    The name is unique by its path, within a network namespace and one boot of the kernel.
     """
     try:
         network = os.stat("/proc/self/ns/net").st_ino
@@ -120,9 +121,13 @@ def _name_here(path: Path) -> list[Any] | None:
 
 
 def _bind_name(path: Path) -> socket.socket | None:
-    """Bind a name that represents a path among the processes of this machine: a Unix socket in the
-    abstract namespace (unix(7)), which leaves no file and which the kernel frees when its holder
-    dies. None if another process has bound the name, or the system has no such names.
+    """Bind a name that represents a path among the processes of this machine.
+
+    The name is a Unix socket in the abstract namespace (unix(7)). It leaves no file, and the kernel
+    frees it when its holder dies.
+
+    Returns:
+        None if another process has bound the name, or the system has no such names.
     """
     digest = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     name = socket.socket(socket.AF_UNIX)

@@ -40,7 +40,7 @@ _BLOCK_BYTES = 1 << 16
 # Names of events in events.jsonl. Other names are refused, so that readers can rely on this list.
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
-    "execution",  # what was chosen where the configuration says auto, and why
+    "execution",  # the values that were chosen for auto, and why
     "eval",  # validation loss, overall and per difficulty
     "sample",  # pretraining: beginnings of windows and how the model continues them
     "early_stop",  # the evaluations were not better for long: the run ends here, as done
@@ -180,7 +180,7 @@ class StepLog(JsonLines):
     """A log with a line per step, which a resumed run continues.
 
     Opening it for a run that resumes after step `resume_step` removes a torn last line and the
-    lines of later steps, which the run will write again: so an interrupted run ends with the same
+    lines of later steps. The run will write those again, so an interrupted run ends with the same
     file as an uninterrupted one.
 
     Attributes:
@@ -220,7 +220,7 @@ def warn_of_lost_lines(log: StepLog, resume_step: int) -> None:
 
 # ---------------------------------------------------------------- curves for TensorBoard
 
-_numbers = count()  # of the files of this process: two of one second have the same time
+_numbers = count()  # one per file of this process: two files may be made in the same second
 
 
 class CurveFile:
@@ -338,8 +338,8 @@ def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-# Fields of events and of status.json that readers compute with, and how a field of several numbers
-# holds them.
+# Fields in events and status.json that readers compute with. A field of several numbers is given
+# with its form.
 _NUMBERS = frozenset(
     (
         "step",
@@ -369,10 +369,11 @@ _LARGEST = 1 << 53  # whole number that a float holds
 
 
 def plain_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of a run's files as readers can show it: they may be damaged, or hostile.
+    """Return a record of a run's files in a form that is safe to show: files may be damaged, or
+    hostile.
 
-    Texts have no control characters, numbers that are not finite or are too large are None, and a
-    field that readers compute with is left out if it holds something else.
+    Control characters are removed from strings. Numbers that are not finite or are too large become
+    None. A field that readers compute with is left out if it does not hold a number.
     """
     plain = _plain_value(record)
     for name in _NUMBERS & plain.keys():

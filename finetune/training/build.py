@@ -241,7 +241,7 @@ def plan_summary(config: Any, step_batches: StepBatches) -> PlanSummary:
 
 
 def startup_lines(summary: PlanSummary, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The table's lines about execution, as (name, value) texts."""
+    """Return the table's lines about execution, as (name, value) texts."""
     fewest, mean, most = summary.rows_per_rank
     counts = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
     return [
@@ -293,10 +293,11 @@ def build_fine_tuning(
 ) -> RunParts:
     """Fill the parts of a run that starts from a model and its tokenizer; the process group exists.
 
-    Under DeepSpeed the order is forced (transformers 5.23, DeepSpeed 0.19.8): TrainingArguments
-    registers the configuration (HfDeepSpeedConfig: a weak reference, which from_pretrained asks
-    whether to load under zero.Init), `deepspeed.init_distributed` makes its process group, and only
-    then `from_pretrained` partitions what it loads. `load_model` checks that it did.
+    DeepSpeed requires this order (transformers 5.23, DeepSpeed 0.19.8). First, TrainingArguments
+    registers the configuration: HfDeepSpeedConfig, a weak reference that from_pretrained reads to
+    decide whether to load under zero.Init. Then `deepspeed.init_distributed` makes its process
+    group. Only then does `from_pretrained` partition the weights that it loads. `load_model`
+    checks that it did.
     """
     execution = make_execution(
         session,
@@ -414,9 +415,9 @@ def _init_deepspeed(device_type: str) -> None:
     # init_distributed loads it as well, but waits for ever for the lock of a process that was
     # killed meanwhile.
     load_shared_memory_operator()
-    # For a CPU run accelerate's PartialState knows torch's group only, and leaves DeepSpeed's
-    # wrapper of it unmade; zero.Init, under which the model is loaded, would take the world for
-    # one process and partition nothing.
+    # For a CPU run accelerate's PartialState knows only torch's group and does not make DeepSpeed's
+    # wrapper of it. The model is loaded under zero.Init, which would then assume a world of one
+    # process and partition nothing.
     deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)
 
 

@@ -5,18 +5,20 @@ What is inside `checkpoint-<step>`: the training state (training/state.py), for 
 adapter as peft reads it, and the manifest (storage/checkpoint_files.py). The sampler, the
 schedule and the random numbers have no state: they are functions of the step.
 
-A save has two parts. Each rank writes its files (hashed, synced); when all have, rank 0 publishes
-them, verifies and rotates. Both are the work of a thread, behind the training from a copy of the
-state that is made at the end of the step. The threads run no collective: two threads on one group
-mix up its messages, and a group of their own could not tell the main threads of a failure at a step
-that is the same for all. Tensors are gathered while they are copied, by the main thread, and ranks
-agree in `poll`, which every rank calls at the end of every step: the save goes on when the threads
-of all ranks are done. So what is written is published at the end of a step, at most one step late.
-Where training waits, the ranks ask one another every second: no collective takes as long as a file.
+A save has two parts. Each rank writes its files (hashed, synced). When all ranks have written
+theirs, rank 0 publishes them, verifies and rotates. A thread does both parts in the background,
+from a copy of the state that is made at the end of the step.
 
-Every failure is caught, told to all ranks and then raised on all: one that raised at once would
-leave the others waiting in a collective until its timeout, and the run would end with their error
-instead of the cause.
+The threads run no collective. Two threads on one group would mix up its messages. With a separate
+group, the main threads could not learn of a failure at the same step on every rank. So the main
+thread gathers tensors while it copies them, and ranks agree in `poll`, which every rank calls at
+the end of every step. The save continues when the threads of all ranks are done. A written
+checkpoint is therefore published at the end of a step, at most one step late. While training waits,
+the ranks query one another every second: no collective takes as long as a file.
+
+Every failure is caught, reported to all ranks and then raised on all of them. A rank that raised
+immediately would leave the others waiting in a collective until its timeout. The run would then end
+with their error instead of the cause.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ Write = Callable[[CheckpointWriter], Records]
 
 @dataclass
 class _Saving:
-    """The save under way.
+    """The save in progress.
 
     Attributes:
         entered: holds the entered writer, which explains an error and removes the staging folder.
-        work: of this rank: records of its files; then (`publishing`) the checkpoint's name, on rank
-            0.
-        behind: training goes on meanwhile.
+        work: this rank's result: the records of its files; then, while `publishing`, the
+            checkpoint's name, on rank 0.
+        behind: whether training continues meanwhile.
     """
 
     writer: CheckpointWriter
@@ -78,20 +80,20 @@ class _Saving:
 class Checkpointer:
     """Saves the checkpoints of one run.
 
-    A context manager around the training: at its end the save under way is finished, or left where
-    training failed.
+    A context manager around the training. On exit it finishes the save in progress, or abandons it
+    if training failed.
 
     Args:
         metadata: plain JSON facts for the manifest, the same on every rank.
-        model_files: on rank 0, gives what writes the files that make the checkpoint usable as it is
-            (a peft adapter) into a folder; called between steps with what gives the saved weights,
-            by parameter name.
-        keep: newest valid checkpoints to keep, at least 2; with each the one that it names as the
-            best.
+        model_files: on rank 0, returns a function that writes the files that make the checkpoint
+            usable as it is (a peft adapter) into a folder. Called between steps with a function
+            that returns the saved weights by parameter name.
+        keep: newest valid checkpoints to keep, at least 2; for each, the checkpoint that it names
+            as the best is kept too.
         last: name of the checkpoint that this start resumed from.
-        verified: the same, where it is one of this run folder.
-        best: of the evaluations so far, for the manifest.
-        behind: save behind the training, where the host has memory for a copy of the state.
+        verified: the same, if it is in this run folder.
+        best: best of the evaluations so far, for the manifest.
+        behind: save in the background if the host has memory for a copy of the state.
 
     Attributes:
         last: name of the last checkpoint that was published, or resumed from.
@@ -154,9 +156,9 @@ class Checkpointer:
         token = self.control.token()
         with contextlib.ExitStack() as entered:
             writer = entered.enter_context(CheckpointWriter(self.run_folder, step, token))
-            # Memory that there is for copies is used, also where nothing goes on meanwhile: `save`
-            # would ask for more. Whether there is any on this rank does not matter: each way has
-            # its own questions between ranks.
+            # Reuse memory that was allocated for copies, even if training does not continue
+            # meanwhile: `save` would allocate more. Ranks may differ in whether they have any: each
+            # branch has its own exchange between ranks.
             self._copies_made |= behind
             if self._copies_made:
                 work = self._do(behind, self._copied(state), writer)
@@ -168,12 +170,12 @@ class Checkpointer:
             self.finish()
 
     def poll(self) -> None:
-        """Let the save go on where all ranks are done with a part of it. Raises as `save` does."""
+        """Advance the save if all ranks are done with a part of it. Raises as `save` does."""
         if self._saving is not None and not self.control.any(not self._saving.work.done()):
             self._go_on(self._saving)
 
     def finish(self) -> None:
-        """Wait until the save under way has ended. Raises as `save` does."""
+        """Wait until the save in progress has ended. Raises as `save` does."""
         while self._saving is not None:
             self.control.wait_for(self._saving.work)
             self._go_on(self._saving)
@@ -203,7 +205,9 @@ class Checkpointer:
             )
 
     def _has_memory(self, state: TrainingState) -> bool:
-        """Whether every node's memory holds the copies of its ranks. Asked once: then they stay."""
+        """Return whether every node's memory holds the copies of its ranks. Asked once: then they
+        stay.
+        """
         if not self._memory_asked:
             self._memory_asked = True
             host = HostMeter().look()
@@ -263,7 +267,10 @@ class Checkpointer:
         return self.control.together(partial(work, *arguments))
 
     def _go_on(self, saving: _Saving) -> None:
-        """The next part of a save whose last part is done on this rank. Every rank must call it."""
+        """Start the next part of a save whose last part is done on this rank.
+
+        Collective: every rank must call it.
+        """
         self._saving = None
         failure = saving.work.exception()
         with saving.entered as entered:
@@ -314,8 +321,9 @@ class Checkpointer:
         return folder.name
 
     def _add_model_files(self, writer: CheckpointWriter, write_model: WriteFiles) -> Records:
-        """Write them beside and move them in: others write into the same folder at the same
-        time.
+        """Write the model files to their own folder and move them in.
+
+        Other ranks write into the same checkpoint folder at the same time.
         """
         own = writer.folder / MODEL_FILES_NAME
         own.mkdir()

@@ -1,7 +1,7 @@
 """What ranks agree on while they train, and the signals that stop a run.
 
-Agreement uses its own gloo group next to the device's group: a handful of bytes per step, never on
-the device, so that it does not wait for what the device still computes.
+Agreement uses its own gloo group next to the device's group. It exchanges a handful of bytes per
+step and never uses the device, so it does not wait for what the device still computes.
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ class Control:
         self.timeout_seconds = timeout_seconds
         self.group: dist.ProcessGroup | None = None
         if world_size > 1:
-            # Else each rank connects to every other at once, though a tree needs 2 log2 N of its
-            # connections, and reads 8 N bytes of each from node 0's store: 9 GB at 1,024 ranks
-            # (gloo's transport/tcp/context.cc).
+            # Otherwise each rank connects to every other rank immediately, although a tree needs
+            # only 2 log2 N of its connections. For each connection it would read 8 N bytes from
+            # node 0's store: 9 GB at 1,024 ranks (gloo's transport/tcp/context.cc).
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             timeout = timedelta(seconds=timeout_seconds)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Every rank must call it."""
+        """Return whether the flag is set on any rank. Every rank must call it."""
         return flag if self.group is None else largest_of_all([int(flag)], group=self.group) == [1]
 
     def gather(self, item: object) -> list[Any]:
-        """Every rank's plain value, by rank, on every rank; as JSON has it, so tuples come back as
-        lists.
+        """Gather every rank's JSON-serializable value, by rank, on every rank.
+
+        Values pass through JSON, so tuples come back as lists.
         """
         if self.group is None:
             return [plain(item)]  # so that one process notices what several would
@@ -111,16 +112,18 @@ class Control:
             )
 
     def share(self, item: object) -> Any:
-        """Rank 0's plain value on every rank, as JSON has it; that of the others is not looked
-        at.
+        """Return rank 0's JSON-serializable value on every rank; other ranks' values are ignored.
+
+        The value passes through JSON, so tuples come back as lists.
         """
         return (
             self.gather(item)[0] if self.group is None else broadcast_plain(item, group=self.group)
         )
 
     def token(self) -> str:
-        """A fresh name, the same on every rank; not from the seeded generators, so that training
-        does not notice.
+        """Return a new name, the same on every rank.
+
+        It does not come from the seeded generators, so training is not affected.
         """
         return str(self.share(f"{random.SystemRandom().getrandbits(48):012x}"))
 
@@ -137,8 +140,8 @@ class Control:
             wait([work], None if self.world_size == 1 else POLL_SECONDS)
             if not self.any(not work.done()):
                 return
-            # All have answered just now, so this rank is not stuck; one whose disk has gone is told
-            # of below.
+            # All ranks have just answered, so this rank is not stuck. A rank whose disk is gone is
+            # reported below.
             progress.begin_save(self.timeout_seconds)
             if self.any(not work.done() and progress.seconds_unmoved(began) > self.timeout_seconds):
                 raise FinetuneError(
@@ -166,8 +169,10 @@ class Control:
         return done
 
     def have_one(self, known: object) -> bool:
-        """Whether all ranks have this, by digests alone: 64 bytes a rank, however much it is. Every
-        rank must call.
+        """Return whether `known` is equal on all ranks.
+
+        Ranks exchange only digests, 64 bytes each, for any size of `known`. Collective: every rank
+        must call it.
         """
         if self.group is None:
             return True
@@ -217,7 +222,7 @@ class StopSignals:
 
     Attributes:
         name: of the first signal that came; None before one does.
-        answer: what is said then: what comes of it where the run is.
+        answer: message that is shown then: what the signal leads to at this point of the run.
     """
 
     def __init__(self, *, launched: bool = False) -> None:
@@ -236,8 +241,8 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # Linux sends a worker one SIGTERM per thread of its launcher as they die: a late one
-            # would end a worker that has saved and waits for its peers to be done.
+            # Linux sends a worker one SIGTERM for each thread of its launcher, as the threads die.
+            # A late SIGTERM would end a worker that has saved and waits for its peers to be done.
             late = self._launched and self.name is not None
             signal.signal(number, partial(self._after, handler) if late else handler)
 

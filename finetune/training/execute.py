@@ -85,8 +85,11 @@ def final_settings(
     data: PreparedRun,
     session: Session,
 ) -> BaseConfig:
-    """Return the settings with a value wherever they said auto: those decided already, and those
-    that only execute the run, by the memory that is free now. The same on every rank.
+    """Return the settings with a value wherever they were auto. The result is the same on every
+    rank.
+
+    Values that are decided already are used. Settings that only affect how the run is executed are
+    chosen by the memory that is free now.
     """
     device_type = decided["device_type"]
     if not open_settings(requested):
@@ -193,9 +196,12 @@ def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
 
 
 def _peaks(trainer: RunTrainer, session: Session) -> dict[str, Any]:
-    """Return the peak memory of each rank so far, by rank, on its device and its host; and, on rank
-    0, the peak that `plan` computes for the run: torch and the model's code are loaded here, and
-    readers of the log need not load them. Every rank must call it.
+    """Return the peak memory of each rank so far, by rank, on its device and its host.
+
+    On rank 0 also return the peak that `plan` computes for the run. It is computed here because
+    torch and the model's code are loaded already, so readers of the log need not load them.
+
+    Collective: every rank must call it.
     """
     mine = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
     of_device, of_host = zip(*session.control.gather(mine), strict=True)

@@ -1,9 +1,10 @@
 """One optimizer step executed here: microbatches forward and backward, gradients summed over ranks.
 
-However the microbatches are cut and wherever they run, the gradient is that of (the objective's sum
-over microbatches) / (its denominator of the global batch); of the token loss: losses of the targets
-/ their number. DDP and DeepSpeed average over ranks, so their loss is scaled by the world size
-first. What the comments say of others is of accelerate 1.15, DeepSpeed 0.19.8 and torch 2.13.
+The gradient does not depend on how the microbatches are cut or where they run. It is the gradient
+of (the objective's sum over microbatches) / (its denominator of the global batch). For the token
+loss that is the sum of the targets' losses / the number of targets. DDP and DeepSpeed average over
+ranks, so their loss is scaled by the world size first. Comments about other packages refer to
+accelerate 1.15, DeepSpeed 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-REHEARSAL = -1  # in the place of a microbatch's number
-# Planned ahead to find the largest microbatch: a second or two, on however many devices.
+REHEARSAL = -1  # instead of a microbatch's number
+# Samples that are planned in advance to find the largest microbatch. This takes a second or two on
+# any number of devices.
 LOOKED_AT_SAMPLES = 2_000_000
 FEWEST_LOOKED_AT = 4
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave on this rank.
+    """The result of one step on this rank.
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.
@@ -61,12 +63,12 @@ class StepExecutor:
 
     Args:
         flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's
-            buckets. For LoRA, whose gradients are small: no collective runs while microbatches do,
-            so a rank that runs out of memory can say so and all try again. (With DDP's buckets or
-            ZeRO the peers would wait in a collective for it.)
-        objective: what is minimised.
-        largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it
-            shows now and not days on.
+            buckets. For LoRA, whose gradients are small: no collective runs during microbatches, so
+            a rank that runs out of memory can report it and all ranks try again. (With DDP's
+            buckets or ZeRO the peers would wait for that rank in a collective.)
+        objective: what is minimized.
+        largest: a microbatch that is run with weight 0 in the first step. If it does not fit, the
+            run fails now and not days later.
         on_out_of_memory: called after each retry with the step (0-based), the old and the new
             execution, and the error.
     """
@@ -109,17 +111,17 @@ class StepExecutor:
             FinetuneError: not even one sample a microbatch fits.
         """
         microbatches = batch.microbatches
-        # Loader processes are ahead by some batches, which they planned before this step (or one
-        # before it) shrank the microbatches; they also keep their own copy of `step_batches`, which
-        # never hears of it.
+        # Loader processes prefetch several batches. They may have planned them before this step, or
+        # an earlier one, shrank the microbatches. Their own copy of `step_batches` is never
+        # updated.
         if batch.execution != self.step_batches.execution:
             microbatches = list(
                 self.step_batches.microbatches(batch.indices, self.step_batches.execution)
             )
         while True:
             result, error = self._try_microbatches(model, batch, microbatches)
-            # Every rank asks, also one whose microbatches fitted: it must cut its part of the batch
-            # anew as the others do.
+            # Every rank must call this, even if its microbatches fit: all ranks have to split their
+            # part of the batch again, in the same way.
             failed_somewhere = self.can_retry and self.control.any(result is None)
             if result is not None and not failed_somewhere:
                 break
@@ -135,10 +137,12 @@ class StepExecutor:
     def _try_microbatches(
         self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]
     ) -> tuple[StepResult | None, str | None]:
-        """The result, or the error where memory did not suffice and the step can be tried again."""
+        """Return the result, or the error if memory did not suffice and the step can be tried
+        again.
+        """
         try:
             return self._run_microbatches(model, batch, microbatches), None
-        except Exception as caught:  # devices raise types of their own
+        except Exception as caught:  # each device backend raises its own type
             if not devices.is_out_of_memory(caught):
                 raise
             error = str(caught).splitlines()[0]
@@ -160,8 +164,8 @@ class StepExecutor:
         weight = self.scale / denominator
         work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]
         if self.largest is not None:
-            # A number of its own: it is rehearsed after every start, and must not move the others'
-            # dropout.
+            # The rehearsal has its own number: it runs after every start and must not change the
+            # dropout of the other microbatches.
             work.insert(0, (REHEARSAL, self.largest, 0.0))
         for number, microbatch, weight_here in work:
             with self._microbatch(model, batch.step, number, last=number == len(microbatches) - 1):
@@ -196,10 +200,10 @@ class StepExecutor:
         self.accelerator.gradient_state._set_sync_gradients(last)
         wrapped: Any = model  # DeepSpeed's engine, or DDP
         if self.is_deepspeed:
-            # The engine counts micro-steps against its configuration, which says 1; the schedule
-            # has their number. To be set before the forward too (documented with the method), and
-            # the same on every rank: ZeRO reduces there. Every rank has as many microbatches, if
-            # need be an empty one (data/collate.py).
+            # The engine counts micro-steps against its configuration, which is 1; the schedule has
+            # the real number. The boundary must be set before the forward too (documented with the
+            # method), and be the same on every rank: ZeRO reduces there. Every rank has the same
+            # number of microbatches, if necessary an empty one (batching/collate.py).
             wrapped.set_gradient_accumulation_boundary(is_boundary=last)
             yield
         elif self.accelerator.num_processes > 1 and (self.flat_reduce or not last):
@@ -212,9 +216,9 @@ class StepExecutor:
 
     def _backward(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
         if self.is_deepspeed:
-            # Not accelerator.backward: its DeepSpeedEngineWrapper calls engine.step() after the
-            # last microbatch, and the trainer looks at the gradients first. The weight is in the
-            # loss already, so nothing is to be divided by the engine's accumulation steps.
+            # Do not use accelerator.backward: its DeepSpeedEngineWrapper calls engine.step() after
+            # the last microbatch, but the trainer checks the gradients first. The loss contains the
+            # weight already, so it must not be divided by the engine's accumulation steps.
             engine: Any = model
             engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -256,7 +260,8 @@ class StepExecutor:
 def cannot_shrink_error(
     step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool
 ) -> FinetuneError:
-    """The error for microbatches that cannot be made smaller; names the sample that they must hold.
+    """Return the error for microbatches that cannot be made smaller; names the sample that they
+    must hold.
 
     Args:
         step: 0-based.
@@ -287,9 +292,9 @@ def cannot_shrink_error(
 
 def _seed(seed: int, device: torch.device) -> None:
     """Seed the generators that dropout may draw from: the host's, and this device's."""
-    # Not torch.manual_seed: it seeds the devices of all kinds that torch was built for, and notes a
-    # formatted stack for each that is not in use (torch 2.13, cuda/__init__.py, _lazy_call): 0.6
-    # ms, and 40 calls of stat.
+    # Do not use torch.manual_seed: it seeds every device type that torch was built for. For each
+    # type that is not in use it records a formatted stack (torch 2.13, cuda/__init__.py,
+    # _lazy_call): 0.6 ms, and 40 calls of stat.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -306,8 +311,9 @@ def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
 
 
 def largest_microbatch(step_batches: StepBatches) -> Microbatch:
-    """The planned microbatch with the most tokens, from all steps or an even choice; the same on
-    every rank.
+    """Return the planned microbatch with the largest number of tokens; the same on every rank.
+
+    All steps are searched, or an even choice of them (`looked_at_steps`).
     """
     best, best_tokens = np.empty(0, dtype=np.int64), -1
     for step in looked_at_steps(step_batches):
@@ -325,8 +331,10 @@ def largest_microbatch(step_batches: StepBatches) -> Microbatch:
 
 
 def looked_at_steps(step_batches: StepBatches, *, most: int = 400) -> range:
-    """All steps, or an even choice of them with about `LOOKED_AT_SAMPLES` samples: to plan all of a
-    long run, or many of a run on thousands of devices, would take longer than its first step.
+    """Return all steps, or an even choice of them with about `LOOKED_AT_SAMPLES` samples.
+
+    Planning every step would take longer than the first training step, if the run is long or on
+    thousands of devices.
     """
     total = len(step_batches)
     samples_per_step = max(1, len(step_batches.batches.indices(0)))

@@ -70,9 +70,9 @@ class NonFiniteGuard:
 
 
 class StepOutcomes:
-    """Which steps were not finite, where the device knows at once and the host reads later.
+    """Which steps were not finite: the device knows immediately, and the host reads it later.
 
-    Reading a step's outcome at its end, the host would wait for the device, which then waits for
+    If the host read a step's outcome at its end, it would wait for the device, which then waits for
     the next step's first kernels. So it reads the step before, unless this one's is needed now.
     """
 
@@ -93,14 +93,14 @@ class StepOutcomes:
 
 
 def step_engine(engine: Any) -> bool:
-    """DeepSpeed's step, unless gradients are not finite; whether they were not."""
+    """Step DeepSpeed's engine unless gradients are not finite; return whether they were not."""
     # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a
-    # no-op (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take.
+    # no-op (DeepSpeedEngineWrapper). The executor bypasses that wrapper, so take the step here.
     # ZeRO-1/2 look for NaN before they step: by check_grad_overflow in 16 bits (a bf16 setting, on
-    # by default), by the norm in float32. ZeRO-3 looks at the raw gradients in float16 only
-    # (_overflow_check_and_loss_scale_update), else at the norm it clips by (is_invalid_grad_norm):
-    # the first condition asks earlier, and may go when a test of NaN under ZeRO-3 passes without
-    # it.
+    # by default), by the norm in float32. ZeRO-3 checks the raw gradients in float16 only
+    # (_overflow_check_and_loss_scale_update), and otherwise the norm that it clips by
+    # (is_invalid_grad_norm). The first condition below checks earlier. Remove it when a test of NaN
+    # under ZeRO-3 passes without it.
     zero = engine.optimizer
     if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
         zero._overflow_clean_up(zero.loss_scale)
@@ -122,8 +122,8 @@ class SpikeDetector:
         self.losses: deque[float] = deque(maxlen=window_steps)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike against the window, which it then enters. False until the
-        window is full.
+        """Return whether this loss is a spike against the window, which it then enters. False until
+        the window is full.
         """
         spike = False
         if math.isfinite(loss):

@@ -1,7 +1,7 @@
-"""What a line of the log has beside loss, gradient norm and learning rate.
+"""Metrics that a line of the log has in addition to loss, gradient norm and learning rate.
 
-A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up
-by `StepMeter`.
+To add a metric, write a function here and its entry in `METRICS`. `StepMeter` adds up what the
+function needs from every step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """For the utilisation of the devices.
+    """The cost of training, for the utilization of the devices.
 
     Attributes:
-        flops_per_token: of training.
+        flops_per_token: operations of training.
         peak_flops: of one device; None where it is unknown.
         devices: of the run.
     """
@@ -115,8 +115,8 @@ def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[st
 def mean_losses(
     groups: LossGroups, sums: Sequence[float], tokens: Sequence[int]
 ) -> dict[str, float]:
-    """An evaluation's mean loss of each difficulty and source that has targets; sums and targets
-    are by group.
+    """Return an evaluation's mean loss of each difficulty and source that has targets; sums and
+    targets are by group.
     """
     found: dict[str, float] = {}
     for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
@@ -133,7 +133,7 @@ METRICS: tuple[Metric, ...] = (speed, model_flops_utilisation, per_difficulty, p
 
 
 def progress_text(logs: dict[str, Any]) -> str:
-    """What people see of a line while the run works."""
+    """Return the text that people see for a line of the log while the run works."""
     text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tok/s"
     if "mfu" not in logs:
         return text
@@ -223,7 +223,7 @@ class StepMeter:
             self._mark = now
 
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
-        """What was added since the last call. Every rank must call it."""
+        """Return what was added since the last call. Collective: every rank must call it."""
         self._collect_seconds()
         if len(self._sums):
             sum_over_ranks(self._sums)

@@ -1,10 +1,11 @@
 """Muon with the matrices of one shape at once, as torch.optim.Muon computes it; and NorMuon, with
 what was found since.
 
-With several processes every rank holds all gradients after DDP's sum, and all weights and moments:
-only the orthogonalisation is shared out, and gathered again. Sharing the work over ranks is that of
-Keller Jordan's distributed Muon and nanochat's; here moments and weights stay whole on every rank,
-so that a checkpoint is the same for any number of ranks, and its names are torch's.
+With several processes every rank holds all gradients after DDP's sum, and all weights and moments.
+Only the orthogonalization is distributed over the ranks, and its results are gathered. Keller
+Jordan's distributed Muon and nanochat's distribute the work in the same way. Here moments and
+weights stay whole on every rank, so a checkpoint is the same for any number of ranks, with torch's
+names.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 from finetune.planning.traffic import MUON_AT_ONCE
 
-# Of five steps: Amsel et al. 2025, arXiv:2505.16932 (Polar Express), for a safety factor of 0.02
-# and a cushion of 2, as nanochat (karpathy/nanochat, nanochat/optim.py) has them.
+# Coefficients of five steps of Polar Express (Amsel et al. 2025, arXiv:2505.16932). Their safety
+# factor is 0.02 and their cushion 2, as in nanochat (karpathy/nanochat, nanochat/optim.py).
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -50,7 +51,7 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step; `closure` as in torch."""
+        """Take a step; `closure` as in torch."""
         loss = evaluated(closure)
         for group in self.param_groups:
             shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
@@ -88,7 +89,7 @@ class BatchedMuon(torch.optim.Muon):
     def _held(
         self, members: list[torch.nn.Parameter], name: str, shape: Sequence[int]
     ) -> list[torch.Tensor]:
-        """The moments of that name, zeros before the first step."""
+        """Return the moments of that name, zeros before the first step."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = parameter.new_zeros(shape)
@@ -102,7 +103,7 @@ class BatchedMuon(torch.optim.Muon):
         group: dict[str, Any],
         skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The weights `(matrices, rows, columns)` after the step."""
+        """Return the weights `(matrices, rows, columns)` after the step."""
         rate, (rows, columns) = float(group["lr"]), weight.shape[1:]
         changed = weight * (1 - rate * group["weight_decay"])
         like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
@@ -139,22 +140,22 @@ class BatchedMuon(torch.optim.Muon):
 
 
 class NorMuon(BatchedMuon):
-    """Muon as nanochat has it (karpathy/nanochat, nanochat/optim.py): four changes beside the
+    """Muon as in nanochat (karpathy/nanochat, nanochat/optim.py): four changes in addition to the
     batching.
 
-    - Polar Express in place of one polynomial five times (Amsel et al. 2025, arXiv:2505.16932), of
-      gradients whose rows have been made equally long (arXiv:2603.28254), its result brought to the
-      Frobenius norm of an orthogonal matrix (arXiv:2602.21545).
-    - A second moment for each neuron, the longer side of a matrix: its updates become equally long,
-      the whole keeps its norm (Li et al. 2025, arXiv:2510.05491).
-    - Weights decay only where the update goes the same way (Chen et al. 2025, arXiv:2510.12402),
-      and the factor on the rate of tall matrices is on their decay too.
+    - Polar Express instead of one polynomial five times (arXiv:2505.16932, Amsel et al. 2025).
+      Its input are gradients whose rows have been made equally long (arXiv:2603.28254). Its result
+      is scaled to the Frobenius norm of an orthogonal matrix (arXiv:2602.21545).
+    - A second moment for each neuron, the longer side of a matrix. The updates of all neurons
+      become equally long, and the whole keeps its norm (arXiv:2510.05491, Li et al. 2025).
+    - Weights decay only if the update has the same direction (arXiv:2510.12402, Chen et al. 2025).
+      The factor on the rate of tall matrices applies to their decay too.
 
     Args:
-        dtype: bfloat16, where the model computes in 16 bits; float32 keeps runs of it as near to
-            one another on other numbers of processes as their gradients are: bfloat16 would make
-            small singular values' rounding large.
-        arguments, settings: of torch.optim.Muon.
+        dtype: bfloat16 if the model computes in 16 bits. With float32, runs on different numbers of
+            processes stay as close to one another as their gradients are; bfloat16 would magnify
+            the rounding of small singular values.
+        arguments, settings: those of torch.optim.Muon.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class NorMuon(BatchedMuon):
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's step returns, computed with gradients; None without
+    """Return the result of an optimizer step's closure, computed with gradients; None without
     one.
     """
     if closure is None:
@@ -213,8 +214,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 def _iterated(
     matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]
 ) -> torch.Tensor:
-    """Odd polynomials of degree five of each of `(n, rows, columns)`, one after another, on the
-    shorter side.
+    """Apply odd polynomials of degree five to each matrix in `(n, rows, columns)`, one after
+    another, on the shorter side.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if tall else matrices

@@ -1,10 +1,11 @@
 """DeepSpeed's C++ operator for processes on one CPU machine: loaded so that a killed start leaves
 no lock behind.
 
-torch builds and loads an operator under a file named `lock` and waits without end while that file
-is there (torch/utils/file_baton.py). A process that is killed meanwhile leaves it, and every later
-DeepSpeed run on the machine hangs in silence. An flock goes when its holder dies: who holds ours,
-and finds that its last holder had not finished, knows that torch's file is nobody's.
+torch builds and loads an operator under a file named `lock` and waits forever while that file
+exists (torch/utils/file_baton.py). A process that is killed meanwhile leaves the file, and every
+later DeepSpeed run on the machine hangs silently. An flock is released when its holder dies. So a
+process that holds ours, and finds that its last holder had not finished, knows that torch's file is
+stale.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _AT_WORK = b"loading\n"
 
 
 def prefer_own_ninja() -> None:
-    """Let torch build with this environment's ninja, active or not: ninjas of two versions each
-    build all anew.
+    """Let torch build with this environment's ninja, even if the environment is not active.
+
+    Two versions of ninja would each rebuild everything.
     """
     own = Path(sys.executable).parent / "ninja"
     if own.exists() and shutil.which("ninja") != str(own):

@@ -1,8 +1,10 @@
-"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one
-torch optimizer; those of full fine-tuning other than AdamW; and the schedule of the rates.
+"""Optimizers and the schedule of their rates.
 
-Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py
-setup_optimizer and base_train.py); Muon itself is in muon.py.
+Pretraining uses Muon for the blocks' matrices and AdamW for everything else, as one torch
+optimizer. Full fine-tuning can use optimizers other than AdamW.
+
+The optimizer and rate of each parameter follow nanochat (karpathy/nanochat, gpt.py setup_optimizer
+and base_train.py). Muon itself is in muon.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LARGEST_DECAY_FACTOR = 10.0
 # The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv
 # 2409.19913, beta).
 HORIZON_POWER = 0.32
-# of a run of a seventy-sixth of the tokens; shorter ones were not measured
+# for a run with a seventy-sixth of the tokens; shorter runs were not measured
 LARGEST_HORIZON_FACTOR = 4.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
@@ -54,17 +56,17 @@ class Rates:
 def scaled_rates(
     config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float
 ) -> Rates:
-    """The rates that the run trains with.
+    """Return the rates that the run trains with.
 
-    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, those of AdamW also
-    by (width / 768)^-1/2, the decay by sqrt(B / 2^19) x (reference tokens / horizon), where the
-    horizon is what the model is worth, or the run's tokens if they are more. A run that is shorter
-    than its model is worth has higher rates, by (worth / run)^0.32, but no higher decay: its
-    weights would shrink away before they had learned.
+    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, and the rates of
+    AdamW also by (width / 768)^-1/2. The decay is scaled by sqrt(B / 2^19) x (reference tokens /
+    horizon). The horizon is `worth_tokens`, or `run_tokens` if they are more. A run of fewer tokens
+    than `worth_tokens` has higher rates, by (worth / run)^0.32, but no higher decay: its weights
+    would shrink away before they had learned.
 
     Args:
-        worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
-        run_tokens: those of the run.
+        worth_tokens: tokens that the model is worth: target_param_data_ratio x parameters.
+        run_tokens: tokens of the run.
     """
     single = config.learning_rate
     matrix, embedding, head = (
@@ -133,7 +135,7 @@ def make_optimizer(
     fused: bool,
     compute_dtype: torch.dtype = torch.bfloat16,
 ) -> JointOptimizer:
-    """The optimizer of a pretraining run. The model is where it will be trained.
+    """Return the optimizer of a pretraining run. The model is where it will be trained.
 
     Args:
         fused: whether AdamW's fused kernels are right on this device.
@@ -195,14 +197,16 @@ def make_optimizer(
 def make_small_optimizer(
     name: str, model: PreTrainedModel, groups: list[dict[str, Any]], arguments: TrainingArguments
 ) -> torch.optim.Optimizer:
-    """An optimizer of full fine-tuning with less state than AdamW's 8 bytes a number, at AdamW's
-    learning rates.
+    """Make an optimizer for full fine-tuning with less state than AdamW's 8 bytes per parameter.
+
+    The learning rates are the same as AdamW's.
 
     Args:
-        name: adamw-8bit (Dettmers et al. 2021, arXiv:2110.02861; 2 bytes, of vectors 8), adafactor
-            (Shazeer and Stern 2018, arXiv:1804.04235; a number for each row and column), or muon (4
-            bytes for the blocks' matrices; its updates as large as AdamW's, Liu et al. 2025,
-            arXiv:2502.16982).
+        name: one of
+            - adamw-8bit: 2 bytes, 8 for vectors (Dettmers et al. 2021, arXiv:2110.02861)
+            - adafactor: one value per row and column (Shazeer and Stern 2018, arXiv:1804.04235)
+            - muon: 4 bytes for the blocks' matrices; its updates are as large as AdamW's (Liu et
+              al. 2025, arXiv:2502.16982)
         groups: parameters with and without weight decay.
     """
     rate, betas = arguments.learning_rate, (arguments.adam_beta1, arguments.adam_beta2)
@@ -243,8 +247,8 @@ def make_small_optimizer(
 
 
 def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read
-    it there.
+    """Return the number of steps in the form of torch's optimizers: on the device for fused
+    kernels, which read it there.
     """
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return torch.tensor(float(step), device=parameter.device if fused else "cpu")
@@ -253,7 +257,7 @@ def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tens
 def restored_state(
     optimizer: Any, parameter: torch.Tensor, moments: dict[str, torch.Tensor], step: int
 ) -> dict[str, Any]:
-    """What the optimizer holds for a parameter after so many steps, of its moments in float32."""
+    """Return what the optimizer holds for a parameter after `step` steps, given float32 moments."""
     state: dict[str, Any] = dict(moments)
     if "momentum_buffer" in state:  # Muon counts no steps
         return state
@@ -271,7 +275,7 @@ def restored_state(
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> bool:
-    """Let the optimizer's next step be empty where `nonfinite` is 1, which the device finds out by
+    """Let the optimizer's next step be empty if `nonfinite` is 1, which the device finds out by
     itself.
 
     Returns:
@@ -291,8 +295,8 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> boo
 
 
 def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: float) -> None:
-    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times
-    the rate.
+    """Put parameters, by their ids, into separate groups after the others, at `ratio` times the
+    rate.
     """
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in chosen]
@@ -361,7 +365,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of every part."""
+        """Take a step of every part."""
         loss = evaluated(closure)
         for part in self.parts:
             part.step()

@@ -52,10 +52,10 @@ IDENTITY_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """What is known of a run before its process group and its model exist.
+    """What is known about a run before its process group and its model exist.
 
     Attributes:
-        identity: what makes the run this run, as JSON has it.
+        identity: what identifies the run, in JSON form.
         batches: the list of global batches.
         train: the training samples, with `lengths`.
         valid: the validation samples; None without.
@@ -78,7 +78,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedConversations(PreparedRun):
-    """Of a run that starts from a model and its tokenizer.
+    """What is known about a run that starts from a model and its tokenizer.
 
     Attributes:
         trained_token_ids: tokens whose embeddings are trained with an adapter.
@@ -119,8 +119,8 @@ def _prepare(
     """Read tokenizer and samples and make the list of global batches.
 
     Args:
-        begun: the identity of the run that is resumed, whose values auto keeps.
-        identity: what makes the run this run, besides what all such runs have in theirs.
+        begun: the identity of the resumed run, whose values auto keeps; None for a new run.
+        identity: what identifies this run, in addition to what all such runs record.
     """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings

@@ -40,11 +40,11 @@ class RunResult:
         output_dir: the run folder: the adapter or model, logs and checkpoints.
         state: "done", or "stopped" (by a signal, with a checkpoint saved).
         steps: optimizer steps done.
-        metrics: of the last evaluation and the last logged step.
-        first_step: steps done before this start; None if it did nothing because the run was
+        metrics: metrics of the last evaluation and the last logged step.
+        first_step: steps done before this start; None if this start did nothing because the run was
             finished.
-        output_step: step of the weights that the output is made of; None if there is no output, or
-            it existed before.
+        output_step: step of the weights in the output; None if there is no output, or it existed
+            before.
     """
 
     output_dir: Path
@@ -62,7 +62,8 @@ class RunResult:
     def history(self) -> list[dict[str, Any]]:
         """The logged steps and evaluations of this start, in order.
 
-        They are read from the run folder, as a week has many. Values that are not finite are None.
+        They are read from the run folder: a run of a week has many. Values that are not finite are
+        None.
         """
         if self.first_step is None:
             return []
@@ -226,8 +227,9 @@ class Evaluations:
         return None if self.best.evaluated is None else asdict(self.best)
 
     def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
-        """Take in the evaluation of a step, and tell Trainer to save or to stop. Every rank must
-        call it.
+        """Record the evaluation of a step, and make Trainer save or stop if it should.
+
+        Collective: every rank must call it.
         """
         now = self.best.after(
             step,

@@ -55,7 +55,7 @@ QUIET_RANK_SECONDS = 3.0
 
 
 def run_command(kind: RunKind, arguments: Sequence[str] | None) -> int:
-    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    """Run the command: flags in, exit code out. `--help` and `--print-config` need no torch."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     world = launch_world()
     setup_console(world.rank)
@@ -78,8 +78,8 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file.
 
     Args:
-        config: its `kind` decides the kind of run; else its class or its names; else it is
-            fine-tuning.
+        config: the configuration. Its `kind` decides the kind of run; without one its class or its
+            setting names do, and the default is fine-tuning.
 
     Returns:
         The output folder, state, steps and metrics.

@@ -54,9 +54,9 @@ class Session:
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
         control: agreement between the ranks, from `agree_on_run` on.
-        signals: requests to stop, heard while it trains.
+        signals: requests to stop, received during training.
         runlog: events and steps; silent on ranks other than 0.
-        sample_log: samples.jsonl where asked for, on rank 0.
+        sample_log: samples.jsonl if requested, on rank 0.
     """
 
     control: Control
@@ -128,8 +128,8 @@ class Session:
         return self.start
 
     def out_of_memory_note(self) -> dict[str, Any] | None:
-        """The last out-of-memory note, the same on every rank: of nodes that share the folder some
-        may not see it yet.
+        """Return the last out-of-memory note, the same on every rank: some nodes that share the
+        folder may not see it yet.
 
         Every rank must call, after `agree_on_run`.
         """
@@ -197,7 +197,7 @@ class Session:
             time.sleep(1.0)
 
     def problem_in(self, checkpoint: Path) -> str | None:
-        """What is wrong with the content of a checkpoint; the same on every rank, which all read
+        """Return what is wrong with a checkpoint's content; the same on every rank, which all read
         their share of it.
 
         Every rank must call it.
@@ -304,16 +304,16 @@ class Session:
 
 @contextlib.contextmanager
 def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Iterator[None]:
-    """The process group of the run, if it has several processes; torn down with a barrier, so that
+    """Make the run's process group if it has several processes; a barrier at its end ensures that
     none aborts.
 
     One that exists is used and left alone.
     """
     import torch.distributed as dist
 
-    # Here and not by TrainingArguments, which uses one that exists: it passes no timeout on for a
-    # CPU run (transformers 5.23, _setup_devices), and the group would have torch's 30 minutes
-    # whatever was asked for.
+    # Make the group here: TrainingArguments uses an existing group. Its own would have torch's 30
+    # minutes instead of the requested timeout, because it passes no timeout for a CPU run
+    # (transformers 5.23, _setup_devices).
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
@@ -332,8 +332,8 @@ def process_group(world: LaunchWorld, timeout_seconds: int, backend: str) -> Ite
 
 def _forget_accelerate() -> None:
     """Reset accelerate's shared state, so that another run in this process starts clean."""
-    # Its classes keep their state in class attributes: device, number of processes and DeepSpeed of
-    # the first run would be those of every later one.
+    # Its classes keep their state in class attributes. Every later run would have the first run's
+    # device, number of processes and DeepSpeed.
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -341,8 +341,9 @@ def _forget_accelerate() -> None:
 
 
 def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
-    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row",
-    "error"}`.
+    """Return the last out-of-memory note of a sharded run.
+
+    It is `{"step", "token_budget" or "samples_per_row", "error"}`.
     """
     path = output_dir / OUT_OF_MEMORY_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -9,8 +9,8 @@ Three forms on disk, all safetensors plus `state.json`:
 whole   `weights.safetensors`, `moments.safetensors`: float32, whole tensors by parameter name.
         LoRA, which peft reads as it is, and one process.
 parts   `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: whole tensors, each in the files
-        of one rank, which `writers` in `state.json` says. All parameters on several processes, but
-        for ZeRO-3.
+        of one rank, which `writers` in `state.json` names. All parameters on several processes,
+        except under ZeRO-3.
 slices  The same names: full-parameter ZeRO-3, where no rank could hold a whole. Each rank's flat
         slice of each parameter; slices in rank order, cut to the parameter's size, are the
         parameter.
@@ -19,16 +19,16 @@ Any form loads into any layout. Weights enter the model before DeepSpeed makes i
 its float32 masters afterwards is not enough: the first forward would still use the old weights);
 moments enter after.
 
-Of DeepSpeed (0.19.8) this uses deepspeed.utils.safe_* (documented) and, because its state is empty
-before the first step, the optimizer's `state` of each flat group; a test pins the attributes used.
-Its own checkpoints are not used: they are pickles, and belong to one ZeRO stage and one number of
-processes.
+From DeepSpeed (0.19.8) this uses the documented deepspeed.utils.safe_* functions. Because the state
+is empty before the first step, it also uses the optimizer's `state` of each flat group. A test pins
+the attributes used. DeepSpeed's own checkpoints are not used: they are pickles, and belong to one
+ZeRO stage and one number of processes.
 
 float16's loss scale is saved as well, in the same form for torch's GradScaler and DeepSpeed's
-DynamicLossScaler. A run that forgot it would begin again at 65,536 and skip steps until it has come
-down: other steps than the run that was not interrupted. Both double the scale after a number of
-steps without overflow (a window) and halve it at an overflow; DeepSpeed may let a few overflows
-pass first (hysteresis).
+DynamicLossScaler. Without it, a resumed run would start again at 65,536 and skip steps until the
+scale is low enough. Those steps would differ from the uninterrupted run's. Both scalers double the
+scale after a number of steps without overflow (a window) and halve it at an overflow. DeepSpeed may
+let a few overflows pass first (hysteresis).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from finetune.training.muon import SECOND_MOMENT
 from finetune.training.optimizers import restored_state, step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-# And those of Muon, NorMuon, Adafactor; of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to
-# 255 with a scale for 256 of them.
+# And the moments of Muon, NorMuon, Adafactor and bitsandbytes' 8-bit AdamW. The latter are values
+# from 0 to 255, with one scale for 256 values.
 SCALES = ("absmax1", "absmax2")
 # than their parameter's
 OF_OTHER_SHAPE = ("exp_avg_sq_row", "exp_avg_sq_col", SECOND_MOMENT, *SCALES)
@@ -141,8 +141,9 @@ class TrainingState:
         return records
 
     def snapshot(self, copies: HostCopies, *, rank: int, world_size: int) -> Snapshot:
-        """Copy what `save` would write here, and write it later: training may go on. Every rank
-        must call.
+        """Copy what `save` would write here, to be written later while training continues.
+
+        Collective: every rank must call it.
         """
         self._link_stage_1_and_2()
         own = self._own(rank, world_size)
@@ -167,13 +168,13 @@ class TrainingState:
         return {name: getattr(p, "ds_numel", p.numel()) for name, p in trainable(self.model)}
 
     def _writers(self, world_size: int) -> dict[str, int]:
-        """Which rank writes a parameter and its moments, where the ranks share them."""
+        """Return which rank writes a parameter and its moments, if the ranks share the work."""
         return (
             share_out(self._sizes(), world_size) if self.form == "parts" and world_size > 1 else {}
         )
 
     def _own(self, rank: int, world_size: int) -> frozenset[str]:
-        """The parameters that this rank writes."""
+        """Return the parameters that this rank writes."""
         writers = self._writers(world_size)
         everything = self.form == "slices" or (rank == 0 and not writers)
         return frozenset(
@@ -181,13 +182,13 @@ class TrainingState:
         )
 
     def _files(self, rank: int, world_size: int) -> dict[str, tuple[str | None, ...]]:
-        """Names of this rank's files of tensors, and which tensors of each parameter they hold:
-        None is the weight.
+        """Return the names of this rank's tensor files, and which of a parameter's tensors they
+        hold: None is the weight.
         """
         shared = self.form == "slices" or (self.form == "parts" and world_size > 1)
         suffix = f"-{rank:05d}" if shared else ""
         files: dict[str, tuple[str | None, ...]] = {f"weights{suffix}.safetensors": (None,)}
-        # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
+        # At step 0 there are no moments: torch and DeepSpeed make them in the first step.
         if self.optimizer_step():
             files[f"moments{suffix}.safetensors"] = (
                 MOMENTS if self.engine is not None else ALL_MOMENTS
@@ -229,7 +230,7 @@ class TrainingState:
     def _held(
         self, parameter: torch.nn.Parameter, keys: tuple[str | None, ...]
     ) -> tuple[str | None, ...]:
-        """Of moments, those that the parameter's optimizer has."""
+        """Return the moments that the parameter's optimizer has."""
         if self.engine is not None or keys == (None,):
             return keys
         return tuple(key for key in keys if key in self.optimizer.state[parameter])
@@ -327,8 +328,8 @@ class TrainingState:
         """Give each flat group the state that its first step would make, so that there is something
         to set.
         """
-        # The setters of deepspeed.utils write into what is there, and before the first step nothing
-        # is. ZeRO-3 keeps the flat groups under one name, ZeRO-1/2 under another.
+        # The setters of deepspeed.utils write into existing state, and before the first step there
+        # is none. ZeRO-3 keeps the flat groups under one name, ZeRO-1/2 under another.
         zero = self.engine.optimizer
         flats = (
             zero.fp32_partitioned_groups_flat
@@ -344,10 +345,10 @@ class TrainingState:
 
     def _link_stage_1_and_2(self) -> None:
         """Let parameters of ZeRO-1/2 see their slices of the flat state."""
-        # DeepSpeed links all groups when the first group has stepped (_optimizer_step calls
-        # _lazy_init_hp_params_optimizer_state), at which time the others have no state yet, and
-        # never again; safe_get_full_optimizer_state then raises on some ranks. May go when each
-        # group is linked after its own step.
+        # DeepSpeed links all groups once, when the first group has stepped (_optimizer_step calls
+        # _lazy_init_hp_params_optimizer_state). At that time the other groups have no state yet, so
+        # safe_get_full_optimizer_state later raises on some ranks. Remove this when DeepSpeed links
+        # each group after its own step.
         zero: Any = getattr(self.engine, "optimizer", None)
         if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
@@ -378,8 +379,8 @@ class TrainingState:
 
 
 def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept; nothing
-    for others.
+    """Return a context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept;
+    nothing for others.
     """
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
@@ -404,8 +405,9 @@ def _fill_partitioned(parameter: Any, saved: SavedTensors, name: str) -> None:
 
 
 def with_saved(folder: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights by parameter name with a checkpoint's in place of those that it has, in the dtype
-    that they have.
+    """Return weights by parameter name, replaced by a checkpoint's where it has them.
+
+    Each weight keeps its dtype.
     """
     saved = SavedTensors(folder, "weights")
     return weights | {
@@ -448,9 +450,10 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
     """Write float32 CPU tensors into a new file, synced; returns its record
     (durable_files.write_hashed).
 
-    Byte for byte what safetensors' `save_file` writes, which hashes nothing: the length of the
-    header, the header as JSON padded to 8 bytes, then the tensors by name
-    (https://github.com/huggingface/safetensors#format).
+    The bytes are the same as from safetensors' `save_file`, which computes no hash. The format is
+    the length of the header, the header as JSON padded to 8 bytes, then the tensors by name.
+
+    Source: https://github.com/huggingface/safetensors#format
     """
     names, header, end = sorted(tensors), {}, 0
     for name in names:
@@ -488,7 +491,7 @@ class HostCopies:
         self._devices: set[torch.device] = set()
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A float32 copy, to be waited for (`wait`)."""
+        """Return a float32 copy, to be waited for (`wait`)."""
         self._devices.add(tensor.device)
         if name not in self._buffers:
             self._buffers[name] = devices.host_buffer(tensor.shape, tensor.device)
@@ -506,7 +509,7 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves of the training state after a step, in memory that training does not
+    """One rank's part of the training state after a step, in memory that training does not
     touch.
 
     Attributes:
@@ -586,15 +589,16 @@ class SavedTensors:
         return shape
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole float32 tensor, in the parameter's shape, on the CPU."""
+        """Return the whole float32 tensor, in the parameter's shape, on the CPU."""
         shape = self._shape(name)
         return self.flat(name, 0, math.prod(shape)).reshape(shape)
 
     def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Numbers `start` to `stop` of the flattened tensor, float32 on the CPU, zeros where it has
-        ended.
+        """Return elements `start` to `stop` of the flattened tensor, float32 on the CPU, zeros
+        beyond its end.
 
-        Only these are read: a rank needs one of hundreds of slices of a large model's state.
+        Only these are read: a rank needs only one of the hundreds of slices that a large model's
+        state has.
         """
         found = torch.zeros(stop - start)
         for file, begin, low, high in self._places(name, start, stop):
@@ -605,8 +609,9 @@ class SavedTensors:
         return found
 
     def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """Where the numbers `start` to `stop` lie: a file, the number that it begins with, and
-        which of them it has.
+        """Yield where the elements `start` to `stop` are stored.
+
+        Each item is a file, the index of its first element, and which elements it has.
         """
         stop = min(stop, math.prod(self._shape(name)))
         if start >= stop:
@@ -626,8 +631,9 @@ class SavedTensors:
 
 
 def _flat_of(part: Any, shape: list[int], start: int, stop: int) -> torch.Tensor:
-    """Numbers `start` to `stop` of a flattened tensor of a safetensors file, read by whole lines of
-    its first axis.
+    """Return elements `start` to `stop` of a safetensors file's flattened tensor.
+
+    Whole rows along its first axis are read.
     """
     line = math.prod(shape[1:]) or 1
     first = start // line
@@ -644,8 +650,8 @@ def local_slice(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor:
 
 
 def held_part(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor | None:
-    """A tensor in the parameter's shape that is right where this rank's ZeRO-1/2 partition has it;
-    None: nowhere.
+    """Return a tensor in the parameter's shape that is right where this rank's ZeRO-1/2 partition
+    has it; None: nowhere.
     """
     if parameter._hp_mapping is None:
         return None
@@ -661,8 +667,8 @@ def held_part(saved: SavedTensors, name: str, parameter: Any) -> torch.Tensor | 
 
 
 def read_scale(scaler: Any, engine: Any) -> dict[str, float] | None:
-    """The scale and the steps since it was last changed or an overflow seen; None where there is no
-    scale.
+    """Return the scale and the steps since it was last changed or an overflow seen; None if there
+    is no scale.
 
     Args:
         scaler: torch.amp.GradScaler; None without one.

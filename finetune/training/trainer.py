@@ -1,12 +1,17 @@
 """The trainers: transformers.Trainer executing a list of global batches, and fine-tuning's.
 
-Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are:
-where batches come from (one loader item is one optimizer step), how a step is executed
-(training/executor.py), the loss, evaluation by the same schedule and sums, checkpoints
-(training/checkpointer.py), and the log (training/metrics.py). Comments about other packages are of
-transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Their private hooks that are overridden or
-called here (`_prepare_for_training`, `_get_grad_norm`, ...) are pinned by
-tests/training/test_trainer_hooks.py.
+Trainer runs the loop (`Trainer._inner_training_loop`), and accelerate handles the devices.
+Overridden are:
+
+- where batches come from: one loader item is one optimizer step
+- how a step is executed (training/executor.py)
+- the loss, and evaluation by the same schedule and sums
+- checkpoints (training/checkpointer.py)
+- the log (training/metrics.py)
+
+Comments about other packages refer to transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8.
+Their private hooks that are overridden or called here (`_prepare_for_training`, `_get_grad_norm`,
+...) are pinned by tests/training/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -147,7 +152,7 @@ class RunParts:
 
     @property
     def start(self) -> Resume:
-        """Where this start begins."""
+        """Where this start of the run begins."""
         assert self.session.start is not None, "a finished run builds nothing"
         return self.session.start
 
@@ -167,7 +172,7 @@ class RunParts:
 
 
 def reporters(report_to: str | tuple[str, ...]) -> list[str]:
-    """Where to report: `auto` is TensorBoard when it is installed."""
+    """Return the experiment trackers: `auto` is TensorBoard if it is installed."""
     from importlib.util import find_spec
 
     if report_to == "auto":
@@ -281,8 +286,7 @@ class StepEnd(TrainerCallback):
 class RunTrainer(Trainer):
     """Executes a run. Makes its executor, checkpointer and evaluations of the parts."""
 
-    # Narrower than Trainer's own annotations: there is always a model, and never an image
-    # processor.
+    # Narrower than Trainer's own annotations: there is always a model, and only a tokenizer.
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase | None
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
@@ -474,8 +478,8 @@ class RunTrainer(Trainer):
         return result.loss
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm, with or without clipping; where it is not finite the optimizer's step
-        is made empty.
+        """Return the gradient norm, with or without clipping; where it is not finite the
+        optimizer's step is made empty.
         """
         # The last hook before `optimizer.step()`. DeepSpeed has stepped by now, and a skipped step
         # leaves the norm of the step before.
@@ -510,7 +514,7 @@ class RunTrainer(Trainer):
         stopping = self.session.control.any(self.session.signals.requested)
         # What is logged, evaluated or saved of this step must not come before how it went.
         control = self.control
-        control.should_log |= step == self.state.max_steps  # the last loss, whatever the interval
+        control.should_log |= step == self.state.max_steps  # the last loss, at any interval
         due = (
             control.should_log
             or control.should_save
@@ -576,7 +580,7 @@ class RunTrainer(Trainer):
         return metrics
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
-        """The loss of validation batches, overall, per difficulty and per source. Every rank
+        """Return the loss of validation batches, overall, per difficulty and per source. Every rank
         must call it.
         """
         groups, total, tokens = step_batches.groups, 0.0, 0
@@ -859,7 +863,7 @@ class SFTTrainer(RunTrainer):
 
 
 def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
-    """What writes an adapter's files into a folder, without looking at the model again.
+    """Return a function that writes an adapter's files into a folder, without reading the model.
 
     They are adapter_config.json and adapter_model.safetensors, and of a quantised base what it was
     held in.
@@ -894,8 +898,8 @@ def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Pa
 
 
 def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """What a complete adapter file holds: the name there and the whole shape of every trained
-    parameter.
+    """Return what a complete adapter file holds: for every trained parameter, its name there and
+    its whole shape.
     """
     from peft import get_peft_model_state_dict
 

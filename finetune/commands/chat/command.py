@@ -96,13 +96,13 @@ Sampling that is not given is as the model's generation_config.json says."""
         return found
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling options; None where the model's own setting counts."""
+        """Return the sampling options; None if the model's own setting counts."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens", "seed")
         return {name: getattr(self, name) for name in names}
 
 
 def load_tools(path: Path | None) -> list[dict[str, Any]]:
-    """The functions of a file, in the form of OpenAI's protocol.
+    """Return the functions of a file, in the form of OpenAI's protocol.
 
     Raises:
         DataError: it cannot be read, or is no list of functions.
@@ -151,7 +151,7 @@ def ask_once(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: done; 1: an answer failed; 2: refused before the model was loaded or
+    """Run the command. 0: done; 1: an answer failed; 2: refused before the model was loaded or
     asked.
     """
     options = read_options(ChatOptions, argv)

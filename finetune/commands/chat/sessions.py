@@ -30,7 +30,7 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What the model is asked with."""
+        """Return the messages that the model receives."""
         return (
             [{"role": "system", "content": self.system}, *self.turns]
             if self.system
@@ -46,7 +46,7 @@ class ChatSession:
             self.turns[-1]["tool_calls"] = protocol_calls(calls)
 
     def result(self, call: Call, text: str) -> None:
-        """What a called tool gave."""
+        """Add the result of a called tool."""
         self.turns.append(
             {
                 "role": "tool",
@@ -68,7 +68,7 @@ class ChatSession:
         """Write the conversation; only a file that holds one already is replaced.
 
         Raises:
-            StateError: something else is there, or it cannot be written.
+            StateError: `path` holds something else, or it cannot be written.
         """
         record = {
             "form": FORM,
@@ -128,7 +128,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _in_order(turns: list[dict[str, Any]]) -> bool:
-    """Whether each question has its answer, after the results of what was called before it."""
+    """Return whether each question has its answer, after the results of earlier calls."""
     expected, called = "user", set()
     for turn in turns:
         role = turn["role"]

@@ -67,7 +67,7 @@ class Quit(Exception):
 
 
 class TerminalChat:
-    """One conversation on a terminal, which `session` may have begun.
+    """A conversation on a terminal, which may continue one from `session`.
 
     `read` reads a line with a prompt and raises EOFError at the end of input; answers go to `out`.
     """

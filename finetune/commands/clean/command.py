@@ -27,9 +27,9 @@ from finetune.runs.console_lines import print_anything
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
-# A worker whose launcher died saves, and one that hangs ends by itself after 60 s or a few of its
-# steps (parent_watchdog.py): a second signal before that would cost it the steps since its last
-# checkpoint.
+# A worker whose launcher died saves a checkpoint. A worker that hangs ends by itself after 60 s or
+# a few of its steps (parent_watchdog.py). A second signal before that would cost it the steps since
+# its last checkpoint.
 WAIT_SECONDS = 65.0
 COMMAND_CHARACTERS = 200  # of a process's command line that people are shown
 
@@ -81,7 +81,7 @@ def _lines(stale: Stale, is_dry_run: bool) -> Iterator[str]:
 
 
 def to_json(stale: Stale, is_dry_run: bool) -> dict[str, Any]:
-    """Return plain values; the form is public (tests/frozen/clean.txt)."""
+    """Return JSON-serializable values; the form is public (tests/frozen/clean.txt)."""
 
     def state(item: Orphan | StaleArtifact) -> dict[str, Any]:
         return {"done": item.problem == "", "problem": item.problem or None}

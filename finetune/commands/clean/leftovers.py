@@ -1,14 +1,14 @@
 """What runs left on this machine: processes, unfinished checkpoints, shared memory.
 
-A process counts only if a run recorded it on this host and a process of the same id and start time
-runs under the caller's user. Process ids are used again, and a folder may have come from another
+A process counts only if a run recorded it on this host and a process with the same id and start
+time runs under the caller's user. Process ids are reused, and a folder may have come from another
 machine. Records are read from
 
     `*.processes.json`   the launcher's list (docs/guides/launching.md), if only the caller can
                          write it
     `RUN/.lock`          rank 0, while it works
 
-A file counts only if nobody needs it, which is checked again right before it is removed.
+A file counts only if no process needs it. This is checked again right before it is removed.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class StaleArtifact:
 
 @dataclass
 class Stale:
-    """What is left of runs, and what is not touched."""
+    """What runs left behind, and what is not touched."""
 
-    runs: list[Path]  # the run folders that were looked at
+    runs: list[Path]  # the run folders that were checked
     orphans: list[Orphan] = field(default_factory=list)
     files: list[StaleArtifact] = field(default_factory=list)
     left_alone: list[dict[str, Any]] = field(default_factory=list)  # what, and "why"
@@ -133,8 +133,10 @@ def find_stale(run: Path | None, logs_folder: Path = Path("logs")) -> Stale:
 
 
 def _launches(folders: Iterable[Path], stale: Stale) -> Iterator[_Launch]:
-    """Yield the launchers' lists in these folders. A list that others can write is left alone: ids
-    and start times of all processes are there for everybody to see.
+    """Yield the launchers' lists in these folders.
+
+    Ignore a list that others can write. Everyone can see the ids and start times of all processes,
+    so others could list any process.
     """
     for path in sorted({path for folder in folders for path in folder.glob("*.processes.json")}):
         state, why = path.lstat(), None
@@ -255,9 +257,7 @@ def _end(orphans: Sequence[Orphan], wait_seconds: float) -> None:
 
 
 def add_unfinished_checkpoints(stale: Stale, run: Path) -> None:
-    """Add what killed saves left in a run folder, unless the run is at work: its save may be going
-    on.
-    """
+    """Add what killed saves left in a run folder, unless the run is active: it may be saving."""
     folders = staging_folders(run)
     is_busy = is_held(run) if folders else False
     if is_busy is not False:
@@ -279,11 +279,11 @@ def _memory_of_orphans(orphans: Sequence[Orphan]) -> list[StaleArtifact]:
 
 
 def _memory_of_the_dead(launches: Sequence[_Launch]) -> Iterator[StaleArtifact]:
-    """Yield files that torch made under the id of a process of this host which is gone.
+    """Yield files that torch made under the id of a process of this host that is gone.
 
-    The name has the process id only. The file is the recorded process's if nobody has that id now,
-    and the file is no older than the process and no younger than the run's last sign of life. A run
-    at work is left out: it may be at work in another container, with process ids of its own.
+    The name holds only the process id. The file belongs to the recorded process if no process has
+    that id now, and the file was made between that process's start and the run's last activity.
+    Active runs are left out: they may run in another container, which has its own process ids.
     """
     here = {
         process.pid: (process.start_time, launch.run)

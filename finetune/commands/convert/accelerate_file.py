@@ -13,13 +13,13 @@ _OPTIONS = ("--config_file", "--config-file")
 
 
 def read_accelerate(words: list[str]) -> dict[str, Any]:
-    """Return what a launcher's file says, as options that every tool's table knows.
+    """Return the settings in a launcher's file, as options that every tool's table knows.
 
     Args:
         words: the launcher's part of a command, in front of the tool's name.
 
     Raises:
-        ConfigError: the file is not here, or no file of settings.
+        ConfigError: the file is missing, or not a settings file.
     """
     path = _named(words)
     if path is None:

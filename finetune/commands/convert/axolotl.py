@@ -52,7 +52,7 @@ def _loss(draft: Draft) -> None:
     if not options.get("rl"):
         return
     of_trl = dict(options.get("trl") or {})
-    # The first that is given counts, whatever the loss; else TRL's default.
+    # The first given value counts, for any loss; otherwise TRL's default.
     betas = [of_trl.pop("beta", None), options.get("rl_beta"), options.get("orpo_alpha")]
     options["beta"] = next((beta for beta in betas if beta is not None), 0.1)
     for name, value in of_trl.items():

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if processes not in (None, devices):
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.settings.setdefault("output_dir", "runs/converted")
-    # The run file must be one: what is wrong with it is said here and not when it is started.
+    # Validate the run file now, so that errors are reported here and not when the run starts.
     kind = run_kind(draft.settings)
     config = resolve_object(draft.settings, devices, kind.config_class).config
     sections = list(_sections(draft))
@@ -143,7 +143,7 @@ def data_problem(config: RunConfig) -> str | None:
 
 
 def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:
-    """Yield what to tell, most important first: a title, and a line for each option."""
+    """Yield the sections to print, most important first: a title, and a line for each option."""
     for title, kind in _SECTIONS.items():
         lines = [
             f"{name} {_shown(_without_secrets(name, value))}: {reason}"

@@ -21,27 +21,30 @@ _NOTHING = (None, False, 0, "", "none", "None", "null", "no", [], {})
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value only says that something is not used."""
+    """Return whether a value only means that something is not used."""
     return any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
 
 
 class Row(NamedTuple):
-    """Options of which the same is true.
+    """Options that are converted in the same way.
 
     Attributes:
-        kind: refused: no run file can be made. written: only the settings are written.
-            unsupported: no counterpart, and it changes what is trained. harmless: no counterpart,
-            and it only says how a run is executed. different: it means something else here.
+        kind: one of
+            - refused: no run file can be made
+            - written: only the settings are written
+            - unsupported: no counterpart, and it changes what is trained
+            - harmless: no counterpart, and it only affects how a run is executed
+            - different: it has another meaning here
         options: their names.
         reason: shown to people; {name}, {value} and the options' names in braces are filled in.
-        fix: of a refusal.
-        only: values that the row is about, also where they are the tool's default.
-        off: values that say what happens here anyway, if the row is about all others. Values that
-            say nothing do so too, but false does not where true is in `off`.
-        when: option or setting -> values of which it must have one.
-        missing: options of which none may be given. If one of them is in `options` too, the row
-            is about its absence.
-        settings: settings of ours to write.
+        fix: shown if the options are refused.
+        only: values that the row applies to, even if they are the tool's default.
+        off: values for what happens here anyway, if the row applies to all others. Values that mean
+            "not used" count as well, except false if true is in `off`.
+        when: option or setting -> values; it must have one of them.
+        missing: options that must not be given. If one of them is in `options` too, the row
+            applies to its absence.
+        settings: our settings to write.
     """
 
     kind: str
@@ -80,18 +83,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Table:
-    """What becomes of options.
+    """Conversion of a tool's options.
 
     Attributes:
         rows: in the order in which they are applied.
-        settings: option -> setting of ours that takes its value.
-        always: settings of ours that are written in any case.
+        settings: option -> our setting that takes its value.
+        always: our settings that are written in any case.
         common: option -> name by which code reads it, the same for all tools.
-        code: other options that code reads, or that say nothing.
-        defaults: the tool's value of options that are not given, if it decides what is trained or
+        code: other options that code reads, or that have no effect.
+        defaults: the tool's value of options that are not given, if it affects what is trained or
             differs from ours.
-        nulls: option -> its value if null is given and says something; other nulls leave the
-            tool's default.
+        nulls: option -> its value if null is given and has a meaning; other nulls leave the tool's
+            default.
     """
 
     rows: Sequence[Row] = ()
@@ -173,7 +176,7 @@ class Named(NamedTuple):
 
 
 class Draft:
-    """What a conversion has so far.
+    """The result of a conversion so far.
 
     Attributes:
         options: the other tool's options, its defaults included, also by their common names.
@@ -244,7 +247,7 @@ class Draft:
     def apply_rows(
         self, table: Table, options: dict[str, Any], given: Collection[str], where: str = ""
     ) -> None:
-        """Apply the rows of a table to options; `where` stands in front of a name that is shown."""
+        """Apply the rows of a table to options; `where` is put in front of names that are shown."""
         known = ChainMap(options, self.settings)
         for row in table.rows:
             for name in row.options:

@@ -15,7 +15,7 @@ _FILES = {".json", ".jsonl", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2"
 
 
 def is_hub_data(path: Any) -> bool:
-    """Whether a path is the name of a data set: no file or folder here, and no file's name."""
+    """Return whether a path names a hub's data set: no file or folder here, and no file's name."""
     return (
         isinstance(path, str)
         and _NAME.fullmatch(path) is not None
@@ -25,11 +25,11 @@ def is_hub_data(path: Any) -> bool:
 
 
 def data_entry(path: Any, columns: dict[str, str] | None = None, most: Any = None) -> Any:
-    """Return an entry of `data`: a path, or a path and what is said of it.
+    """Return an entry of `data`: a path, or a path and its settings.
 
     Args:
-        path: or an entry of `hub_entry`.
-        most: records that are used.
+        path: a path, or an entry from `hub_entry`.
+        most: maximum number of records to use.
     """
     entry = dict(path) if isinstance(path, dict) else {"path": path}
     if columns:

@@ -29,7 +29,7 @@ _PAIR = {"chosen": "chosen", "rejected": "rejected"}
 
 def finish(draft: Draft) -> None:
     options, settings = draft.options, draft.settings
-    # Pretraining packs unless the run says otherwise.
+    # Pretraining packs unless the run turns packing off.
     options.setdefault("packing", options["stage"] == "pt")
     draft.apply_table()
     options.setdefault("lora_alpha", 2 * options["lora_r"])
@@ -84,7 +84,7 @@ def _entry(name: str, about: Any, folder: Path, draft: Draft) -> Any:
     """Return an entry of `data`: a path, with the columns that have other names.
 
     Args:
-        about: what dataset_info.json says of it.
+        about: its entry in dataset_info.json.
     """
     if not isinstance(about, dict):
         raise ConfigError(f"dataset_info.json has no {name}", str(folder), "correct the name")

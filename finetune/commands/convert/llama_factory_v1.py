@@ -60,7 +60,7 @@ def _name_rest(draft: Draft, block: str, rest: dict[str, Any]) -> None:
 
 
 def _adapter(draft: Draft) -> None:
-    """Write LoRA and a base in few bits; without `peft_config` all parameters are trained."""
+    """Write LoRA and a quantized base; without `peft_config` all parameters are trained."""
     peft, quantized = _block(draft, "peft_config"), _block(draft, "quant_config")
     kind = peft.pop("name", None)
     if kind not in (None, "lora"):
@@ -107,7 +107,9 @@ def _data(draft: Draft) -> None:
 
 
 def _entries(given: str, draft: Draft) -> list[Any]:
-    """Return entries of `data` for a file of data sets, a file of records, or a hub's data set."""
+    """Return entries of `data` for a file that lists data sets, a records file, or a hub's data
+    set.
+    """
     if given.endswith(_DATA_FILES) and os.path.isfile(given):
         sets = read_file(Path(given))
         return [_entry(name, dict(about), draft) for name, about in sets.items()]

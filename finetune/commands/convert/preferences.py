@@ -18,11 +18,11 @@ def write_loss(draft: Draft, loss: str) -> None:
     """Make the draft a run on preferences.
 
     Args:
-        loss: dpo, ipo, orpo, simpo or kto; dpo stands for what `loss_type` names, as in TRL's
-            trainer, which most tools hand their options to.
+        loss: dpo, ipo, orpo, simpo or kto. With dpo, `loss_type` names the loss, as in TRL's
+            trainer, to which most tools pass their options.
 
     Raises:
-        ConfigError: `loss_type` names a loss, or a combination of losses, that is not here.
+        ConfigError: `loss_type` names an unsupported loss or combination of losses.
     """
     options = draft.options
     settings = draft.settings
@@ -52,7 +52,7 @@ def write_loss(draft: Draft, loss: str) -> None:
 
 
 def _combined(draft: Draft) -> str:
-    """Return the loss that `loss_type` names, and keep the weight of cross-entropy beside it as the
+    """Return the loss that `loss_type` names, and store the weight of an added cross-entropy as the
     option sft_weight.
     """
     options = draft.options

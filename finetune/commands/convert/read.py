@@ -25,7 +25,7 @@ TOOLS: tuple[Tool, ...] = (
     ms_swift.TOOL,
     llama_factory_v1.TOOL,
 )
-# Options of launchers: processes of the run, processes of a node, nodes.
+# Launcher options: processes in the run, processes per node, nodes.
 _COUNTS = (("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes"))
 _FILES = (".yaml", ".yml", ".json")
 
@@ -288,8 +288,12 @@ def _as_words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _processes(words: Iterable[str], variables: Mapping[str, str]) -> int | None:
-    """Return the number of processes that a command line and the environment ask a launcher for,
-    in front of the tool's name, or behind it, where the tool passes it on; None: they do not.
+    """Return the number of processes that a command line and the environment request.
+
+    The launcher's options are in front of the tool's name, or after it if the tool passes them on.
+
+    Returns:
+        None if no number is requested.
     """
     given = {name: variables.get(name.upper(), "") for name in ("nproc_per_node", "nnodes")}
     for word, following in pairwise([*words, ""]):

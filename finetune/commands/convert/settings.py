@@ -13,7 +13,7 @@ from finetune.config.deepspeed import KNOWN
 from finetune.config.files import read_file
 from finetune.config.paths import is_hub_id, split_revision
 
-# How accelerate is told to shard -> what a tool's own `deepspeed` has instead.
+# accelerate's option for sharding -> the equivalent value of a tool's own `deepspeed`.
 _SHARDING = {
     "deepspeed_config_file": "{}",
     "zero_stage": "zero{}",
@@ -87,14 +87,14 @@ def _length(draft: Draft) -> None:
     else:
         settings["num_epochs"] = float(options["num_train_epochs"])
     warmup = options.get("warmup_steps") or options.get("warmup_ratio") or 0
-    # transformers' schedule of that name has no warm-up, whatever the other options say.
+    # transformers' schedule of that name has no warm-up, even if the other options request one.
     if options["lr_scheduler_type"] == "constant":
         warmup = 0
     settings["warmup_steps"] = warmup if 0 < warmup < 1 else int(warmup)
 
 
 def _intervals(draft: Draft) -> None:
-    """Write what happens every so many steps."""
+    """Write the intervals of logging and saving in steps, and how many checkpoints are kept."""
     options, settings = draft.options, draft.settings
     for name, fallback in (("logging_steps", 10), ("save_steps", 500)):
         steps, strategy = options[name], options.get(name.replace("steps", "strategy"), "steps")

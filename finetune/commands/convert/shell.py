@@ -196,7 +196,7 @@ class Shell:
         return [self.variables.get(name[0], f"${name[0]}")]
 
     def _value(self, inside: str) -> list[str]:
-        """The value of `${inside}`."""
+        """Return the value of `${inside}`."""
         if array := _ARRAY.fullmatch(inside):
             return list(self.arrays.get(array[1], [f"${{{inside}}}"]))
         found = _EXPANSION.fullmatch(inside)
@@ -214,7 +214,7 @@ class Shell:
         return " ".join(Shell(f'"{escaped}"', self.variables, self.arrays)._quoted())
 
     def _computed(self, formula: str, written: str) -> str:
-        """The value of a formula of whole numbers; as it is written, if it is something else."""
+        """Return the value of a formula of integers; anything else is returned as it is written."""
         names = _NAME.sub(lambda name: self.variables.get(name[0], name[0]), self._filled(formula))
         try:
             return str(_compute(ast.parse(names.strip(), mode="eval").body))
@@ -230,7 +230,7 @@ class Shell:
     # ------------------------------------------------------------ places
 
     def _between(self, opening: str, closing: str, *, is_open: bool = False) -> str:
-        """Take what is between two brackets, other pairs of them inside; go on behind it."""
+        """Take the text between two brackets, other pairs included, and continue after it."""
         start = self.place
         if not is_open:
             self.place = self.text.index(opening, start) + 1
@@ -257,7 +257,7 @@ class Shell:
         self.place = len(self.text) if found < 0 else found
 
     def skip_line(self) -> None:
-        """Go on behind the line where a quote was opened and not closed."""
+        """Continue after the line where a quote was opened and not closed."""
         self._skip_to("\n")
 
     def _skip_here_document(self, opening: re.Match[str]) -> None:
@@ -266,7 +266,7 @@ class Shell:
         self.place = found.end() if found else opening.end()
 
     def _is_redirection(self, word: _Word) -> bool:
-        """Whether & is a part of `2>&1` or `&>`."""
+        """Return whether & is a part of `2>&1` or `&>`."""
         return word.text.endswith(">") or self.text.startswith("&>", self.place)
 
     def _not_closed(self, quote: str, start: int) -> ConfigError:
@@ -278,7 +278,7 @@ class Shell:
         )
 
     def _assigns(self, word: _Word, before: list[str]) -> bool:
-        """Whether a word is an assignment: NAME=VALUE behind nothing else than such words."""
+        """Return whether a word is an assignment, NAME=VALUE, after only such words."""
         if self.is_array or not _ASSIGNMENT.match(word.text):
             return False
         return all(_ASSIGNMENT.match(other) for other in before[before[:1] in _EXPORTS :])

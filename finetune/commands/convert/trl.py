@@ -31,8 +31,12 @@ def finish(draft: Draft) -> None:
 
 
 def _guess(draft: Draft) -> str:
-    """Return the trainer of a run that does not name it: the loss tells first, then options that
-    only one trainer has. `unknown`: it may be one of several.
+    """Return the trainer of a run that does not name it.
+
+    The loss identifies the trainer first, then options that only one trainer has.
+
+    Returns:
+        `unknown` if it may be one of several.
     """
     losses = {str(each) for each in listed(draft.options.get("loss_type") or [])}
     given = draft.given

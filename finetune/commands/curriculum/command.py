@@ -38,7 +38,7 @@ _GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
 
 
 class CurriculumOptions(Options):
-    """The command line, but for the flags of training."""
+    """The command line, except for the flags of training."""
 
     usage: ClassVar[str] = (
         "python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]"
@@ -101,7 +101,7 @@ class CurriculumReport:
         return _shares(self.samples)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, those per difficulty as objects by its name."""
+        """Return JSON-serializable values; values per difficulty are objects keyed by its name."""
 
         def by_difficulty(values: Sequence[float]) -> dict[str, float]:
             return dict(zip(self.difficulties, values, strict=True))
@@ -135,7 +135,7 @@ def report_curriculum(
     warnings: Sequence[str] = (),
     sources: Sequence[SourceDraws] = (),
 ) -> CurriculumReport:
-    """What a run with this schedule draws from data with int[difficulties] records.
+    """Report what a run with this schedule draws from data with int[difficulties] records.
 
     `warnings` come before the report's own; `sources` are those that are mixed.
     """
@@ -273,8 +273,10 @@ def _table(report: CurriculumReport) -> Table:
 
 
 def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[int], list[str]]:
-    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record
-    numbers; the first of each source, and N; warnings about the others.
+    """Read the records that can be trained on.
+
+    Returns int64[N] difficulties, -1 for none; int64[N] record numbers; the first record of each
+    source, and N; and warnings about the others.
 
     Raises:
         DataError: a file cannot be read; a column that no record has; records are bad and

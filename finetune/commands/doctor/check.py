@@ -13,14 +13,14 @@ Verdict = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check: begun with its name and values, decided by one of its methods.
+    """The outcome of one check. Created with a name and values; one of its methods decides it.
 
-    The methods take texts with placeholders, which the values and the method's `words` fill.
+    The methods take strings with placeholders, which the values and the method's `words` fill.
 
     Attributes:
         name: a stable name, for machines and for looking it up in the documentation.
-        verdict: "ok"; "warn": works, but probably not as wanted; "fail": the run will not start or
-            will crash; "skip": the check does not apply here (`what` explains why).
+        verdict: "ok"; "warn": works, but probably not as intended; "fail": the run will not start
+            or will crash; "skip": the check does not apply here (`what` explains why).
         what: what was found, with the numbers.
         fix: what to do; None for ok and skip.
         values: the numbers behind `what`, plain JSON.

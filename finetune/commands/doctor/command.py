@@ -271,7 +271,7 @@ class Machine:
         return demands_of(self.config, self.device_type, self.processes, self.nodes)
 
     def quick_checks(self, *, waits: bool = False) -> Iterator[Check]:
-        """Check what needs neither torch nor another machine nor a process of its own.
+        """Run the checks that need neither torch nor another machine nor a separate process.
 
         Args:
             waits: see `check_locations`.

@@ -54,7 +54,7 @@ def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
 
 
 def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
-    """Check whether the output folder is free, a run to resume, taken, or somebody else's."""
+    """Check whether the output folder is free, a run to resume, in use, or not from a run."""
     check, folder = Check("output_folder"), Path(config.output_dir)
     try:
         found = describe_folder(folder)
@@ -85,7 +85,7 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a configuration asks of one of its machines; lower bounds, 0 if nothing is known.
+    """What a configuration requires of one of its machines; lower bounds, 0 if nothing is known.
 
     Attributes:
         deepspeed: the run is under DeepSpeed.

@@ -5,8 +5,8 @@ would. Trains nothing.
 
 with the arguments of `probe` as REQUEST, and the language.
 
-Data up to LARGE_BYTES is tokenized whole, into a temporary cache; of larger data only the form of
-the first SAMPLED_RECORDS records of each file is checked.
+Data up to LARGE_BYTES is fully tokenized, into a temporary cache. For larger data, only the first
+SAMPLED_RECORDS records in each file are checked, and only their form.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ health, and what torch can do with them.
 
     python -m finetune.commands.doctor.devices < {"device_type": "auto", "language": "en"}
 
-is the process of its own that imports torch (and torch_npu), multiplies two matrices on the device,
+is the separate process that imports torch (and torch_npu), multiplies two matrices on the device,
 and reports what the device can do.
 """
 
@@ -44,8 +44,8 @@ def accelerator(reports: Sequence[SmiReport], requested: str, usable: Sequence[s
 
     Args:
         requested: the configuration's device type; auto takes NPU before CUDA.
-        usable: types that the installed torch is built for. torch_npu is not installed by chance:
-            if it is, and npu-smi is not, assume that the run uses NPUs that cannot be listed.
+        usable: types that the installed torch is built for. Users install torch_npu on purpose. If
+            it is installed and npu-smi is not, assume that the run uses NPUs that cannot be listed.
     """
     if requested != "auto":
         return requested
@@ -164,9 +164,9 @@ def check_device_memory(
     """Check that enough devices have enough free memory; report who holds it if they do not.
 
     Args:
-        devices: those that the run sees.
-        needed_devices: how many of them it takes, the first ones; None: all.
-        needed_bytes: free memory that each must have; None: nobody else should hold a notable
+        devices: devices that the run sees.
+        needed_devices: how many of them the run takes, starting with the first; None: all.
+        needed_bytes: free memory that each must have; None: no other process should hold a notable
             share.
     """
     known = [device for device in devices if device.free_bytes is not None]
@@ -250,7 +250,7 @@ def _held(device: SmiDevice) -> str:
 
 
 def check_device_health(devices: Sequence[SmiDevice]) -> Check:
-    """Report what the driver says about the devices' health."""
+    """Check the devices' health as reported by the driver."""
     healths = {device.label: device.health for device in devices if device.health}
     check = Check("device_health", values=healths)
     if not healths:
@@ -341,7 +341,7 @@ def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
 def check_device_type(
     report: Mapping[str, Any], requested: str, devices_listed: int, processes: int = 1
 ) -> Check:
-    """Check that the requested device is there, and that torch sees what the driver lists."""
+    """Check that the requested device is available, and that torch sees what the driver lists."""
     chosen, available, count = report["device_type"], report["available"], report.get("count")
     values = {
         "available": available,
@@ -418,7 +418,7 @@ def check_capabilities(report: Mapping[str, Any], config: BaseConfig | None) -> 
     )
 
 
-# ---------------------------------------------------------------- in the process of its own
+# ---------------------------------------------------------------- in the separate process
 
 
 def probe(device_type: str) -> dict[str, Any]:

@@ -181,8 +181,8 @@ def _of_config(config: RunConfig | PretrainConfig | None, *names: str) -> dict[s
 
 
 def make(folder: Path) -> None:
-    """Write a Qwen3 of two layers, 128 wide, with a tokenizer of bytes and its template; 16 records
-    of each form; a corpus.
+    """Write a Qwen3 with two layers and hidden size 128, a byte tokenizer and its template; 16
+    records of each form; and a corpus.
     """
     import numpy as np
     import torch

@@ -1,9 +1,9 @@
 """The host: memory under its cgroup's limit, /dev/shm, locked memory, open files, disk space and
 inodes, a compiler, and DeepSpeed's C++ operators.
 
-An operator is built (once, for about a minute) and tried in a process of its own. That process runs
-the training's own code, under the environment that a run prepares, so that what is built here is
-what a run finds.
+An operator is built (once, for about a minute) and tried in a separate process. That process runs
+the training's own code, under the environment that a run prepares, so that a run finds what is
+built here.
 """
 
 from __future__ import annotations

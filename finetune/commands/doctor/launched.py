@@ -1,10 +1,10 @@
-"""Checks that need several processes: started with torch elastic as a run is, or asked in the world
-that we are in.
+"""Checks that need several processes: started with torch elastic like a run, or run in the world
+that this process belongs to.
 
     torchrun --nproc_per_node 2 -m finetune.commands.doctor.launched DEVICE_TYPE
 
-is one process of the world that doctor starts. Each rank prints its report; a rank without one died
-or hung, and its launcher's messages tell how.
+is one process of the world that doctor starts. Each rank prints its report. A rank without a report
+died or hung, and its launcher's messages show how.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MODULE = "finetune.commands.doctor.launched"
 LAUNCH_TIMEOUT_SECONDS = 300.0
 COLLECTIVE_TIMEOUT_SECONDS = 60
-# Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of
-# results and sums it is.
+# Maximum error of a product of random matrices, relative to its largest element. It includes
+# rounding of results and sums, but not of inputs.
 MATMUL_TOLERANCE = {
     "float32": 1e-3,
     "bfloat16": 1e-2,
@@ -64,13 +64,13 @@ def check_this_world(device_type: str) -> tuple[LaunchWorld, list[Check]]:
 
 
 def elastic(processes: int) -> list[str]:
-    """Return the command that starts a module or script with so many processes here."""
+    """Return the command that starts a module or script with `processes` processes here."""
     launcher = [sys.executable, "-m", "torch.distributed.run"]
     return [*launcher, "--standalone", f"--nproc_per_node={processes}"]
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove what a launcher sets: ours sets it anew."""
+    """Remove the variables that a launcher sets; our launcher sets its own."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     launchers = (*ranks, "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in environment.items() if name not in launchers}

@@ -153,8 +153,11 @@ def check_master_address(nodes: Nodes) -> Check:
 
 
 def reach(host: str, port: int) -> str:
-    """Connect, and return how it ends: "open", "refused" (the host answers, nobody listens yet), or
-    why the host cannot be reached.
+    """Connect, and return the result.
+
+    Returns:
+        "open", "refused" (the host answers, but no process listens yet), or why the host cannot be
+        reached.
     """
     try:
         with socket.create_connection((host, port), CONNECT_TIMEOUT_SECONDS):

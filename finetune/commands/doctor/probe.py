@@ -1,4 +1,4 @@
-"""Probes in a process of their own: an import that crashes, hangs or is killed is a result too."""
+"""Probes in a separate process: an import that crashes, hangs or is killed is a result too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def reports(self) -> list[Any]:
-        """What was reported; a report that is cut off is left out."""
+        """Return the reports; a truncated report is left out."""
         reports = []
         for line in re.findall(rf"^{MARK}(.*)$", self.messages, re.M):
             with contextlib.suppress(ValueError):
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def report(self) -> Any:
-        """What the probe reported; None if it did not come so far."""
+        """Return the probe's report; None if it did not get that far."""
         return self.reports[-1] if self.reports else None
 
     @property
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def fix(self) -> str:
-        """What to do about processes that failed."""
+        """Return the fix for processes that failed."""
         if self.code is None:
             return _(
                 "the machine may be too busy, or a device hangs: look (top, npu-smi info,"

@@ -109,8 +109,9 @@ def check_packages(
     requirements: Sequence[Requirement],
     installed: Callable[[str], str | None] = installed_version,
 ) -> Check:
-    """Check that required packages are there, within the stated range, and that those leaned on are
-    the tested ones.
+    """Check that required packages are installed and within the stated range.
+
+    Packages that the project relies on closely must have the tested version.
     """
     versions = {one.name: installed(one.name) for one in requirements}
     check, problems, pins = Check("packages", values={"versions": versions}), [], []

@@ -97,7 +97,7 @@ def run_settings(source: Source) -> dict[str, Any]:
 
 
 class Evaluation:
-    """What candidates are measured on.
+    """The data and settings that candidates are measured with.
 
     The tokenizer and chat template of the first candidate that is not the base render the samples
     for all candidates, so that their losses are comparable. Settings that the options leave open

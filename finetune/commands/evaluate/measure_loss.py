@@ -57,11 +57,11 @@ def sample_sums(
         on_progress: called with the number of samples done since the last call.
 
     Returns:
-        float64 `(n, 3)`: the summed losses (of a pair, those of the chosen answer), whether the
-        chosen answer of a pair has the higher mean log-probability, and the margin.
+        float64 `(n, 3)`: the summed losses (for a pair, the chosen answer's), whether a pair's
+        chosen answer has the higher mean log-probability, and the margin.
 
     Raises:
-        FinetuneError: one sample alone does not fit into the device's memory.
+        FinetuneError: a single sample does not fit into the device's memory.
     """
     found = np.empty((len(chosen), 3))
     # Losses are grouped by sample: the group is the sample's position in the batch.

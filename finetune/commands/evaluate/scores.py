@@ -55,7 +55,7 @@ def ratios(
     """Return the measure of each group, in their order, and of all.
 
     Args:
-        groups: group of each of the n parts; parts of group None count in "all" only.
+        groups: the group of each of the n parts; parts in group None count only in "all".
         sums, weights: `(n,)`.
         records: int `(n,)`, the record of each part, drawn as a whole; None: a record for each.
     """

@@ -1,10 +1,10 @@
 """Bits per byte of texts: how well a model predicts them, comparable between tokenizers.
 
 Each document is read alone, after the separator that pretraining puts before it (`data/corpus`).
-Every token of the text is a target once: nats of all targets / (ln 2 x UTF-8 bytes of the text).
-A document longer than a window is split. The first window has `max_seq_len` targets; each further
-one has the next `stride` targets, preceded by as much of the text as fits. With a stride of a whole
-window, these are the windows of pretraining within a document, and those of lm_eval's
+Every token in the text is a target once: nats of all targets / (ln 2 x UTF-8 bytes of the text).
+A document longer than a window is split. The first window has `max_seq_len` targets. Each later
+window has the next `stride` targets, preceded by as much of the text as fits. If the stride is a
+whole window, the windows match pretraining's within a document, and lm_eval's
 `loglikelihood_rolling`.
 """
 

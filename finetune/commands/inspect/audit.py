@@ -42,7 +42,7 @@ EXAMPLES = 5
 
 @dataclass
 class Found:
-    """Of one part: what the passes below give, by name; `rows` and `lines` are of the records that
+    """Results of the passes below for one part, by name; `rows` and `lines` are for records that
     have a text.
     """
 
@@ -198,7 +198,7 @@ class Audit:
     def held_out(
         self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None
     ) -> HeldOut:
-        """N-grams of files, or of the records with these numbers of the training files."""
+        """Return the n-grams of files or, if `files` is None, of these training records."""
         readers = self.readers
         if files is None:
             files = self.files
@@ -275,13 +275,13 @@ class Audit:
 
 
 def _first_equal(hashes: np.ndarray) -> np.ndarray:
-    """For each entry the first that is equal, int64 (N,)."""
+    """Return, for each entry, the index of the first equal entry, int64 (N,)."""
     _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
     return firsts[numbers.reshape(-1)]
 
 
 def _earliest(keys: np.ndarray) -> np.ndarray:
-    """For each row of uint64 (N, BANDS) the first row with which it has a band in common, int64
+    """Return, for each row of uint64 (N, BANDS), the first row that shares a band with it, int64
     (N,).
     """
     earliest = np.arange(len(keys))
@@ -303,12 +303,12 @@ def _strings(value: Any) -> Iterator[str]:
 def audit_data(
     config: RunConfig, train: Samples, valid: Samples | None, benchmarks: Sequence[str]
 ) -> dict[str, Any]:
-    """The audit of a run's data, as plain JSON.
+    """Audit a run's data; return the result as plain JSON.
 
     Args:
         train: the samples of the training side, bad records dropped.
-        valid: those of the other side of a split.
-        benchmarks: files that must not be in the data, beside the run's validation data.
+        valid: the samples of the validation side of a split.
+        benchmarks: files that must not be in the data, in addition to the run's validation data.
     """
     files = expand_sources(config.sources)
     levels = config.curriculum.levels if config.use_curriculum else None
@@ -348,7 +348,7 @@ def audit_data(
 
 
 def print_audit(result: dict[str, Any], console: Console) -> None:
-    """The table, and a few places below it."""
+    """Print the table, and a few places below it."""
     from rich.table import Table
 
     table = Table(title="audit", show_header=False)

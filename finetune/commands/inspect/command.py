@@ -32,7 +32,7 @@ _TRAINED, _CONTEXT = "bold green", "dim"
 
 
 class InspectOptions(Options):
-    """The command line, but for the flags of training."""
+    """The command line, except for the flags of training."""
 
     usage: ClassVar[str] = (
         "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [--audit [--benchmark"
@@ -251,7 +251,7 @@ def marked_text(
     *,
     brackets: bool,
 ) -> Text:
-    """The text of one sample; trained parts colored, and in brackets where colors would be
+    """Return the text of one sample; trained parts colored, and in brackets where colors would be
     lost.
     """
     from rich.text import Text
@@ -267,7 +267,7 @@ def marked_text(
 
 
 def _written_out(found: re.Match[str]) -> str:
-    """A character that a terminal would act on, as Python writes it."""
+    """Return a character that a terminal would act on, as Python writes it."""
     return found.group().encode("unicode_escape").decode("ascii")
 
 

@@ -1,11 +1,13 @@
 """Texts as n-grams of words, their MinHash, and the scripts that they are written in: arrays over
-many texts at once.
+many texts at the same time.
 
-Words are runs of letters, digits and marks in lower case; of Chinese, Japanese and Thai, which
-write no spaces, each character is one. MinHash (Broder, 1997) of 5-grams in 14 bands of 8, as
-FineWeb's deduplication has it: two texts have a band in common with probability 1 - (1 - s^8)^14,
-where s is the share of their 5-grams that they share: 5% at 0.5, 56% at 0.7, 92% at 0.8. It is as
-fast as rensa's in Rust, which hashes words that were joined to n-grams before.
+Words are runs of letters, digits and marks in lower case. In Chinese, Japanese and Thai, which are
+written without spaces, each character is a word.
+
+MinHash (Broder, 1997) takes 5-grams in 14 bands of 8, as in FineWeb's deduplication. Two texts have
+a band in common with probability 1 - (1 - s^8)^14, where s is the share of 5-grams that they have
+in common. The probability is 5% at s = 0.5, 56% at 0.7 and 92% at 0.8. This is as fast as rensa's
+implementation in Rust, which hashes words that were joined to n-grams before.
 """
 
 from __future__ import annotations
@@ -60,8 +62,10 @@ class Words:
     scripts: np.ndarray  # int64 (N,): index into `SCRIPTS` of what most letters of a text belong to
 
     def ngrams(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all runs of so many words within a text, uint64 (G,), and their texts, int64
-        (G,).
+        """Hash all runs of `length` words within a text.
+
+        Returns:
+            The hashes, uint64 (G,), and the indices of their texts, int64 (G,).
         """
         count = max(0, len(self.hashes) - length + 1)
         grams = np.zeros(count, dtype=np.uint64)
@@ -72,7 +76,7 @@ class Words:
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """The words of some texts, and the script of each."""
+    """Return the words of some texts, and the script of each."""
     lowered = [text.lower() for text in texts]
     points = np.frombuffer(
         "\n".join([*lowered, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4"
@@ -94,8 +98,8 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def band_keys(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The texts that have `SHINGLE_WORDS` words, int64 (N,), and the MinHash of each in bands,
-    uint64 (N, BANDS).
+    """Return the indices of texts with at least `SHINGLE_WORDS` words, int64 (N,), and the MinHash
+    of each in bands, uint64 (N, BANDS).
     """
     grams, texts = words.ngrams(SHINGLE_WORDS)
     firsts = np.flatnonzero(np.diff(texts, prepend=-1))
@@ -112,7 +116,7 @@ def band_keys(words: Words) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scripts(kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Of texts that end at `ends`. Chinese characters among kana are Japanese."""
+    """Return the scripts of texts ending at `ends`; Chinese characters among kana are Japanese."""
     lengths = np.diff(ends, prepend=0)
     owners = np.repeat(np.arange(len(ends)), lengths)
     counts = np.bincount(owners * (_WORD + 1) + kinds, minlength=len(ends) * (_WORD + 1)).reshape(
@@ -139,6 +143,8 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on all (the finalizer of SplitMix64 is of this kind)."""
+    """Mix the bits: every bit of the result depends on all input bits, as in SplitMix64's
+    finalizer.
+    """
     hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(_MIX)
     return hashes ^ (hashes >> np.uint64(32))

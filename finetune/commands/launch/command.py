@@ -1,10 +1,10 @@
 """`python -m finetune launch [options] sft|pretrain [flags]`: start a run on this machine's
 devices, and look after it.
 
-Checks first, sets what the workers' environment lacks (each variable with its reason), holds a
-port, starts torch elastic's workers, keeps a log, restarts if that can fix a failure, and explains
-failures. The same command runs on each of several nodes, with its own NODE_RANK; under srun nothing
-else is needed.
+`launch` runs the checks first, sets variables that the workers' environment lacks (each with its
+reason) and holds a port. Then it starts torch elastic's workers, keeps a log, restarts if that can
+fix a failure, and explains failures. On several nodes the same command runs on each node, with its
+own NODE_RANK; under srun nothing else is needed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ STALE = (
     "MASTER_PORT",
     "MASTER_ADDR",
 )
-OLD_SECRET = "FINETUNE_RENDEZVOUS_SECRET"  # of 0.1 launches, which had a rendezvous of their own
+OLD_SECRET = "FINETUNE_RENDEZVOUS_SECRET"  # of 0.1 launches, which had their own rendezvous
 PROBE_SECONDS = 300
 _PROBE = (
     "import json; from finetune.runtime import device; kind = device.available_device_types()[0]; "
@@ -238,7 +238,7 @@ def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
         )
     found, devices = json.loads(probe.stdout.splitlines()[-1])
     if device_type not in ("auto", found):
-        return device_type, 1  # the run itself reports that it is not there
+        return device_type, 1  # the run itself reports that the device is missing
     if devices == 0:
         raise ConfigError(
             f"no {found} device is visible",
@@ -251,10 +251,10 @@ def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
 # ---------------------------------------------------------------- the environment of the workers
 # Each variable that the launch sets, with the reason. The user's own are always kept.
 #
-# Not set, unlike in old scripts: TORCHELASTIC_USE_AGENT_STORE, which torch elastic sets for each
-# worker itself, regardless of the value; NCCL_TIMEOUT, which neither torch nor NCCL reads;
-# WORLD_SIZE and RANK, which the workers get. USE_LIBUV=0 helps only if torch was built without
-# libuv: `rendezvous`, which has torch, sets it then.
+# Some variables of old scripts are not set. torch elastic sets TORCHELASTIC_USE_AGENT_STORE for
+# each worker itself, regardless of the value. Neither torch nor NCCL reads NCCL_TIMEOUT. The
+# workers get WORLD_SIZE and RANK. USE_LIBUV=0 helps only if torch was built without libuv;
+# `rendezvous`, which imports torch, sets it then.
 
 
 class Variable(NamedTuple):

@@ -1,6 +1,4 @@
-"""The command line of a launch: its own options, the kind of run, and the unchanged flags of the
-run.
-"""
+"""The command line of `launch`: its own options, the kind of run, and the run's unchanged flags."""
 
 from __future__ import annotations
 

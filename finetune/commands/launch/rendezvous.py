@@ -1,7 +1,7 @@
 """How the nodes of a launch synchronize and exchange values: through torch's TCPStore on node 0.
 
 The workers use the same store, and torch elastic's static rendezvous assigns their ranks with it.
-Elastic's dynamic rendezvous (c10d) is not used: it unpickles what it finds in the store, and orders
+Elastic's dynamic rendezvous (c10d) is not used. It unpickles what it finds in the store, and orders
 nodes by host name instead of NODE_RANK (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py).
 
 The store has no secret and no encryption: anyone who can reach the port can write there. Values of

@@ -58,8 +58,8 @@ class AttemptResult:
 
     @property
     def exit_code(self) -> int:
-        """Return the launch's exit code: the run's, or 128 + the signal's number for a run that had
-        not begun.
+        """Return the launch's exit code: the run's, or 128 + the signal's number if the run had not
+        started.
         """
         codes = [*self.exit_codes.values(), *self.others.values()]
         # A worker that has to end because another failed may report that it was stopped.

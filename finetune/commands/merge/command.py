@@ -1,5 +1,5 @@
-"""`python -m finetune merge`: an adapter into its base model, tested, with a model card; the folder
-is there whole or not at all.
+"""`python -m finetune merge`: merge an adapter into its base model, test the result, and write a
+model card. The folder appears atomically.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _check_output(folder: Path) -> None:
 
 
 def publish(source: Source, output: Path, options: MergeOptions) -> None:
-    """Write the merged model beside its final name, test it, and give it its name.
+    """Write the merged model to a temporary folder next to its final name, test it, and rename it.
 
     Raises:
         ConfigError, DataError: files that do not fit, or an adapter that cannot be merged.

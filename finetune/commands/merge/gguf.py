@@ -42,7 +42,7 @@ def find_converter(given: Path | None) -> Path:
     """Return llama.cpp's converter: the file or its folder, the variable LLAMA_CPP, or PATH.
 
     Raises:
-        ConfigError: it is not there, or the package that reads GGUF is not installed.
+        ConfigError: it is missing, or the package that reads GGUF is not installed.
     """
     if find_spec("gguf") is None:
         raise ConfigError(
@@ -65,7 +65,7 @@ def find_converter(given: Path | None) -> Path:
 def make_gguf(
     folder: Path, source: Source, options: MergeOptions, *, name: str, test: SelfTest
 ) -> None:
-    """Put a tested GGUF file, its Modelfile and its card in the place of a merged folder's files.
+    """Replace a merged folder's files by a tested GGUF file, its Modelfile and its card.
 
     Raises:
         FinetuneError: the converter or the test failed.
@@ -250,7 +250,9 @@ def begins_prompts(facts: dict[str, Any]) -> bool:
 
 
 def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, Any], float]:
-    """Compare the file with the merged model beside it: logits, settings, template, tokens and end.
+    """Compare the GGUF file with the merged model next to it.
+
+    Compared are logits, settings, template, tokens and end.
 
     Args:
         ends: tokens that the template ends an answer with.

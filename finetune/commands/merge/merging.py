@@ -1,8 +1,8 @@
 """The merge itself; `self_test` then checks that what was written answers as the adapter did.
 
-The base model is in memory once. Adapted logits are taken, the adapter is added to the weights in
-place, the result is written, dropped, and read again by plain transformers: so what is tested is
-the files.
+The base model is in memory once. Logits are taken with the adapter on, then the adapter is added to
+the weights in place. The result is written, dropped, and read again by plain transformers, so the
+test covers the files.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ def _dtype_of(base: str, trust_remote_code: bool) -> str:
 
 
 def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files: int) -> None:
-    """Raise ConfigError if the weights have no room; as GGUF they are there a second time for a
-    while.
+    """Raise ConfigError if there is no disk space for the weights.
+
+    With GGUF they exist twice for a while.
     """
     needed = files * sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = durable_files.free_bytes(folder)

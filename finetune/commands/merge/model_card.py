@@ -1,8 +1,8 @@
-"""The model card of a merged model: what it was made from, how, and what it scored. Nothing of this
-machine is in it.
+"""The model card of a merged model: what it was made from, how, and what it scored. It contains
+nothing about this machine.
 
-Only the settings named here are written, and of paths only the last part: so no key of a tracker
-and no folder of a user can get into a file that will be published.
+Only the settings named here are written, and only the last part of paths. So no experiment
+tracker's key and no user's folder can get into a file that will be published.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def write_card(
     test: SelfTest,
     gguf_difference: float | None = None,
 ) -> None:
-    """Write README.md beside a merged model: Markdown with the hub's front matter.
+    """Write README.md next to a merged model: Markdown with the hub's front matter.
 
     Args:
-        gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ
-            from the merged ones.
+        gguf_difference: for a model in one GGUF file, the difference of its logits from the merged
+            model's, relative to their norm.
     """
     assert source.adapter is not None
     is_gguf, run = gguf_difference is not None, find_run(source.adapter)

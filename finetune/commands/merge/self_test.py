@@ -19,9 +19,9 @@ from transformers import (
 
 from finetune.errors import FinetuneError
 
-# Norm of the difference of the logits over the norm of the logits. Adding before multiplying
-# instead of after rounds otherwise: once per number in float32; a 16-bit weight is rounded to 8
-# (bfloat16) or 11 bits besides.
+# Norm of the logits' difference over the norm of the logits. Adding before multiplying rounds
+# differently from adding after it: once per element in float32. A 16-bit weight is also rounded to
+# 8 (bfloat16) or 11 bits.
 TOLERANCES = {
     "float32": 1e-4,
     "float16": 1e-2,
@@ -49,17 +49,17 @@ class SelfTest:
     tolerance: float
     effect: float  # norm of (adapted - base) over the same: what the adapter changes
     agreement: float  # share of positions where merged and adapted take the same token
-    texts: int  # how many texts went through the tokenizer and back as before
+    texts: int  # how many texts went through the tokenizer and back with the same result
     rounding: Rounding | None = None  # where the adapter was trained on a quantized base
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the rounding of a quantized base is worth in the adapted model."""
+    """The effect of a quantized base's rounding on the adapted model."""
 
     trained_on: str  # nf4 or int8
     merged_into: str  # the same, or none: the base's own weights
-    # norm of (on the other of the two - as merged) over the norm of the merged model's logits
+    # norm of (logits on the other base - logits as merged) / norm of the merged model's logits
     difference: float
     agreement: float  # share of positions where both take the same token
 

@@ -87,7 +87,7 @@ class MachineWatch:
 
     def __init__(self, interval_seconds: float | None) -> None:
         self._host = HostMeter()
-        self._host.look()  # the processor's use is counted from here
+        self._host.look()  # CPU use is counted from here
         self._devices: Sequence[SmiReport] = read_devices() if interval_seconds is None else ()
         if interval_seconds is not None:
             threading.Thread(
@@ -111,8 +111,9 @@ class MachineWatch:
 
 
 def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
-    """One look as plain values; its form is public (tests/frozen/monitor.txt). Texts are
-    English.
+    """Return a snapshot as JSON-serializable values, with English strings.
+
+    Its form is public (tests/frozen/monitor.txt).
     """
     stage, evaluation = view.stage, None
     if view.evaluations:
@@ -160,7 +161,7 @@ def _device(device: SmiDevice) -> dict[str, Any]:
 
 
 def plain_line(view: RunView, machine: Machine) -> str:
-    """A run in a line of text."""
+    """Return a run in a line of text."""
     parts = [state_text(view)] if view.state != "running" else []
     total = view.total_steps
     if total or view.steps:
@@ -182,7 +183,7 @@ def plain_line(view: RunView, machine: Machine) -> str:
 
 
 def _numbers(view: RunView) -> list[str]:
-    """What the last step and the last evaluation measured."""
+    """Return the metrics of the last step and the last evaluation."""
     last = view.steps.last
     parts = []
     if is_finite_number(last.get("loss")):
@@ -252,7 +253,9 @@ def _watch_json(reader: Reader, watch: MachineWatch, interval_seconds: float) ->
 def _watch_screen(
     reader: Reader, watch: MachineWatch, interval_seconds: float, console: Console, note: str
 ) -> None:
-    """The dashboard, until `q`; it stays when the run has ended, because that may be resumed."""
+    """Show the dashboard until `q`; it stays when the run has ended, because the run may be
+    resumed.
+    """
     with (
         _single_keys() as key,
         Live(
@@ -309,7 +312,7 @@ def _leave(number: int, frame: Any) -> NoReturn:
 
 
 def _look_once(reader: Reader, watch: MachineWatch, console: Console | None, as_json: bool) -> None:
-    """`console`: None where it is no terminal."""
+    """`console`: None if it is no terminal."""
     view, machine = reader.poll(), watch.look()
     if as_json:
         print(json.dumps(to_json(view, machine), ensure_ascii=False))

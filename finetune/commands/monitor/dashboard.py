@@ -65,7 +65,7 @@ STEP_NUMBERS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What the monitor knows of the machine it runs on."""
+    """What the monitor knows about the machine it runs on."""
 
     host: HostUse | None = None
     devices: Sequence[SmiReport] = ()
@@ -215,7 +215,7 @@ class Dashboard:
         return grid([(Text(name, "dim"), value) for name, value in facts], stretching=0, right=[1])
 
     def _losses(self, prefix: str, names: Sequence[str]) -> Table:
-        """Share and loss of difficulties or, with the prefix of their fields, of sources."""
+        """Show share and loss by difficulty or, if `prefix` is that of their fields, by source."""
         head = ("", _("share"), _("loss"), "")
         rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in head]]
         for number, name in enumerate(names):
@@ -272,7 +272,9 @@ class Dashboard:
     # ------------------------------------------------------------------ messages
 
     def _messages(self, count: int) -> list[Text]:
-        """The last warnings, the error that ended the run, and what to do; at least one line."""
+        """Return the last warnings, the error that ended the run, and what to do; at least one
+        line.
+        """
         lines = [_message_line(message) for message in self.view.messages]
         if error := self.view.status.get("error"):
             lines.append(_message_line(Message(None, "ERROR", 0, str(error))))
@@ -328,7 +330,7 @@ def _device_text(device: SmiDevice) -> str:
 
 
 class _Stretching:
-    """As wide as there is room, and as narrow as need be."""
+    """A renderable that takes the available width, and can be as narrow as necessary."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(0, options.max_width)
@@ -381,10 +383,10 @@ class Sparkline(_Stretching):
 
 @dataclass(frozen=True)
 class Gauge(_Stretching):
-    """A share as a bar; nothing where that is too narrow to be read.
+    """A share as a bar; empty if the bar would be too narrow to read.
 
     Attributes:
-        alarming: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
+        alarming: whether a share near 1 is a bad sign, as it is for memory but not for a CPU.
     """
 
     share: float
@@ -400,7 +402,7 @@ class Gauge(_Stretching):
 
 @dataclass(frozen=True)
 class Progress(_Stretching):
-    """The part of the run that is done, as a thin line."""
+    """The share of the run that is done, as a thin line."""
 
     share: float
 
@@ -413,7 +415,7 @@ class Progress(_Stretching):
 def grid(
     rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Sequence[int] = ()
 ) -> Table:
-    """A table without lines; each row is one line on the screen.
+    """Return a table without lines; each row is one line on the screen.
 
     Args:
         rows: cells of each, as many in every row. Of a line that is too long the right end is cut.
@@ -437,11 +439,11 @@ def grid(
 
 
 def one_line(text: Text) -> Text:
-    """A text that is cut rather than wrapped."""
+    """Return a text that is cut rather than wrapped."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
 def fact(name: str, value: str) -> Text:
-    """A value with its name before it."""
+    """Return a value with its name before it."""
     return Text.assemble((f"{name} ", "dim"), value)

@@ -1,4 +1,4 @@
-"""`plan --check RUN`: what would have been predicted of a run, beside what it logged."""
+"""`plan --check RUN`: compare what a plan would have predicted for a run with what it logged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a fraction of what was measured."""
+        """Error of the prediction, as a fraction of the measured value."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 
@@ -111,7 +111,7 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
 
 
 def compare_memory(run: Path) -> tuple[Compared, ...]:
-    """The memory of a finished run beside its plan. Raises as `check_run` does."""
+    """Compare the memory of a finished run with its plan. Raises as `check_run` does."""
     events = read_events(run)
     end = _end(run, events)
     # The run itself writes it, since 0.2: to plan again takes torch and the model's code, which are

@@ -155,7 +155,7 @@ The other flags are those of `python -m finetune sft --help` or `pretrain --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command.
+    """Run the command.
 
     Raises:
         FinetuneError: the command line, configuration or model cannot be planned for; the caller
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The plan of resolved settings on the machines of the options."""
+    """Return the plan of resolved settings on the machines of the options."""
     from finetune.planning.inputs import shape_for
     from finetune.planning.learning_defaults import with_batch_of_data
     from finetune.planning.plan import make_plan
@@ -207,11 +207,11 @@ def _check(options: PlanOptions, run: Path, arguments: Sequence[str]) -> int:
 
 
 def _missing(kind: RunKind, given: Collection[str], *, with_model: bool) -> list[str]:
-    """Settings that a run must have and a plan can do without.
+    """Return settings that a run requires and a plan can do without.
 
     Args:
-        given: names of the settings that are there.
-        with_model: whether the model may be missing, too: a config.json was given.
+        given: names of the settings that are given.
+        with_model: whether the model may be missing too, because a config.json was given.
     """
     fields = kind.config_class.model_fields
     required = {name for name, info in fields.items() if info.is_required()} - set(given)
@@ -242,25 +242,27 @@ def plan(
     peak_tflops: float | None = None,
     efficiency: float = 0.4,
 ) -> Plan:
-    """Plan a run: what it needs of each device and host, and how long a step takes. Needs no
-    weights, device or network.
+    """Plan a run: what it needs of each device and host, and how long a step takes.
+
+    Planning needs no weights, device or network.
 
     Args:
-        config: what `finetune.run` takes; of a dict, settings that a plan can do without may be
-            missing.
+        config: as for `finetune.run`; a dict may omit settings that a plan can do without.
         model_config: a config.json; by default the model's own. With it a dict needs no model.
-        nodes: machines.
-        devices_per_node: by default those of this machine, else 1.
-        device_name: e.g. `910B3` or `H100 PCIe`; decides the peak and, where auto, the device type.
-        device_memory: of one device, with its unit, e.g. `64GiB`; host_memory likewise of one node.
-        host_bandwidth: bytes a second between one device and its host, e.g. `25GB/s`; by default
+        nodes: number of machines.
+        devices_per_node: by default the devices of this machine, or 1 if it has none.
+        device_name: e.g. `910B3` or `H100 PCIe`; decides the peak FLOPS and, if that is auto, the
+            device type.
+        device_memory: memory of one device, with its unit, e.g. `64GiB`.
+        host_memory: memory of one node, with its unit.
+        host_bandwidth: bytes per second between one device and its host, e.g. `25GB/s`; by default
             measured.
-        network_bandwidth: bytes a second that one device sends.
-        peak_tflops: of one device, where no table has it.
+        network_bandwidth: bytes per second that one device sends.
+        peak_tflops: peak TFLOPS of one device, if no table has it.
         efficiency: share of the peak that is reached.
 
     Returns:
-        The plan; `fits` is None where no memory was given, `to_json()` is what `plan --json`
+        The plan. `fits` is None if no memory was given. `to_json()` returns what `plan --json`
         prints.
 
     Raises:
@@ -304,8 +306,8 @@ def plan(
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
-    """The machines that the options describe; what they leave open is taken from this machine where
-    it is meant.
+    """Return the machines that the options describe; options that are left out come from this
+    machine if it is meant.
     """
     from finetune.planning.workload import Cluster
 

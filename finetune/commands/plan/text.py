@@ -47,7 +47,7 @@ VERDICTS = {
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan."""
+    """Return the whole plan."""
     lines = [_head(plan), "", *_memory(plan), "", *_step(plan)]
     if plan.data is not None:
         lines.append(_data(plan.data))

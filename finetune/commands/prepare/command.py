@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(prepared: Prepared, seconds: float) -> str:
-    """What lies in the folder now, for people."""
+    """Describe what is in the folder now, for people."""
     scan = prepared.scan
     left_out = f", {scan.empty} empty" if scan.empty else ""
     left_out += f", {scan.problems.total} dropped" if scan.problems.total else ""
@@ -215,7 +215,7 @@ class _Progress:
             self._bar.stop()
 
     def show(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        """How far a pass is."""
+        """Show the progress of a pass."""
         if self._bar is not None:
             if what not in self._tasks:
                 self._tasks[what] = self._bar.add_task(what, total=total_bytes)

@@ -140,7 +140,7 @@ def line_svg(
 
 
 def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float, float]:
-    """The least and the greatest value that the frame shows; a lone outlier may lie beyond."""
+    """Return the smallest and largest value that the frame shows; a lone outlier may be outside."""
     values = np.concatenate([Points.of(one.points).y for one in series])
     low, high = value_range(Points(values, values))
     low = 0.0 if zero else low
@@ -168,7 +168,7 @@ def _curve(frame: _Frame, one: Series) -> tuple[str, list[tuple[str, str]], Curv
 
 
 def _band(frame: _Frame, points: Points) -> str:
-    """The area between least and greatest value of each pixel's width: it holds every value."""
+    """Return the area between the smallest and largest value at each pixel; it holds all values."""
     progress = (points.x - points.x[0]) / (points.x[-1] - points.x[0])
     columns = np.floor(progress * (WIDTH - LEFT - RIGHT - 1))
     begins = np.flatnonzero(np.diff(columns, prepend=-1.0))

@@ -51,9 +51,7 @@ class ReportOptions(SpokenOptions):
 
 
 def build_report(view: RunView) -> str:
-    """Return the page about a run. Whatever its texts hold, they are escaped; only charts go in as
-    markup.
-    """
+    """Return the page about a run. All strings are escaped; only charts are inserted as markup."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
@@ -81,7 +79,7 @@ def build_report(view: RunView) -> str:
 
 
 def _about(view: RunView) -> str:
-    """What was trained, and when."""
+    """Return what was trained, and when."""
     parts = [view.kind]
     if view.kind in KINDS:
         kind = KINDS[view.kind]

@@ -126,7 +126,7 @@ def _smoothed(points: Points) -> Points:
 
 
 def mix(view: RunView) -> list[Figure]:
-    """The curriculum over the steps, as planned and as it came."""
+    """Return the curriculum over the steps, as planned and as it came."""
     schedule = view.schedule
     planned_names = schedule.difficulties if schedule else ()
     charts = (

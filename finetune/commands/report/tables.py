@@ -33,18 +33,19 @@ def clock(seconds: float) -> str:
 
 
 def number(value: Any, form: str = "{:,.0f}") -> str:
-    """A number as text; a dash for what is none."""
+    """Return a number as text; a dash for what is none."""
     return form.format(value) if is_finite_number(value) else "–"
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Of those that are not NaN; None without any."""
+    """Return the mean of the values that are not NaN; None if there are none."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
 
 def _spent(view: RunView) -> np.ndarray:
-    """float64 `(lines,)`: seconds of the steps that each line stands for, evaluation and saving not
-    counted.
+    """Return float64 `(lines,)`: seconds of the steps that each line covers.
+
+    Evaluation and saving are not counted.
     """
     return np.diff(view.steps.steps, prepend=0) * view.steps.column("step_seconds")
 
@@ -104,7 +105,7 @@ def evaluation(view: RunView) -> list[list[str]]:
 
 
 def planned(view: RunView) -> dict[str, Any]:
-    """What the microbatch schedule planned for a step; empty if it is not known."""
+    """Return what the microbatch schedule planned for a step; empty if unknown."""
     plan = view.start.get("plan")
     return plan if isinstance(plan, dict) else {}
 
@@ -123,11 +124,11 @@ def measured(view: RunView) -> dict[str, float | None]:
 
 
 def memory(view: RunView) -> list[list[str]]:
-    """Most memory of a process and of a device."""
+    """Return the peak memory of a process and of a device."""
     try:
         compared = compare_memory(view.source)
     except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes
-        # it has not ended, is of an older version, or of a model that cannot be planned for
+        # it has not ended, is from an older version, or its model cannot be planned for
         return []
     return [
         [_(_MOST_MEMORY[n.name]), format_bytes(n.predicted_bytes), format_bytes(n.measured_bytes)]
@@ -165,7 +166,7 @@ def starts(view: RunView) -> list[list[str]]:
 
 
 def checkpoints(view: RunView) -> list[list[str]]:
-    """The checkpoints that were published last."""
+    """Return the checkpoints that were published last."""
     rows = []
     for event in view.events_named("checkpoint")[-MAX_ROWS:]:
         name = str(event.get("name"))

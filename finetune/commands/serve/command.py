@@ -44,7 +44,7 @@ def run_server(settings: ServeSettings) -> int:
     """
     options = settings.options
     if settings.token is None and (not options.is_loopback or options.allow_host):
-        # A name that others use leads here through a proxy, whatever address is listened on.
+        # A name that others use leads here through a proxy, even if the server listens on loopback.
         flag, reached_by = (
             ("--allow-host", options.allow_host[0])
             if options.is_loopback

@@ -1,8 +1,8 @@
 """Checks of every HTTP request before the application receives it, and headers of every response.
 
 Every web page that the user visits can reach a server on loopback. So the Host must be one of the
-server's own (a page could resolve its own name to this address), the Origin must be the server's,
-and a body must be declared as JSON, which a form cannot do. There are no CORS headers.
+server's own, because a page could resolve its own name to this address. The Origin must be the
+server's. A body must be declared as JSON, which a form cannot do. There are no CORS headers.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class StreamOptions(_Request):
 
 
 class AnswerRequest(_Request):
-    """What both endpoints take. `top_k` and `repetition_penalty` are additions to the protocol."""
+    """Fields of both endpoints. `top_k` and `repetition_penalty` are additions to the protocol."""
 
     model: Name
     stream: bool = False
@@ -375,7 +375,7 @@ class Shape:
         }
 
     def first(self) -> dict[str, Any] | None:
-        """The chunk before any text."""
+        """Return the chunk before any text."""
         return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else None
 
     def piece(self, text: str) -> dict[str, Any]:

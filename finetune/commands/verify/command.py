@@ -17,8 +17,8 @@ from finetune.runtime.language import _
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130:
-    interrupted.
+    """Run the command. 0: the deployment is right; 1: it differs, or failed; 2: refused before;
+    130: interrupted.
     """
     words = sys.argv[1:] if argv is None else argv
     as_json = asks_for_json(VerifyOptions, words)
@@ -126,7 +126,7 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
 
 
 def _room(options: VerifyOptions, config: Any) -> int | None:
-    """Maximum tokens of a prompt, so that its answer has room; None where the model has no limit.
+    """Maximum tokens of a prompt, so that its answer has room; None if the model has no limit.
 
     Raises:
         ConfigError: --context-tokens leaves none.

@@ -97,7 +97,7 @@ class Tolerance:
 def ask(
     deployment: Endpoint | MergedFolder, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[Replay]:
-    """What the deployment answers.
+    """Return the deployment's answers.
 
     Raises:
         FinetuneError: the deployment ends, or is no such server.
@@ -130,7 +130,7 @@ def ask(
 
 
 def refusals(refused: Sequence[Replay]) -> list[dict[str, Any]]:
-    """The findings for conversations that the deployment does not answer, one for each fix."""
+    """Return the findings for conversations that the deployment does not answer, one per fix."""
     by_fix = dict[str, list[Replay]]()
     for replay in refused:
         status = replay.response.status
@@ -159,7 +159,7 @@ def _finding(
 def compare(
     reference: Reference, replays: Sequence[Replay], max_new_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """What was compared and what was found, as plain JSON.
+    """Compare the answers; return what was compared and found, as plain JSON.
 
     Args:
         dtype: that the deployment is to have.
@@ -230,7 +230,7 @@ def _add_own_answer(reference: Reference, replay: Replay, max_new_tokens: int) -
 
 
 def _answer_ids(reference: Reference, replay: Replay) -> Ids:
-    """The tokens of the deployment's answer; of a text that was cut without the last ones."""
+    """Return the tokens of the deployment's answer; without the last ones if the text was cut."""
     response = replay.response
     if response.answer.strip() == replay.own_answer.strip():
         return replay.own_ids
@@ -242,7 +242,7 @@ def _answer_ids(reference: Reference, replay: Replay) -> Ids:
 def _passes(
     replay: Replay, scored: ScoredAnswer, tolerance: Tolerance, max_new_tokens: int
 ) -> bool:
-    """Whether the deployment's answer is the greedy one of the model that scored it."""
+    """Return whether the deployment's answer is the greedy one of the model that scored it."""
     response, count = replay.response, len(scored.gaps)
     if not response.answer.strip() and replay.own_answer.strip():
         return False
@@ -264,7 +264,7 @@ def _passes(
 
 
 def _evidence(replay: Replay, tolerance: Tolerance, tokenizer: Any) -> list[str]:
-    """The first difference of a conversation, one line for each kind of evidence."""
+    """Return the first difference of a conversation, one line for each kind of evidence."""
     response, prompt_ids, lines = replay.response, replay.prompt.ids, list[str]()
     prompt, answer = f"prompt {replay.number}", f"answer {replay.number}"
     if response.prompt_ids is not None and response.prompt_ids != prompt_ids:
@@ -297,7 +297,9 @@ def _evidence(replay: Replay, tolerance: Tolerance, tokenizer: Any) -> list[str]
 
 
 def _tolerance(exact: Sequence[ScoredAnswer], rounded: Sequence[ScoredAnswer]) -> Tolerance:
-    """What rounding changes on the trained model's own answers, with room for another engine's."""
+    """Return what rounding changes in the trained model's answers, plus a margin for another
+    engine's rounding.
+    """
     mean, peak = 0.0, 0.0
     for one, other in zip(exact, rounded, strict=True):
         apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
@@ -309,7 +311,7 @@ def _tolerance(exact: Sequence[ScoredAnswer], rounded: Sequence[ScoredAnswer]) -
 
 
 def with_reasoning(response: EngineResponse, own: str) -> str:
-    """The answer as the model wrote it, given the trained model's own answer."""
+    """Return the answer as the model wrote it, given the trained model's own answer."""
     reasoning, answer = response.reasoning, response.answer.strip()
     if squeezed(reasoning + answer) == squeezed(own.replace("<think>", "").replace("</think>", "")):
         return own
@@ -318,7 +320,7 @@ def with_reasoning(response: EngineResponse, own: str) -> str:
 
 
 def _reads_prompt(replay: Replay) -> bool:
-    """Whether the engine has read the prompt of training, by what it shows of it."""
+    """Return whether the engine has read the prompt of training, given what it reports."""
     response, ids = replay.response, replay.prompt.ids
     if response.prompt_ids is not None:
         return response.prompt_ids == ids
@@ -326,8 +328,8 @@ def _reads_prompt(replay: Replay) -> bool:
 
 
 def _apart(response: EngineResponse, scored: ScoredAnswer) -> list[float]:
-    """How far the log-probabilities are apart, token by token; empty if the deployment gives none
-    for these tokens.
+    """Return the differences of log-probabilities, token by token; empty if the deployment reports
+    none for these tokens.
     """
     # The end token may have one too.
     if response.logprobs is None or len(response.logprobs) - len(scored.logprobs) not in (0, 1):

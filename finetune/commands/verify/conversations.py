@@ -22,7 +22,7 @@ MAX_RECORDS = 10_000  # that are read
 
 
 def validation_files(source: Source) -> list[str]:
-    """The validation data of the run that made a model, as far as it is on this machine.
+    """Return the validation data of the run that made a model, as far as it is on this machine.
 
     Raises:
         DataError: there is none.
@@ -109,8 +109,8 @@ def _is_plain(conversation: Conversation) -> bool:
 
 
 def _forms(records: Sequence[list[Message]], number: int) -> list[list[Message]]:
-    """The turns before the answer that prompt `number` asks for, in the form that is wanted and in
-    simpler ones.
+    """Return the turns before the answer that prompt `number` requests, in the requested form and
+    in simpler ones.
     """
     plain = [[turn for turn in record if turn.role != "system"] for record in records]
     alone = plain[number % len(plain)][:-1]

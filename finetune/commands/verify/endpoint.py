@@ -51,7 +51,7 @@ _ENGINE_FACTS = (
 
 
 def fix_for_status(status: int) -> str:
-    """What to do about an HTTP status."""
+    """Return the fix for an HTTP status."""
     if status >= 500 and status not in PROMPT_REFUSED:
         return N_("the server, or a proxy before it, does not work: read its log, and ask again")
     return _FIXES.get(
@@ -175,7 +175,7 @@ class Endpoint:
         self._gives_logprobs = True
 
     def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
-        """The greedy answer to a conversation, which the server renders."""
+        """Return the greedy answer to a conversation, which the server renders."""
         path, turns = "/v1/chat/completions", [dict(message) for message in messages]
         body = {
             "model": self.model,
@@ -210,7 +210,7 @@ class Endpoint:
         )
 
     def _completion(self, path: str, body: dict[str, Any]) -> _Completion:
-        """The server's answer, with log-probabilities if it gives them."""
+        """Return the server's answer, with log-probabilities if it gives them."""
         if self._gives_logprobs:
             try:
                 return self._json(path, body | {"logprobs": True}, _Completion)
@@ -222,7 +222,7 @@ class Endpoint:
         return completion
 
     def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-        """The prompt's ids, where the engine shows them."""
+        """Return the prompt's ids, if the engine reports them."""
         if self.engine not in ("llama.cpp", "vllm"):
             return None
         body = {
@@ -296,7 +296,7 @@ class Endpoint:
     # ------------------------------------------------------------ requests
 
     def _json(self, path: str, body: Any = None, form: Any = Any) -> Any:
-        """What a request gives, in this form.
+        """Send a request and return its result, in this form.
 
         Raises:
             Refused: the server answered with an error.
@@ -333,22 +333,24 @@ class Endpoint:
             ) from None
 
     def _shown(self, words: str) -> str:
-        """A name or message of the server, short and without the key, which a server may echo."""
+        """Return a name or message of the server, short and without the key, which a server may
+        echo.
+        """
         return _without(self._key, words)[:SHOWN_CHARACTERS]
 
     def _text(self, text: str) -> str:
-        """A whole answer."""
+        """Return a whole answer."""
         return _without(self._key if len(self._key) >= MIN_SECRET else "", text)
 
 
 def _without(key: str, text: str) -> str:
-    """Without the key, and without lone surrogates, which no tokenizer takes and no terminal."""
+    """Remove the key, and lone surrogates, which no tokenizer or terminal accepts."""
     text = text.replace(key, "***") if key else text
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _message(body: bytes) -> str:
-    """The message of an error."""
+    """Return the message of an error."""
     try:
         found = json.loads(body)
         error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""

@@ -72,7 +72,7 @@ class MergedFolder:
         }
 
     def chat(self, messages: Messages, max_new_tokens: int) -> EngineResponse:
-        """The greedy answer to a conversation, by the folder's own generation settings."""
+        """Return the greedy answer to a conversation, by the folder's own generation settings."""
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True

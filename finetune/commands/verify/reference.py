@@ -58,7 +58,7 @@ class Reference:
         return end_ids(self.tokenizer, self.model.generation_config, eos)
 
     def answer(self, prompt: Ids, max_new_tokens: int) -> Ids:
-        """The greedy answer, with the end token if it ends."""
+        """Return the greedy answer, with the end token if it ends."""
         decoding = BatchDecoding(self.model, [prompt], [max_new_tokens], self.stop_ids)
         (answer,) = decoding.run(self.model, padding_id(self.model.config, self.tokenizer))
         return tuple(answer)
@@ -78,13 +78,14 @@ class Reference:
         return scored
 
     def rounded_scores(self, answered: Iterable[tuple[Ids, Ids]], dtype: str) -> list[ScoredAnswer]:
-        """The same as an engine that rounds every intermediate result to this dtype, with the
-        merged weights rounded to it and to the base's dtype, in which `merge` adds the adapter.
-        Afterwards the weights are the rounded ones.
+        """Return the scores of an engine that rounds every intermediate result to this dtype.
 
-        Engines sum in float32 and round what a layer gives, so this is the error that the dtype
-        itself makes. It is simulated in float32, where it does not depend on the kernels of the
-        machine, as it would if the model were cast to the dtype.
+        The merged weights are rounded to it and to the base's dtype, in which `merge` adds the
+        adapter. Afterwards the weights stay rounded.
+
+        Engines sum in float32 and round a layer's output, so this is the error that the dtype
+        itself makes. It is simulated in float32. If the model were cast to the dtype, the error
+        would depend on the kernels of the machine.
         """
         model = self.model.float()
         for module in model.modules():
@@ -111,7 +112,7 @@ def _enable_adapters(model: Any, enabled: bool) -> None:
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors of a module's output rounded to a dtype, held as before."""
+    """Round the floating-point tensors of a module's output to a dtype, and keep their dtype."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output.to(dtype).to(output.dtype)
     if type(output) is tuple:  # cosines and sines of the positions
@@ -122,7 +123,7 @@ def _rounded(output: Any, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def _score(model: Any, prompt: Ids, answer: Ids, stop_ids: Ids) -> ScoredAnswer:
     ids = torch.tensor([prompt + answer], device=model.device)
-    # Logits of each token of the answer and of what follows it, of a model that keeps them all too.
+    # Logits for each answer token and for the token after it, even if the model returns all logits.
     logits = model(ids, logits_to_keep=len(answer) + 1, use_cache=False).logits[0]
     logits = logits[-len(answer) - 1 :].float()
     best, total = logits.max(-1).values, logits.logsumexp(-1)

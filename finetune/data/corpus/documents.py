@@ -93,14 +93,15 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
 
 
 def read_footer(path: Path) -> FileMetaData:
-    """The footer of a parquet file; that of the file read last is kept."""
+    """Read the footer of a parquet file; the footer of the last file is cached."""
     status = path.stat()
     return _footer(path, status.st_mtime_ns, status.st_size)
 
 
 def row_groups(path: Path) -> int:
-    """How many row groups a parquet file has; remembered, as its footer is large and need not be
-    read again for it.
+    """Return how many row groups a parquet file has.
+
+    The result is cached, so that the large footer is not read again for it.
     """
     status = path.stat()
     return _row_groups(path, status.st_mtime_ns, status.st_size)
@@ -148,8 +149,8 @@ def read_column(path: Path, group: int, text_field: str) -> Iterator[tuple[int, 
 
 
 def _column_of_texts(path: Path, metadata: FileMetaData, text_field: str) -> int:
-    """The number of the column among those that are stored (fields of nested columns are columns
-    there).
+    """Return the index of the column among the stored columns; fields of nested columns count as
+    columns there.
     """
     schema = metadata.schema.to_arrow_schema()
     fix = "name the column that holds the text with --text-field"
@@ -205,11 +206,12 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     """Turn files, folders and globs into files, in the order given; within a folder or glob sorted
     by name.
 
-    A folder is searched to the bottom for records and for text by suffix (`RECORD_SUFFIXES`,
-    `TEXT_SUFFIXES`), hidden files and folders left out; a file or a glob names text of any suffix.
+    A folder is searched recursively for records and text by suffix (`RECORD_SUFFIXES`,
+    `TEXT_SUFFIXES`), without hidden files and folders. A file or a glob may name text of any
+    suffix.
 
     Raises:
-        DataError: nothing there, or compressed files; `Problems` for several.
+        DataError: nothing is found, or files are compressed; `Problems` for several.
     """
     files = tuple(itertools.chain.from_iterable(expand_each(paths, _expand)))
     packed = [path for path in files if path.suffix.lower() in _PACKED_SUFFIXES]
@@ -284,7 +286,7 @@ def units_of(files: Sequence[Path]) -> Iterator[Unit]:
 
 
 def size_of(unit: Unit) -> int:
-    """The unit's share of the input, in bytes."""
+    """Return the unit's share of the input, in bytes."""
     return sum(part.size_bytes for part in unit)
 
 
@@ -325,7 +327,7 @@ def documents_of(
 
 
 def _read_texts(part: Part, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    """The texts of a part with records."""
+    """Yield the texts of a part with records."""
     if part.kind == "parquet":
         records = read_column(part.path, part.start, text_field)
     elif part.kind == "array":
@@ -342,7 +344,7 @@ def _read_texts(part: Part, text_field: str) -> Iterator[tuple[int, str | Record
 
 
 def _read_text(part: Part) -> Iterator[tuple[int, str | RecordProblem]]:
-    """The document of a part of a text file, if one is in it."""
+    """Yield the document of a part of a text file, if one is in it."""
     with part.path.open("rb") as file:
         start, stop = _cut(file, part.start), _cut(file, part.stop)
         file.seek(start)
@@ -358,7 +360,7 @@ def _read_text(part: Part) -> Iterator[tuple[int, str | RecordProblem]]:
 
 
 def _cut(file: Any, nominal: int) -> int:
-    """Where a text file is cut near a byte: after the next end of a line, else between two
+    """Return where to cut a text file near a byte: after the next line end, else between two
     characters.
     """
     if nominal == 0:

@@ -105,7 +105,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the folder holds."""
+    """The content of a prepared folder."""
 
     folder: Path
     scan: Scan
@@ -151,7 +151,7 @@ def prepare_tokens(
 
 @dataclass
 class Scan:
-    """What a unit, or a whole corpus, holds."""
+    """The content of a unit or of a whole corpus."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -236,7 +236,7 @@ def split_bound(fraction: float) -> int:
 
 
 def _final_bound(scan: Scan, fraction: float) -> int:
-    """The bound with which neither split is empty, where there are two different documents at all.
+    """Return the bound with which neither split is empty, if there are two different documents.
 
     It differs from `split_bound` only where that would leave a split empty: then the document with
     the lowest key is for validation, or the one with the highest for training.
@@ -401,8 +401,8 @@ class _CorpusPreparation:
             )
 
     def _settings_of_result(self, borrowed: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The settings that the result depends on; a tokenizer counts by what it does, not by its
-        path.
+        """Return the settings that the result depends on; a tokenizer counts by what it does, not
+        by its path.
         """
         kept = asdict(self.settings)
         del kept["drop_bad_rows"]  # the documents that are left are compared
@@ -493,7 +493,7 @@ class _CorpusPreparation:
 
 
 def _finished(kind: ShardKind, splits: Splits) -> dict[str, Any]:
-    """What the plan of a finished folder records."""
+    """Return what the plan of a finished folder records."""
     facts: dict[str, Any] = {
         "tokenizer_hash": kind.tokenizer_hash,
         "vocabulary": kind.vocabulary,
@@ -510,7 +510,7 @@ def _finished(kind: ShardKind, splits: Splits) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a folder's content follows from."""
+    """What determines a folder's content."""
 
     settings: dict[str, Any]  # those that the result depends on, by name
     corpus: dict[str, Any]  # its SHA-256, documents and bytes
@@ -526,7 +526,7 @@ class _Plan:
         replace_file(folder / PLAN_FILE, (json.dumps(content, indent=1) + "\n").encode())
 
     def is_whole(self, splits: Splits) -> bool:
-        """Whether these shards are all that the finished folder had."""
+        """Return whether these shards are all that the finished folder had."""
         return self.finished is not None and all(
             self.finished[split]["shards"] == len(headers) for split, headers in splits.items()
         )

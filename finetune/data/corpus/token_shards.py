@@ -57,13 +57,13 @@ _MAKE_AGAIN = "delete the shard's .bin, .index and .json and run `python -m fine
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The name of the smallest data type that holds every id of a vocabulary."""
+    """Return the name of the smallest data type that holds every id of a vocabulary."""
     return "uint16" if vocabulary <= IDS_OF_UINT16 else "uint32"
 
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What is known of one shard."""
+    """Facts about one shard."""
 
     dtype: str  # uint16 or uint32
     tokens: int
@@ -78,11 +78,11 @@ class TokenHeader:
 
     @property
     def size_bytes(self) -> int:
-        """Of the .bin file."""
+        """Size of the .bin file in bytes."""
         return self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
 
     def to_json(self) -> str:
-        """The content of NAME.json."""
+        """Return the content of NAME.json."""
         return (
             json.dumps(
                 {
@@ -107,12 +107,10 @@ def index_path(path: Path) -> Path:
 
 
 def read_header(path: Path) -> TokenHeader | None:
-    """The header of a .bin file; None where there is no file of that name, or it is no header of
-    ours.
+    """Read the header of a .bin file; None if it does not exist or is not in our format.
 
     Raises:
-        DataError: a header of ours that cannot be read, of another version, or with a value that
-            cannot be.
+        DataError: our header cannot be read, has another version, or has an impossible value.
     """
     source = header_path(path)
     try:
@@ -172,8 +170,8 @@ _LOOKED_AT_IDS = 4096
 def find_shards(
     source: str | Path | Sequence[str | Path], split: str | None = None
 ) -> tuple[Path, ...]:
-    """The .bin files that a file, a folder, a glob or a list of them names; within one sorted by
-    name.
+    """Return the .bin files that a file, a folder, a glob or a list of them names; within one
+    sorted by name.
 
     Raises:
         DataError: nothing there; `Problems` for several.
@@ -217,7 +215,7 @@ def _find(given: str, split: str | None) -> list[Path]:
 
 
 def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | None) -> TokenHeader:
-    """The header of a shard after every check that does not read its ids.
+    """Return the header of a shard after every check that does not read its ids.
 
     Raises:
         DataError: unfinished, truncated, of another tokenizer or vocabulary, or bare and not what
@@ -272,7 +270,9 @@ def check_finished(folder: Path) -> None:
 
 
 def _header_of_raw(path: Path, size_bytes: int, vocab_size: int | None) -> TokenHeader:
-    """A file of bare ids: uint16 for a vocabulary of at most 65,536, else uint32; one document."""
+    """Describe a file of bare ids: uint16 for a vocabulary of at most 65,536, otherwise uint32; one
+    document.
+    """
     if size_bytes == 0:
         raise DataError("the file is empty", str(path), "name a file with tokens")
     if vocab_size is None:
@@ -296,7 +296,7 @@ def _header_of_raw(path: Path, size_bytes: int, vocab_size: int | None) -> Token
 
 
 def _refuse_foreign(path: Path, dtype: str) -> None:
-    """Forms of other programs that would be silently read as wrong tokens."""
+    """Reject formats of other programs that would silently be read as wrong tokens."""
     with path.open("rb") as file:
         head = file.read(_LOOKED_AT_IDS * 2)
     if len(head) >= 4 and int.from_bytes(head[:4], "little") == _FOREIGN_MAGIC:
@@ -335,7 +335,7 @@ def check_alike(paths: tuple[Path, ...], headers: tuple[TokenHeader, ...]) -> No
 
 
 def read_index(path: Path, header: TokenHeader) -> np.ndarray:
-    """Where the documents of a shard start, int64 `(documents + 1,)`; a bare file is one document.
+    """Read where a shard's documents start, int64 `(documents + 1,)`; a bare file is one document.
 
     Raises:
         DataError: an index that is missing, truncated, or does not fit its shard.
@@ -366,7 +366,7 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
 
 
 def shard_damage(path: Path, header: TokenHeader) -> str | None:
-    """What is wrong with a finished shard, by size and SHA-256 of its two files; None if nothing
+    """Return what is wrong with a finished shard, by size and SHA-256 of its files; None if nothing
     is.
     """
     return damage(
@@ -437,8 +437,8 @@ class TokenShards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the stream holds, as 64 hexadecimal digits: from the headers, not from names and
-        places.
+        """Hash of the stream's content, as 64 hexadecimal digits: from the headers, not from names
+        and paths.
         """
         known = [
             [header.sha256 or hash_file(path), header.dtype, header.tokens, header.vocabulary]
@@ -536,7 +536,7 @@ class TokenShards:
 def tokenizer_folder(
     source: str | Path | Sequence[str | Path], split: str | None = None
 ) -> Path | None:
-    """The tokenizer that `prepare` saved next to the shards, or None."""
+    """Return the tokenizer that `prepare` saved next to the shards, or None."""
     folder = find_shards(source, split)[0].parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None
 
@@ -546,7 +546,7 @@ def tokenizer_folder(
 
 @dataclass(frozen=True)
 class ShardKind:
-    """What all shards of one preparation share; see `TokenHeader`."""
+    """Facts that all shards of one preparation share; see `TokenHeader`."""
 
     dtype: str
     vocabulary: int
@@ -644,7 +644,7 @@ class ShardWriter:
 
 
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
-    """The finished shards of a split up to the first that is missing or damaged, by SHA-256.
+    """Return the finished shards of a split up to the first that is missing or damaged, by SHA-256.
 
     A damaged shard is logged; it and all after it are to be made again: each begins where the one
     before it ended.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-# Ids 0 to 3. The separator starts every document; a turn's end ends an answer; nothing but padding
-# is `PAD`, so that no token that must be learned is masked or, as padding_idx, kept from learning.
+# Ids 0 to 3. The separator starts every document, and a turn's end ends an answer. Only padding is
+# `PAD`, so that no token that must be learned is masked, or excluded from training as padding_idx.
 PAD, SEPARATOR, TURN_START, TURN_END = SPECIAL_TOKENS = (
     "<|pad|>",
     "<|endoftext|>",
@@ -84,7 +84,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def separator_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that starts every document: the beginning-of-text token, else `<|endoftext|>`, else
+    """Return the id that starts every document: the beginning-of-text token, or `<|endoftext|>`, or
     the end token.
 
     Raises:
@@ -121,7 +121,8 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of at most `vocab_size` ids, with special tokens and a ChatML template.
+    """Train a byte-level BPE of at most `vocab_size` ids, with special tokens and a ChatML
+    template.
 
     Every text comes back exactly: nothing is normalized, and every byte is a token. The same texts
     give the same tokenizer. Fewer ids than asked come out where the texts have no more pairs to
@@ -166,7 +167,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def without_special_tokens(text: str) -> str:
-    """The text with what spells one of `SPECIAL_TOKENS` left out."""
+    """Return the text without strings that spell one of `SPECIAL_TOKENS`."""
     return re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
 
 
@@ -183,7 +184,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """A tokenizer from a folder or the hub, with or without chat template.
+    """Load a tokenizer from a folder or the hub, with or without chat template.
 
     Raises:
         DataError: there is none, or it has no tokenizer.json.
@@ -223,7 +224,7 @@ class DocumentEncoder:
         return type(self), self._arguments
 
     def encode(self, texts: list[str], dtype: str) -> list[np.ndarray]:
-        """The ids of each document, its separator included."""
+        """Return the ids of each document, its separator included."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [
             np.array([self._separator_id, *encoding.ids], dtype=dtype) for encoding in encodings

@@ -1,10 +1,11 @@
 """A token stream as samples: windows of `max_seq_len` targets, which training reads like any other
 samples.
 
-A window holds one token more than it has targets: the model sees all but its last, and is to
-predict all but its first. Windows follow one another without gap (the last token of one is the
-first of the next, so every token but the stream's first is a target once a pass), or each begins
-where a document begins, or each is filled with documents that fit.
+A window holds one token more than it has targets: the model reads all but the last token, and
+predicts all but the first. There are three ways to cut windows. They may follow one another without
+gap: the last token of one is the first of the next, so every token but the stream's first is a
+target once a pass. Or each begins where a document begins. Or each is filled with documents that
+fit.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ Pattern = list[tuple[int, int]]
 
 
 def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents each window holds.
+    """Assign documents to windows.
 
     Args:
         lengths: int `(documents,)`: tokens of each document, at least 1.
         size: tokens of a window.
 
-    Returns: int32 or int64 `(placed,)`: the documents, one window's after another's; the last of a
-        window may be cut. int64 `(windows + 1,)`: where the documents of each window begin among
-        them, then `placed`.
+    Returns:
+        The documents, int32 or int64 `(placed,)`, window after window; the last of a window may be
+        cut. And where the documents of each window begin among them, then `placed`: int64
+        `(windows + 1,)`.
     """
     # numpy sorts 16-bit numbers by radix, in one pass.
     clipped = np.minimum(lengths, size).astype(np.uint16 if size < 1 << 16 else np.int64)
@@ -71,10 +73,12 @@ def pack_best_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _next_pattern(present: list[int], left: list[int], size: int) -> Pattern:
-    """The lengths of the next window, and of those after it as long as enough documents of each are
-    left.
+    """Return the document lengths that fill the next window.
 
-    Empty where what is left fills no window.
+    They fill later windows too, as long as enough documents with each length are left.
+
+    Returns:
+        Empty if the remaining documents fill no window.
     """
     pattern: Pattern = []
     room = size
@@ -142,7 +146,7 @@ class Windows:
         self._count(len(self.starts), name)
 
     def _count(self, windows: int, name: str) -> None:
-        """What follows from the number of windows."""
+        """Set the attributes that follow from the number of windows."""
         if not windows:
             raise DataError(
                 f"{self.stream.tokens:,} tokens are not one window of {self.max_seq_len:,} targets"
@@ -274,8 +278,8 @@ def _windows_of(source: Sequence[str], config: PretrainConfig, known: dict[str, 
 
 
 def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """The first document, then always the first document that begins where the last window has
-    ended, or later.
+    """Return the starts of windows: the first document, then always the first document that begins
+    at or after the end of the last window.
 
     Windows overlap by the token that only the earlier one predicts, as without alignment.
     """

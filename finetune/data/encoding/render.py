@@ -35,14 +35,18 @@ class Encoder:
     """A tokenizer as a function from text to tokens, special tokens in the text included and none
     added.
 
-    The whole text is tokenized once. Where a token would straddle the beginning of a trained span,
-    the text is cut there and both sides are tokenized alone: at inference the prompt is tokenized
-    alone too, so the model meets exactly the prompt's tokens, and every target is a whole token of
-    the answer. A token that runs past the *end* of a trained span with white space only (an
-    end-of-turn token that swallows the newline after it, a "." fused with a newline) is the
-    answer's last token and stays whole; one that takes other text with it is cut like the first. A
-    tokenizer for which cutting changes the text (one that writes a space before every piece) keeps
-    its straddling token as part of the prompt: it is not trained.
+    The whole text is tokenized once. If a token would straddle the beginning of a trained span, the
+    text is cut there and both sides are tokenized separately. At inference the prompt is tokenized
+    separately too, so the model reads exactly the prompt's tokens, and every target is a whole
+    token of the answer.
+
+    A token may run past the *end* of a trained span with white space only. Examples are an
+    end-of-turn token that includes the newline after it, or a "." fused with a newline. Such a
+    token is the answer's last token and stays whole. A token that includes other text is cut as at
+    the beginning.
+
+    For some tokenizers cutting changes the text (those that write a space before every piece).
+    There the straddling token stays part of the prompt and is not trained.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,8 +60,8 @@ class Encoder:
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
-        # The post-processor adds special tokens, which templates write themselves; some trim spaces
-        # off the offsets.
+        # Post-processing adds special tokens, which templates write themselves; some tokenizers
+        # also trim spaces off the offsets there.
         backend.post_processor = None
         self._backend = backend
 
@@ -96,7 +100,7 @@ class Encoder:
 
 
 def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
-    """The boundaries of turns that are inside a token and must be cut at, in order."""
+    """Return the boundaries of turns that are inside a token and must be cut at, in order."""
     cuts = set()
     for turn in turns:
         if ((encoded.starts < turn.start) & (turn.start < encoded.ends)).any():
@@ -108,7 +112,7 @@ def _straddled(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[int]:
 
 
 def trained_tokens(text: str, encoded: Encoded, turns: Sequence[Turn]) -> list[np.ndarray]:
-    """For each turn the indices of its tokens, int64, in order."""
+    """Return, for each turn, the indices of its tokens, int64, in order."""
     spans = []
     for turn in turns:
         starts_inside = (encoded.starts >= turn.start) & (encoded.starts < turn.end)
@@ -195,7 +199,7 @@ def _cut(
 
 
 def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The contents before token `end`, and their lengths, int64."""
+    """Return the contents before token `end`, and their lengths, int64."""
     inside = [content for content in contents if len(content) and content[-1] < end]
     return inside, np.array([len(content) for content in inside], dtype=np.int64)
 
@@ -203,8 +207,8 @@ def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray],
 def _middles(
     encoded: Encoded, contents: Sequence[np.ndarray], lengths: np.ndarray, room: int
 ) -> np.ndarray:
-    """Indices of the tokens to take out of the contents' middles so that at most `room` tokens of
-    contents stay.
+    """Return the indices of tokens to remove from the contents' middles, so that at most `room`
+    tokens stay in the contents.
     """
     shares = zip(contents, _share(lengths, room), strict=True)
     gone = [_middle(encoded, content, keep) for content, keep in shares if keep < len(content)]
@@ -212,7 +216,7 @@ def _middles(
 
 
 def _share(lengths: np.ndarray, room: int) -> list[int]:
-    """How many tokens each content keeps: all of the short ones, and the same number of each longer
+    """Return how many tokens each content keeps: short ones all, and longer ones the same number
     one.
     """
     if int(lengths.sum()) <= room:
@@ -227,8 +231,8 @@ def _share(lengths: np.ndarray, room: int) -> list[int]:
 
 
 def _middle(encoded: Encoded, content: np.ndarray, keep: int) -> np.ndarray:
-    """The tokens between the first half and the second half of what is kept; no character is torn
-    apart.
+    """Return the tokens between the first half and the second half of what is kept; no character is
+    torn apart.
     """
     first = (keep + 1) // 2
     last = len(content) - keep // 2
@@ -246,16 +250,16 @@ def _same_character(encoded: Encoded, left: int, right: int) -> bool:
 
 # ---------------------------------------------------------------- reasoning
 #
-# Trained turns without the reasoning that begins them, for --train-thinking false. Reasoning is
-# what stands between the generation prompt and the answer: a think block (of the template, empty
-# ones too, or of the record's own text), or `reasoning_content` in any form that the template gives
-# it.
+# Trained turns without the reasoning that begins them, for --train-thinking false. Reasoning is the
+# text between the generation prompt and the answer. It is a think block, from the template (even an
+# empty one) or from the record's own text, or `reasoning_content` in any form that the template
+# gives it.
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def without_reasoning(rendering: Rendering) -> Rendering:
-    """The rendering with turns that begin behind their thinking.
+    """Return the rendering with turns that begin after their reasoning.
 
     Raises:
         RecordProblem: the template gives reasoning in a form in which its end is not found.
@@ -294,7 +298,7 @@ def _behind(text: str, turn: Turn, answer: Message) -> Turn:
 
 
 def _behind_block(written: str, reasoning: str, content: str, by_prompt: bool) -> str:
-    """What is written behind the think block with which an answer begins."""
+    """Return what follows the think block at the start of an answer."""
     rests = [written[found.end() :].lstrip() for found in re.finditer(_CLOSE, written)]
     if reasoning and _CLOSE in reasoning + content:  # the first tag may be a quoted one
         _, found, behind = written.partition(reasoning)
@@ -368,8 +372,8 @@ class Renderer:
         self._check_cutoff(str(tokenizer.name_or_path))
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
-        """The samples of one conversation: one, or one per answer where the template asks for it
-        (see spans.py).
+        """Return the samples of one conversation: one, or one per answer if the template requires
+        it (see spans.py).
 
         Raises:
             RecordProblem: the template refuses the record or rewrites its answer; nothing or all
@@ -384,8 +388,8 @@ class Renderer:
         return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of the record spells a special token, which the tokenizer will read as
-        one.
+        """Return whether a text of the record spells a special token, which the tokenizer will read
+        as one.
         """
         texts = []
         for message in conversation.messages:
@@ -394,8 +398,8 @@ class Renderer:
         return any(map(self.template.has_special, texts))
 
     def _text(self, text: str) -> Rendered:
-        """A plain text between the tokens that begin and end one; every token but the first is a
-        target.
+        """Render a plain text between the tokens that begin and end one; every token but the first
+        is a target.
         """
         if self._end_id is None:
             raise RecordProblem(
@@ -420,7 +424,7 @@ class Renderer:
     def _targets(
         self, rendering: Rendering, encoded: Encoded
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """The tokens of each answer, and which of all T are targets, bool (T,)."""
+        """Return the tokens of each answer, and which of all T are targets, bool (T,)."""
         answers = trained_tokens(rendering.text, encoded, rendering.turns)
         supervised = np.zeros(len(encoded.ids), dtype=bool)
         for answer in answers:
@@ -516,8 +520,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens that the chat template ends an answer with, which a model must learn to
-    write.
+    """Return the special tokens that the chat template ends an answer with, which a model must
+    learn to write.
 
     Errors are `Renderer`'s.
     """

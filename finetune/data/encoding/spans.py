@@ -1,24 +1,23 @@
-"""Where in a rendered conversation the trained text is: found by rendering, never by guessing at a
-template.
+"""Find the trained text in a rendered conversation: by rendering, never by guessing at a template.
 
 The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*,
-because that is what the model must write when it answers. So if a template lets an answer begin
-with something of its own (Qwen3's empty think block in the last turn), that is trained too: the
-same template's prompt, at inference, ends before it.
+because that is what the model must write when it answers. A template may add its own text at the
+start of an answer (Qwen3's empty think block in the last turn). That text is trained too, because
+at inference the same template's prompt ends before it.
 
 1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A =
-   render(messages up to the answer), the trained text is A minus P, if P begins both A and the
-   whole rendering, and there too the rest of A follows.
-2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out
+   render(messages up to the answer), the trained text is A minus P. This requires that P begins
+   both A and the whole rendering, and that the rest of A follows in the whole rendering too.
+2. Otherwise the answer is rendered between two marks that occur nowhere else. If removing the marks
    gives the plain rendering, they show where the answer is (Qwen3: earlier answers of a
    conversation, whose think block is left out).
-3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning,
-   which the template keeps in the last turn only), found there by 1 or 2.
-4. Else the record is a problem, and is reported.
+3. Otherwise each answer becomes a separate sample that ends with it, where 1 or 2 finds it. (Qwen3:
+   an answer with reasoning, which the template keeps in the last turn only.)
+4. Otherwise the record is reported as a problem.
 
-An answer ends with its end-of-turn token. Where a template writes none after the last turn, but
-lets the next turn begin with a token at which the model stops (GLM-4.5: `<|user|>`, or
-`<|observation|>` after a call), that token is trained as the end.
+An answer ends with its end-of-turn token. Some templates write none after the last turn, but begin
+the next turn with a token at which the model stops (GLM-4.5: `<|user|>`, or `<|observation|>` after
+a call). Then that token is trained as the end.
 
 The newline that many templates write after the end-of-turn token is not trained: generation has
 stopped before it.
@@ -115,7 +114,7 @@ class ChatTemplate:
             self._takes_parts = self._writes_content()
 
     def _writes_content(self) -> bool:
-        """Whether a question comes out in the form that contents are given in."""
+        """Return whether a question comes out in the form that contents are given in."""
         probe = "a7f3 probe"
         try:
             text = self._render([Message("user", probe)], False, text_arguments=False)
@@ -124,7 +123,7 @@ class ChatTemplate:
         return probe in text and f"'text': '{probe}" not in text  # as Python writes a part
 
     def with_tools(self, tools: Tools) -> ChatTemplate:
-        """The same template for a conversation in which these may be called."""
+        """Return the same template for a conversation in which these tools may be called."""
         if not tools and not self.tools:
             return self
         bound = copy.copy(self)
@@ -132,7 +131,7 @@ class ChatTemplate:
         return bound
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """The text of these messages.
+        """Render these messages.
 
         Arguments of calls are given as objects, which is transformers' convention. A template that
         joins them to a text (DeepSeek-V3), or would write Python's form of them, gets them as JSON.
@@ -173,7 +172,7 @@ class ChatTemplate:
             raise RecordProblem("refused by the chat template", first_line(error)[:200]) from error
 
     def _for_template(self, message: Message, text_arguments: bool) -> dict[str, Any]:
-        """A message as transformers' chat templates read it."""
+        """Return a message as transformers' chat templates read it."""
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         if self._takes_parts:
             turn["content"] = [{"type": "text", "text": message.content}]
@@ -191,7 +190,7 @@ class ChatTemplate:
         return turn
 
     def has_special(self, text: str) -> bool:
-        """Whether the text spells one of the tokenizer's special tokens."""
+        """Return whether the text spells one of the tokenizer's special tokens."""
         return self._special.search(text) is not None
 
     def begins_with_special(self, text: str) -> bool:
@@ -201,7 +200,7 @@ class ChatTemplate:
         return text.endswith(self.specials)
 
     def stops(self, text: str) -> Iterator[int]:
-        """Where a trained text may end, the longest first: without white space, then without each
+        """Yield where a trained text may end, longest first: without white space, then without each
         special token.
         """
         stop = len(text.rstrip())
@@ -348,8 +347,8 @@ def _by_prefix(
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether the text has the message's reasoning, and then its content and calls, ignoring white
-    space.
+    """Return whether the text has the message's reasoning, and then its content and calls, ignoring
+    white space.
     """
     text, reasoning = squeezed(text), squeezed(message.reasoning)
     found = text.find(reasoning)
@@ -362,8 +361,8 @@ def _holds(text: str, message: Message) -> bool:
 
 
 def _continues(prompt: str, written: str, message: Message) -> bool:
-    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the
-    answer.
+    """Return whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think>
+    of the answer.
     """
     prompt, written, content = squeezed(prompt), squeezed(written), squeezed(message.content)
     if not all(written_out(call, written) for call in message.calls):
@@ -377,8 +376,9 @@ def _continues(prompt: str, written: str, message: Message) -> bool:
 def _check_reasoning(
     template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int
 ) -> None:
-    """A template may ignore reasoning, or open a think block of its own before the answer's, which
-    would teach two.
+    """Raise RecordProblem if the template ignores reasoning, or opens a second think block.
+
+    A block of the template before the answer's would teach the model to write two.
     """
     content = messages[answer].content
     if messages[answer].reasoning:
@@ -434,7 +434,7 @@ def _by_marks(
         start -= len(opening)
     follows_prompt = text[:start] == prompt
     if follows_alone and not follows_prompt:
-        return None  # a sample of its own follows the prompt that serving writes
+        return None  # a separate sample follows the prompt that serving writes
     ends = template.ends_with_special(text[start:turn_end])
     return Turn(start, turn_end, ends, follows_prompt)
 

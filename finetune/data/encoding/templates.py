@@ -124,7 +124,7 @@ TEMPLATES = {"chatml": _CHATML_TURNS} | {
 
 
 def template_source(template: str) -> str:
-    """The text of a template given by name or as a file.
+    """Return the text of a template given by name or as a file.
 
     Raises:
         DataError: neither a known name nor a readable file, or not valid Jinja.
@@ -158,13 +158,12 @@ def template_source(template: str) -> str:
 def load_tokenizer(
     model: str, template: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, local files first, and give it the chat template that the run
-    uses.
+    """Load the tokenizer of a model, local files first, and set the chat template of the run.
 
-    The template is set on the tokenizer, so `save_pretrained` writes it beside the adapter and chat
-    reads the same one. A tokenizer without padding token pads with its end token: masks go by
-    position, so that one is still learned, and no embedding is added. HF_ENDPOINT, HF_HUB_OFFLINE
-    and HF_HOME work as in transformers.
+    The template is set on the tokenizer, so `save_pretrained` writes it next to the adapter and
+    chat reads the same template. A tokenizer without padding token pads with its end token. Masks
+    use positions, so the end token is still learned, and no embedding is added. HF_ENDPOINT,
+    HF_HUB_OFFLINE and HF_HOME work as in transformers.
 
     Args:
         model: a folder or a hub id.
@@ -172,7 +171,7 @@ def load_tokenizer(
         trust_remote_code: whether code from the model repository may run.
 
     Raises:
-        DataError: no tokenizer there, an unknown template, or no template at all.
+        DataError: the model has no tokenizer, the template is unknown, or there is no template.
     """
     tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
     if template is not None:
@@ -194,7 +193,9 @@ def load_tokenizer(
 
 
 def _stop_tokens(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens of `eos_token_id` in the model's generation_config.json, if it has one here."""
+    """Return the tokens of `eos_token_id` in the model's generation_config.json, if it has one
+    here.
+    """
     name, revision = split_revision(model)
     folder = Path(model).expanduser()
     try:
@@ -211,7 +212,7 @@ def _stop_tokens(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, .
 
 
 def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id as it is, with or without chat template.
+    """Return the tokenizer of a folder or hub id as it is, with or without chat template.
 
     Raises:
         DataError: no tokenizer there, or one that cannot be loaded.

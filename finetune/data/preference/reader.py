@@ -1,9 +1,13 @@
-"""Records of preferences -> conversations with two answers, or with one answer and its label.
+"""Convert preference records to conversations with two answers, or with one answer and its label.
 
-Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as
-whole conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`);
-`rejected_response` or `rejected_messages` beside an ordinary record (ms-swift). Labels: an ordinary
-record with a true or false `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory), for KTO.
+A pair is in one of two forms:
+
+- `chosen` and `rejected` after a prompt, each as a string, a turn or a list of turns, or as whole
+  conversations (TRL, and LLaMA-Factory's alpaca and ShareGPT records with `ranking`)
+- an ordinary record with `rejected_response` or `rejected_messages` (ms-swift)
+
+A label, for KTO, is a true or false `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory) in an
+ordinary record.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from finetune.data.report import RecordProblem
 PreferenceForm = Literal["pairs", "labels"]
 
 _BOTH_KEYS = ("chosen", "rejected")
-_OTHER_KEYS = ("rejected_messages", "rejected_response")  # beside an ordinary record
+_OTHER_KEYS = ("rejected_messages", "rejected_response")  # in an ordinary record
 _SIDE_KEYS = _BOTH_KEYS + _OTHER_KEYS
 # a format of pairs; the others are ordinary ones with another answer
 _CHOSEN = "chosen and rejected"
@@ -63,7 +67,7 @@ class PreferenceReader(RecordReader):
     preference: PreferenceForm = "pairs"
 
     def _renamed(self, record: Any) -> Mapping[str, Any]:
-        """A side that is one turn becomes a list of it: like the lists of other formats, it is
+        """Make a side that is one turn a list of it: like the lists of other formats, it is
         searched for media.
         """
         renamed = dict(super()._renamed(record))
@@ -124,7 +128,7 @@ class PreferenceReader(RecordReader):
 
 
 def reader_of(form: PreferenceForm | None) -> Callable[..., RecordReader]:
-    """What makes the reader of a run's records; None of ordinary ones."""
+    """Return the function that makes the reader of a run's records; form None: ordinary records."""
     return RecordReader if form is None else partial(PreferenceReader, preference=form)
 
 
@@ -212,7 +216,7 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 
 
 def _answered(messages: Sequence[Message], prompt_turns: int, where: str) -> tuple[Message, ...]:
-    """The turns with those of the prompt as context."""
+    """Return the turns with those of the prompt as context."""
     if not messages[prompt_turns].trained:
         raise RecordProblem(
             "no answer", f"{where}: the first answer behind the prompt has weight 0"
@@ -236,7 +240,7 @@ def _both_sides(record: Mapping[str, Any]) -> _Sides:
 
 
 def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sides:
-    """An ordinary record, and its other answer, or another conversation."""
+    """Return an ordinary record, and its other answer, or another conversation."""
     keys = [key for key in _OTHER_KEYS if record.get(key) is not None]
     if len(keys) != 1:
         what = "'rejected_messages' and 'rejected_response'" if keys else "no 'rejected_response'"
@@ -259,8 +263,8 @@ def _prompt(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
-    """The prompt and a side's turns, or the side alone where it is a whole conversation; in a
-    legal order.
+    """Return the prompt and a side's turns, or only the side if it is a whole conversation; in a
+    valid order.
     """
     value = record[key]
     if isinstance(value, str):
@@ -290,8 +294,8 @@ def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[M
 
 
 def _check_prompt(prompt: Sequence[Message], shared: Sequence[Message]) -> None:
-    """The prompt that a record names must be what its sides, as whole conversations, begin with, or
-    the end of it.
+    """Check that the prompt of a record is the beginning of its sides, if these are whole
+    conversations, or the end of that beginning.
     """
     named = [replace(message, trained=True) for message in prompt if message.role != "system"]
     turns = [replace(message, trained=True) for message in shared if message.role != "system"]

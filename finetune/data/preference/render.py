@@ -63,8 +63,8 @@ class PreferenceRenderer(Renderer):
         return [_joined(first, second)]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of either side spells a special token, which the tokenizer will read as
-        one.
+        """Return whether a text of either side spells a special token, which the tokenizer will
+        read as one.
         """
         assert isinstance(conversation, Preference)
         other = Conversation(conversation.rejected)
@@ -108,8 +108,8 @@ class PreferenceRenderer(Renderer):
     def _with_one_prompt(
         self, renderings: list[Rendering], begin: int
     ) -> tuple[list[Encoded], int]:
-        """The tokens of both, and how many of them are before the answers, which begin at character
-        `begin`.
+        """Return the tokens of both, and how many of them are before the answers, which begin at
+        character `begin`.
         """
         for cut_at in (None, begin):
             encodings = [self._encoder.encode(one.text, one.turns, cut_at) for one in renderings]
@@ -139,7 +139,7 @@ def _fit_both(sides: list[_Side], prompt_tokens: int, cutoff_len: int) -> list[K
     """Of each side at most `cutoff_len` tokens, and the same of the first `prompt_tokens`, which
     both begin with.
 
-    Whichever document leaves its prompt less room decides: the other has room for that prompt, too.
+    The document that leaves its prompt less room decides: the other has room for that prompt too.
     """
     kept = [fit(side.encoded, side.contents, side.answers, cutoff_len) for side in sides]
     prompts = [one.tokens[one.tokens < prompt_tokens] for one in kept]
@@ -151,7 +151,7 @@ def _fit_both(sides: list[_Side], prompt_tokens: int, cutoff_len: int) -> list[K
 
 
 def _refitted(side: _Side, prompt: np.ndarray, prompt_tokens: int, cutoff_len: int) -> Kept:
-    """A side cut again, with these tokens as its prompt."""
+    """Cut a side again, with these tokens as its prompt."""
     left = np.concatenate([prompt, np.arange(prompt_tokens, len(side.encoded.ids))])
     gone = prompt_tokens - len(prompt)
     encoded = Encoded(side.encoded.ids[left], side.encoded.starts[left], side.encoded.ends[left])

@@ -1,6 +1,8 @@
-"""Nulls that Arrow adds to records of tools: a struct column has every key in every row, so a call
-of one function also has the arguments of all others, each null. Parquet, `datasets` folders and hub
-data sets have them; JSON Lines has not.
+"""Remove nulls that Arrow adds to records with tools.
+
+A struct column has every key in every row, so a call of one function also has the arguments of all
+others, each null. Parquet, `datasets` folders and hub data sets have such nulls; JSON Lines has
+not.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ _TOOL_KEYS = ("tools", "functions")
 
 
 def may_have_fillers(schema: Schema) -> bool:
-    """Whether a column holds tools or calls as structs, and not as JSON text."""
+    """Return whether a column holds tools or calls as structs, and not as JSON text."""
     text = str(schema)
     return "struct<" in text and any(key in text for key in ("arguments", *_TOOL_KEYS))
 
 
 def without_fillers(record: Record) -> Record:
-    """The record without nulls in descriptions of tools, and without nulls that are no arguments.
+    """Return the record without nulls in descriptions of tools, and without nulls that are no
+    arguments.
 
     A null argument stays if the function's own schema allows null for it.
     """
@@ -49,7 +52,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _with_given_arguments(value: Any, schemas: Mapping[str, Any]) -> Any:
-    """The value, in which each call has only the arguments that it was given."""
+    """Return the value, in which each call has only the arguments that it was given."""
     if isinstance(value, list):
         return [_with_given_arguments(part, schemas) for part in value]
     if not isinstance(value, Mapping):

@@ -35,20 +35,18 @@ KINDS_IN_WORDS = (
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether the name is that of a kind that is read."""
+    """Return whether the name is that of a supported file type."""
     suffix, compression = suffixes(path)
     return suffix in (TEXT_SUFFIXES if compression else SUFFIXES)
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file must be read from its beginning; parquet and arrow compress inside."""
+    """Return whether a file must be read from its beginning; parquet and arrow compress inside."""
     return bool(suffixes(path)[1])
 
 
 def suffixes(path: Path) -> tuple[str, str]:
-    """`.jsonl` and `.gz` of `rows.jsonl.gz`; the second is empty where nothing compresses the
-    file.
-    """
+    """`.jsonl` and `.gz` of `rows.jsonl.gz`; the second is empty if nothing compresses the file."""
     last = path.suffix.lower()
     if last not in _COMPRESSIONS:
         return last, ""
@@ -67,7 +65,7 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-# How files begin that are not what their name says, and what to do with them.
+# First bytes of files whose content does not match their name, and the fix.
 _SIGNATURES = {
     codecs.BOM_UTF16_LE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     codecs.BOM_UTF16_BE: ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
@@ -120,8 +118,8 @@ class UniqueKeys:
 
 
 def open_text(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed. Errors as `wrap_read_errors` knows them, also while it is
-    read.
+    """Open the file's bytes, decompressed. Errors are wrapped as in `wrap_read_errors`, also while
+    reading.
     """
     compression = suffixes(path)[1]
     if compression == ".zst":
@@ -152,8 +150,8 @@ def file_kind(path: Path) -> str:
 
 
 def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` starts an array
-    of records.
+    """Return the first byte that is not white space; empty if there is none. `[` starts an array of
+    records.
     """
     with open_text(path) as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
@@ -221,7 +219,7 @@ def text_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of a parquet file in batches of at most `records`.
+    """Yield the records of a parquet file in batches of at most `records`.
 
     Raises:
         DataError: it is none.
@@ -238,7 +236,7 @@ def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
 
 
 def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
-    """The records of a batch as Python has them.
+    """Return the records of a batch as Python objects.
 
     Raises:
         DataError: two columns of one name, or a value that Python has not: a time beyond the year
@@ -260,8 +258,8 @@ def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
 
 
 def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at most
-    `records`.
+    """Yield the records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at
+    most `records`.
 
     Raises:
         DataError: it is none.
@@ -295,9 +293,9 @@ BATCHES = {"parquet": parquet_batches, "arrow": arrow_batches}
 # ---------------------------------------------------------------- JSON arrays
 
 CHUNK_BYTES = 1 << 20
-# How close to the end of the text read so far a result may still change with more text: a number
-# ("1." may become "1.5", "1e+" may become "1e+5"), and an error that is none ("-Infinity" or
-# "\ud83d\ude00" of which the rest is missing).
+# How close to the end of the text read so far a result may still change with more text. A number
+# may change: "1." may become "1.5", "1e+" may become "1e+5". An error may turn out to be none, if
+# the rest of "-Infinity" or "\ud83d\ude00" is still missing.
 _TAIL = 16
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
@@ -385,14 +383,14 @@ class _Text:
             return self._keys.checked(value)
 
     def line_at(self, place: int) -> int:
-        """The line of a place in `text` that is not before those asked for so far."""
+        """Return the line of a position in `text`, which must not be before earlier queries."""
         self._line += self.text.count("\n", self._counted, place)
         self._counted = place
         return self._line
 
     def broken(self, place: int | None, reason: str, line: int | None = None) -> DataError:
-        """The error for what is wrong at a place; text that is not UTF-8, wherever, is raised
-        instead.
+        """Return the error for a problem at a position; if the text is not UTF-8 anywhere, that
+        error is raised instead.
         """
         line = self.line_at(place) if place is not None else line
         while self._extend():

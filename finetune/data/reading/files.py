@@ -56,8 +56,8 @@ class DataFile:
 
 
 def expand_sources(entries: Sequence[str | Path | DataSource]) -> tuple[DataFile, ...]:
-    """The files of all entries in order, each with its entry; within a folder or glob sorted by
-    name.
+    """Return the files of all entries in order, each with its entry; within a folder or glob sorted
+    by name.
 
     Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files;
     hidden files and folders are left out. One that `save_to_disk` of `datasets` wrote has the files
@@ -103,7 +103,7 @@ def _limited(source: DataSource, paths: Sequence[Path]) -> Iterator[tuple[Path, 
 def expand_each(
     paths: Sequence[str | Path], expand: Callable[[str], list[Path]]
 ) -> list[list[Path]]:
-    """The files that each path names; what is wrong with several paths is reported together."""
+    """Return the files that each path names; errors of several paths are reported together."""
     groups: list[list[Path]] = []
     problems: list[FinetuneError] = []
     for path in paths:
@@ -116,12 +116,12 @@ def expand_each(
 
 
 def named_twice(files: Sequence[Path]) -> list[str]:
-    """The files that are in the list more than once, by name."""
+    """Return the files that are in the list more than once, by name."""
     return sorted(str(file) for file, times in Counter(files).items() if times > 1)
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder down to the bottom, sorted by name, without hidden files and
+    """Return the files of a folder and its subfolders, sorted by name, without hidden files and
     folders.
     """
     found = []
@@ -133,7 +133,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def glob_files(pattern: Path) -> list[Path]:
-    """The files that a glob names, sorted by name; ** matches folders at any depth."""
+    """Return the files that a glob names, sorted by name; ** matches folders at any depth."""
     matches = map(Path, glob.glob(str(pattern), recursive=True))
     return sorted(path for path in matches if path.is_file())
 
@@ -145,7 +145,7 @@ def _expand(given: str) -> list[Path]:
     path = Path(given).expanduser()
     if path.is_dir():
         found = [inside for inside in visible_files(path) if _is_data(inside)]
-        # Beside data, a text file says something about it (README.txt).
+        # A text file next to data describes the data (README.txt).
         data = [inside for inside in found if suffixes(inside)[0] != ".txt"]
         files = _saved_files(path) or data or found
         if not files:
@@ -171,8 +171,8 @@ def _expand(given: str) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data
-    is none.
+    """Return whether a file that was found, not named, holds data; what `save_to_disk` writes about
+    the data does not.
     """
     if path.name in (_STATE_FILE, _INFO_FILE) and _is_saved(path.parent):
         return False
@@ -180,13 +180,13 @@ def _is_data(path: Path) -> bool:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote one data set there."""
+    """Return whether `save_to_disk` wrote one data set there."""
     return (folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a data set that `save_to_disk` wrote there, in order; empty where it is no such
-    folder.
+    """Return the files of a data set that `save_to_disk` wrote there, in order; empty if the folder
+    holds none.
     """
     try:
         if (folder / _SPLITS_FILE).is_file():
@@ -210,11 +210,11 @@ def read_records(path: Path, most: int | None = None) -> Iterator[tuple[int, Any
     """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet
     and arrow).
 
-    A file whose first character is `[` is one JSON array, any other text file but .csv and .txt is
-    JSON Lines, regardless of its suffix. All are streamed; blank lines are no records.
+    A file whose first character is `[` is one JSON array. Any other text file but .csv and .txt is
+    JSON Lines, regardless of its suffix. All are streamed; blank lines are skipped.
 
     Args:
-        most: end after so many records; what follows is not read.
+        most: maximum number of records; the rest of the file is not read.
 
     Raises:
         DataError: an array that is broken (the records after that cannot be separated), or an
@@ -242,7 +242,7 @@ def _all_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def lines_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """The lines of a file that start in these bytes."""
+    """Yield the lines of a file that start in these bytes."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
@@ -254,7 +254,7 @@ def lines_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
 def line_records(
     lines: Iterable[bytes], path: Path | None = None, *, is_start: bool = True
 ) -> Iterator[tuple[int, Any]]:
-    """The records of JSON Lines as in `read_records`, with lines counted from 1.
+    """Yield the records of JSON Lines as in `read_records`, with lines counted from 1.
 
     Args:
         path: if given, a file that is one object over several lines is refused.
@@ -276,7 +276,9 @@ def line_records(
 
 
 def decode_record(raw: bytes) -> Any:
-    """The record on a line of JSON Lines, or the RecordProblem that explains why there is none."""
+    """Return the record on a line of JSON Lines, or the RecordProblem that explains why there is
+    none.
+    """
     keys = UniqueKeys()
     try:
         return keys.checked(json.loads(raw.decode("utf-8"), object_pairs_hook=keys))
@@ -284,13 +286,13 @@ def decode_record(raw: bytes) -> Any:
         return RecordProblem(NOT_UTF8, f"byte {error.start + 1} of the line{_other_encoding(raw)}")
     except json.JSONDecodeError as error:
         return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
-    # a number of thousands of digits; thousands of nested brackets
+    # a number with thousands of digits; thousands of nested brackets
     except (ValueError, RecursionError) as error:
         return RecordProblem("broken JSON", str(error).split(";")[0])
 
 
 def _other_encoding(raw: bytes) -> str:
-    """What to add about a line that is JSON in the encoding of Chinese Windows."""
+    """Return a hint about a line that is JSON in the encoding of Chinese Windows."""
     try:
         json.loads(raw.decode("gb18030"))
     except ValueError:

@@ -21,7 +21,8 @@ _FORM = "write hub:OWNER/NAME, and where needed /SUBSET, @REVISION, :SPLIT behin
 
 
 def hub_files(given: str) -> list[Path] | None:
-    """The Arrow files of a data set by name, in order; None where it is no such name.
+    """Return the Arrow files of a data set by name, in order; None if it is not the name of a data
+    set.
 
     The libraries download it where it is not cached, keep it under their own folders (HF_HOME,
     MODELSCOPE_CACHE), and read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
@@ -87,8 +88,8 @@ def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    """The commit that a branch, tag or short commit stands for, by the hub: datasets keeps no names
-    of commits.
+    """Ask the hub for the commit of a branch, tag or short commit: datasets stores no names of
+    commits.
 
     Raises:
         ValueError: the hub does not know it, or is out of reach.

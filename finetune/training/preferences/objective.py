@@ -102,7 +102,7 @@ class PreferenceObjective:
         *,
         groups: int,
     ) -> Scored:
-        """Of the targets' losses `(n,)` and the reference's log-probabilities `(documents,)`."""
+        """Score targets' losses `(n,)` with the reference's log-probabilities `(documents,)`."""
         assert answers is not None
         log_probs = -losses_of.document_sums(losses, answers.targets)
         if self.config.loss == "kto":
@@ -124,7 +124,7 @@ class PreferenceObjective:
     def _compared(
         self, log_probs: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Of pairs: every one of `SUMS`, `(pairs,)`."""
+        """Return all `SUMS` for pairs, each `(pairs,)`."""
         config = self.config
         chosen, rejected = log_probs[0::2], log_probs[1::2]
         means = log_probs / counts
@@ -150,7 +150,7 @@ class PreferenceObjective:
     def _labelled(
         self, log_probs: torch.Tensor, answers: Answers, reference: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The same of answers with labels, `(samples,)`."""
+        """Return all `SUMS` for answers with labels, each `(samples,)`."""
         config, ratios = self.config, log_probs - reference
         point = torch.full_like(ratios, self._reference_point, requires_grad=False)
         good = answers.labels == 1
@@ -344,7 +344,7 @@ class ReferencePoint:
     pairs: np.ndarray | None = None
 
     def of(self, model: torch.nn.Module, samples: AnswerSource, indices: np.ndarray) -> float:
-        """Of a global batch; 0 where it has one sample. Every rank must call it.
+        """Return the value for a global batch; 0 if it has one sample. Every rank must call it.
 
         Raises:
             torch.OutOfMemoryError: on every rank, where memory did not suffice on one.
@@ -365,7 +365,7 @@ class ReferencePoint:
         return max(0.0, total / len(indices))
 
     def _sum(self, model: torch.nn.Module, samples: AnswerSource, indices: np.ndarray) -> float:
-        """Of this rank's part of the global batch."""
+        """Return the sum over this rank's part of the global batch."""
         pairs = mismatched_pairs(indices, len(samples))
         numbers = (
             np.arange(len(pairs)) if self.pairs is None else np.searchsorted(self.pairs, pairs)

@@ -1,12 +1,12 @@
-"""The model before the run, which preferences are compared with; there is never a second model in
-memory.
+"""The reference model of preference training: the model before the run. There is never a second
+model in memory.
 
-With an adapter it is the same model with the adapter off, evaluated microbatch by microbatch. A
-model that is trained whole is evaluated once, before its first step. The log-probabilities are then
-in the run's folder, for a run that resumes, and in the cache, for other runs like it. Training and
-validation data have a file each (KTO's two), so that a run may resume with other validation data.
-None is a `.safetensors` at the top of the run folder, which is handed out as a model: engines load
-all that are there.
+With an adapter the reference is the same model with the adapter off, evaluated microbatch by
+microbatch. A fully trained model is evaluated once, before its first step. The log-probabilities
+are then stored in the run's folder, for a run that resumes, and in the cache, for other runs like
+it. Training and validation data have separate files (KTO's have two each), so that a run may resume
+with other validation data. None of them is a `.safetensors` file at the top of the run folder: that
+folder is handed out as a model, and engines load every such file in it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SavedReference:
 
     @property
     def name(self) -> str:
-        """Of the file, in the run's folder."""
+        """Name of the file in the run's folder."""
         return f"{_FOLDER}/{self.side}.st"
 
     def find(self) -> torch.Tensor | str:
@@ -189,7 +189,7 @@ class SavedReference:
         return table
 
     def refusal(self, why: str) -> StateError:
-        """Where they can no longer be made, as the model has been trained since."""
+        """Return the error if they can no longer be computed: the model has been trained since."""
         data, fix = _SIDES[self.side.removesuffix(MISMATCHED)]
         what = f"what the model said of the {data} before the run is not known: {self.name} {why}"
         return StateError(what, str(self.folder), fix)
@@ -227,5 +227,5 @@ class SavedReference:
 
 
 def _digest(samples: torch.Tensor, values: torch.Tensor) -> str:
-    """SHA-256 of the numbers of samples and of what is saved of each."""
+    """Return the SHA-256 of the sample indices and their saved values."""
     return hashlib.sha256(samples.numpy().tobytes() + values.numpy().tobytes()).hexdigest()

@@ -125,8 +125,8 @@ def _cost(
 
 
 def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> dict[str, Any]:
-    """Whether the model is compiled and computes in float8 from here on, and who computes its
-    layers and attention.
+    """Compile the model and switch to float8 where configured; return which of these are on, and
+    what computes its layers and attention.
     """
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
@@ -160,9 +160,7 @@ def _model_from_scratch(config: PretrainConfig, data: PreparedTexts) -> PreTrain
 
 
 def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> bool:
-    """Let the blocks' matrix products run in float8, where the device has it; elsewhere say so
-    once.
-    """
+    """Run the blocks' matrix products in float8 if the device supports it; otherwise warn once."""
     if not config.fp8:
         return False
     if not able.fp8:

@@ -53,7 +53,7 @@ ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTexts(PreparedRun):
-    """Of a run on texts.
+    """What is known about a run on texts.
 
     Attributes:
         bytes_per_token: int `(vocabulary,)`, for bits per byte; None without a tokenizer.
@@ -67,7 +67,7 @@ class PreparedTexts(PreparedRun):
 
     @property
     def passes(self) -> float:
-        """How often the run goes through the training tokens."""
+        """Number of passes of the run through the training tokens."""
         return self.batches.total_steps * self.batches.global_batch_size / len(self.train)
 
 
@@ -164,8 +164,8 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
 def _global_batches(
     config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int
 ) -> GlobalBatches:
-    """The global batches: after every step each weighted source's share is within one window of its
-    weight.
+    """Return the global batches. After every step each weighted source's share is within one window
+    of its weight.
     """
     import numpy as np
 
@@ -184,13 +184,13 @@ def _global_batches(
 
 
 def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float, ...]:
-    """The weights of the entries as numbers: natural is how many windows there are."""
+    """Return the weights of the entries as numbers; `natural` is the number of windows."""
     pairs = zip(config.data_weights, train.parts, strict=True)
     return tuple(float(len(part)) if weight == "natural" else weight for weight, part in pairs)
 
 
 def _identity(config: PretrainConfig) -> dict[str, Any]:
-    # As runs have it that were begun before there were best-fit windows.
+    # The same form as in runs that were started before best-fit windows existed.
     identity: dict[str, Any] = {
         "kind": "pretrain",
         "document_aligned": config.windows == "document",

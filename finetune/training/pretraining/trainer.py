@@ -99,7 +99,7 @@ class TextTrainer(RunTrainer):
         )
         # SDPA has neither softcaps nor sinks, which a model from elsewhere may have.
         attention = "sdpa" if self.settings.model is None else "eager"
-        # A generator of their own: training must not notice whether samples were taken.
+        # A separate generator state: sampling must not change what training computes.
         with _for_generation(self.model, attention), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed + step)
             generate: Any = self.model.generate  # typed as a tensor: torch's Module has __getattr__
@@ -196,8 +196,10 @@ class ContinuedTrainer(TextTrainer, SFTTrainer):
 
 @contextlib.contextmanager
 def _for_generation(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Uncompiled, with an attention whose masks know a cache, and without dropout; afterwards as
-    before.
+    """Prepare the model for generation, and restore it on exit.
+
+    Within the block it is uncompiled, uses an attention whose masks support a cache, and has no
+    dropout.
     """
     before, training, compiled = (
         model.config._attn_implementation,
