@@ -281,7 +281,9 @@ def test_equal_records_are_those_that_say_the_same_in_any_form() -> None:
 
 
 def test_the_rows_of_the_page_are_read() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "data.md").read_text(
+        encoding="utf-8"
+    )
     blocks = [block.split("```")[0] for block in page.split("```jsonl\n")[2:4]]
     pairs, labels = ([json.loads(line) for line in block.splitlines()] for block in blocks)
     found = [read(row) for row in pairs]
