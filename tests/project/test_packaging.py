@@ -20,7 +20,7 @@ import pytest
 import yaml
 from launching import ROOT, environment
 
-from finetune.version import __version__
+from finetune.version import DISTRIBUTION, __version__
 
 PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 DATA = (
@@ -73,6 +73,7 @@ def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path) -> N
     assert modules == {name for name in names if name.endswith(".py")}
     assert {name.split("/")[0] for name in names} == {"finetune", metadata_name.split("/")[0]}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert metadata["Name"] == DISTRIBUTION
     assert metadata["Version"] == __version__ and metadata["Author"] == "the finetune authors"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert {"deepspeed", "serve", "quantization", "npu"} <= set(
