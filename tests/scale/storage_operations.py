@@ -170,7 +170,7 @@ def lock(cluster: Cluster) -> str:
     assert again == "held", again
     assert cluster.do(1, _hold, 0.0) == "held", "not free after a good end"
     if not after_kill:
-        return "the other node is refused, and free after a kill -9"
+        return "the other node is refused; the lock is free after kill -9"
     assert "rm " in after_kill, after_kill
     told = after_kill[after_kill.index("if it is gone") :]
     return f'the other node is refused, after a kill -9 too ("{told}"); this one is not'
@@ -274,7 +274,7 @@ def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
     )
     assert kept == ["checkpoint-3", "checkpoint-4"], kept
     if errors:
-        return f'a save fails, the one before stays; the next goes well: "{errors[0][:150]}"'
+        return f'one save fails and the previous checkpoint remains; the next save succeeds: "{errors[0][:150]}"'
     return "saved, rotated, resumed from on the other node" + (
         f" {late:.0f} s later" if late else ""
     )
@@ -324,9 +324,9 @@ def cache(cluster: Cluster) -> str:
     ]
     assert not left, left
     made = notes.read_text().count("made")
-    said = f'one start fails, the next goes well: "{errors[0][:120]}"; ' if errors else ""
+    said = f'one start fails, the next succeeds: "{errors[0][:120]}"; ' if errors else ""
     return said + (
-        "made once, used by both" if made == 1 else f"made {made} times, one is used by both"
+        "prepared once, used by both" if made == 1 else f"made {made} times, both use one"
     )
 
 
@@ -414,7 +414,7 @@ def readers(cluster: Cluster, steps: int = 40) -> str:
     assert not _error(seen), seen
     assert seen["orders"] and seen["step"] == steps, seen
     assert [state for state in seen["states"] if state != "waiting"] == ["running", "done"], seen
-    return "every step is seen, none goes back"
+    return "every step is shown, in order"
 
 
 # ---------------------------------------------------------------- results
