@@ -241,7 +241,7 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
             ]
             lines.append("")
     lines += [
-        (
+        wrapped(
             "If the interval includes 0, the difference is not significant (marked ~). These"
             " results are from one small model and one type of data."
         ),

@@ -331,8 +331,8 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
         "",
         wrapped(
             "The table counts right answers to the held-out questions in `valid.jsonl`, 50 of each"
-            f" difficulty. The learning rates are those with which seed {SEEDS[0]} answered the"
-            f" most of the 100 questions in `preference_valid.jsonl`: {tried}."
+            f" difficulty. The learning rates were chosen by the right answers of seed {SEEDS[0]} to"
+            f" the 100 questions in `preference_valid.jsonl`. They are {tried}."
         ),
         "",
         "| difficulty | at the start | pairs | fine-tuning |",
@@ -368,8 +368,8 @@ def speed_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         wrapped(
             "Every step's documents and trained tokens are equal, and so are the first loss and"
             " log-probabilities (1e-4). `trl` has its defaults, which include gradient"
-            " checkpointing; `trl-tuned` runs without it. Times are CPU seconds of the one thread."
-            ' The column "by wall time" has the ratios of the same rounds by wall time. Peak memory'
+            " checkpointing; `trl-tuned` runs without it. Each run has one thread, and times are"
+            ' its CPU seconds. The column "by wall time" has the ratios of the same rounds by wall time. Peak memory'
             " is that of the process."
         ),
         "",

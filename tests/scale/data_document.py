@@ -24,8 +24,9 @@ PREPARED = """
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 EXTRAPOLATED = """
-Time and disk space, extrapolated (not run) from {rows:,} rows each to 10 million rows on two free cores:
-{each}.
+Each result at {rows:,} rows gives this time and disk space for 10 million rows on two free cores (not run):
+
+{each}
 """
 KILLED = """
 The resumed run was killed (SIGKILL) {before:,.0f} s after its start, with {kept:,} of {rows:,} rows in finished shards.
@@ -74,7 +75,7 @@ def section(found: dict[str, Any]) -> str:
 
 
 def _extrapolated(found: dict[str, Any]) -> str:
-    """From the most rows that all contenders prepared."""
+    """From the largest number of rows that every system prepared."""
     runs = [
         one["found"] | {"name": name.split()[0]}
         for name, one in found.items()
@@ -86,8 +87,8 @@ def _extrapolated(found: dict[str, Any]) -> str:
     for run in runs:
         if run["rows"] == rows and not run["code"]:
             hours, gib = run["cpu_seconds"] * times / 2 / 3600, run["disk"] * times / 2**30
-            each.append(f"{NAMES[run['name']]} {hours:.1f} h, {gib:.0f} GiB")
-    return EXTRAPOLATED.format(rows=rows, each="; ".join(each))
+            each.append(f"- {NAMES[run['name']]}: {hours:.1f} h, {gib:.0f} GiB")
+    return EXTRAPOLATED.format(rows=rows, each="\n".join(each))
 
 
 def _line(name: str, found: dict[str, Any], load: float) -> str:

@@ -222,8 +222,8 @@ def section(found: list[Cell]) -> str:
     lines += [
         "",
         (
-            "Largest case actually run: two nodes on one machine, files of 200 kB, and caches of 3 s"
-            " instead of 60 s."
+            "Largest case actually run: two nodes on one machine, 200 kB files, and caches that last"
+            " 3 s instead of 60 s."
         ),
     ]
     return "\n".join(lines)
