@@ -20,6 +20,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -189,18 +190,25 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
     lines = [
         "# Curriculum against other orders",
         "",
-        "Written by `python benchmarks/curriculum.py`; do not edit.",
+        "This page is written by `python benchmarks/curriculum.py`. Do not edit it.",
         "",
-        (
-            "LoRA on `data_samples/tiny-qwen3`, the first records of `data_samples/train.jsonl`,"
-            f" as many steps of {BATCH} samples as {EPOCHS} passes have, learning rate"
-            f" {options.learning_rate:g}, seeds {', '.join(map(str, options.seeds))}. Per seed"
-            " three runs take the same samples equally often (checked by record number; reversed"
-            " may round one of a difficulty the other way): `staged` in the default stages,"
-            " `uniform` with their overall mix in every step, `reversed` in the stages from the"
-            " last to the first. Held-out records: `data_samples/valid.jsonl`, 50 per difficulty."
-            " Differences are taken seed by seed, with their 95% interval (Student's t), and"
-            " signed so that above zero the stages are better."
+        wrapped(
+            "The task is LoRA on `data_samples/tiny-qwen3` with the first records of"
+            f" `data_samples/train.jsonl`. Each run takes as many steps of {BATCH} samples as"
+            f" {EPOCHS} passes have, at learning rate {options.learning_rate:g}, with seeds"
+            f" {', '.join(map(str, options.seeds))}. Per seed, three runs take the same samples"
+            " equally often:"
+        ),
+        "",
+        "- `staged`: in the default stages",
+        "- `uniform`: with the overall mix of the stages in every step",
+        "- `reversed`: in the stages from the last to the first",
+        "",
+        wrapped(
+            "Record numbers confirm the equal counts; `reversed` may round one sample of a"
+            " difficulty the other way. The held-out records are `data_samples/valid.jsonl`, 50"
+            " per difficulty. Differences are computed seed by seed, with their 95% interval"
+            " (Student's t). Above zero the stages are better."
         ),
         "",
     ]
@@ -233,13 +241,17 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
             ]
             lines.append("")
     lines += [
-        (
-            "An interval with 0 in it cannot tell the two apart (marked ~). One small model, one"
-            " kind of data."
+        wrapped(
+            "If the interval includes 0, the difference is not significant (marked ~). These"
+            " results are from one small model and one type of data."
         ),
         "",
     ]
     return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _of(model: dict[str, Any], level: str | None) -> dict[str, Any]:

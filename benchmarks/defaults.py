@@ -20,6 +20,7 @@ import json
 import math
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,23 +253,28 @@ def train(work: Path, run: Run) -> dict[str, Any]:
 
 
 def page(found: list[Run]) -> str:
-    bases = ", ".join(f"{width} wide and {LAYERS[width]} layers deep" for width in WIDTHS)
+    bases = ", ".join(f"{width} ({LAYERS[width]} layers)" for width in WIDTHS)
     lines = [
         "# Learning rates and batches, measured",
         "",
-        (
-            "Written by `python benchmarks/defaults.py page` of"
-            " `benchmarks/results/defaults_sweep.jsonl`; do not edit."
+        wrapped(
+            "This page is written by `python benchmarks/defaults.py page` from"
+            " `benchmarks/results/defaults_sweep.jsonl`. Do not edit it."
         ),
         "",
-        (
-            f"Whole runs of {EPOCHS} passes with the staged curriculum, bfloat16 on a CPU, seed"
-            f" {SEED}, on models {bases}. That of 256 is `data_samples/tiny-qwen3`, the others are"
-            f" pretrained on {BASE_STEPS[128] * 4096 / 1e6:.1f} and"
-            f" {BASE_STEPS[512] * 4096 / 1e6:.1f} million tokens of its corpus. The numbers are the"
-            " loss per target on the 150 records of `valid.jsonl` after the run; the best of a"
-            " line is bold. `auto` is the rate that a run takes there by itself, and what it costs"
-            " beside the best rate, read off between its neighbours."
+        wrapped(
+            f"Each cell is a complete run with {EPOCHS} passes and the staged curriculum, in"
+            f" bfloat16 on a CPU, with seed {SEED}. The models have hidden sizes {bases}. The model"
+            " with hidden size 256 is `data_samples/tiny-qwen3`. The others are pretrained on"
+            f" {BASE_STEPS[128] * 4096 / 1e6:.1f} and {BASE_STEPS[512] * 4096 / 1e6:.1f} million"
+            " tokens of its corpus."
+        ),
+        "",
+        wrapped(
+            "The values are the loss per target on the 150 records of `valid.jsonl` after the run."
+            " The best of each line is bold. `auto` is the learning rate that a run chooses by"
+            " itself. `costs` is its extra loss compared with the best rate, interpolated between"
+            " the neighboring rates."
         ),
         "",
     ]
@@ -276,8 +282,12 @@ def page(found: list[Run]) -> str:
         for width in WIDTHS:
             cells = [run for run in found if run["method"] == method and run["width"] == width]
             if cells:
-                lines += [f"## {method}, {width} wide", "", *table(cells), ""]
+                lines += [f"## {method}, hidden size {width}", "", *table(cells), ""]
     return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(runs: list[Run]) -> list[str]:

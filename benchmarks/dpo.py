@@ -28,6 +28,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def page(work: Path) -> str:
     lines = [
         "# Preferences, measured",
         "",
-        "Written by `python benchmarks/dpo.py`; do not edit.",
+        "This page is written by `python benchmarks/dpo.py`. Do not edit it.",
         "",
     ]
     if (work / "learning.json").exists():
@@ -293,6 +294,10 @@ def page(work: Path) -> str:
     if (work / "speed.json").exists():
         lines += speed_lines(json.loads((work / "speed.json").read_text(encoding="utf-8")))
     return "\n".join(lines) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def learning_lines(found: dict[str, Any]) -> list[str]:
@@ -303,7 +308,7 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
     error = math.hypot(
         statistics.stdev(gains) / len(gains) ** 0.5, (right * (100 - right) / 100) ** 0.5
     )
-    verdict = "the two cannot be told apart"
+    verdict = "the difference is not significant"
     if abs(mean) > 2 * error:
         verdict = "pairs win" if mean > 0 else "fine-tuning wins"
     tried = "; ".join(
@@ -313,15 +318,21 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         "## After fine-tuning",
         "",
-        (
-            f"`data_samples/tiny-qwen3`, all parameters, {START_STEPS} steps of 32 records of"
-            f" `train.jsonl` at {START_RATE:g}. From there {found['steps']} steps of 32, seeds"
-            f" {', '.join(map(str, SEEDS))}: pairs of `preference_train.jsonl` (dpo, beta 0.1,"
-            f" `--sft-weight 1`, {found['rates']['dpo']:g}), or fine-tuning on their chosen answers"
-            f" ({found['rates']['sft']:g}); the same records in the same steps. Right answers to"
-            " the held-out questions of `valid.jsonl`, 50 of each difficulty. All seeds have one"
-            f" start. The rates are those with which seed {SEEDS[0]} answered most of the 100"
-            f" questions of `preference_valid.jsonl`: {tried}."
+        wrapped(
+            f"The start is `data_samples/tiny-qwen3` with all parameters trained for {START_STEPS}"
+            f" steps of 32 records from `train.jsonl` at learning rate {START_RATE:g}. All seeds"
+            f" ({', '.join(map(str, SEEDS))}) continue from this start for {found['steps']} steps"
+            " of 32, with the same records in the same steps:"
+        ),
+        "",
+        f"- **pairs**: `preference_train.jsonl` (dpo, beta 0.1, `--sft-weight 1`, learning rate"
+        f" {found['rates']['dpo']:g})",
+        f"- **fine-tuning**: their chosen answers (learning rate {found['rates']['sft']:g})",
+        "",
+        wrapped(
+            "The table counts right answers to the held-out questions in `valid.jsonl`, 50 of each"
+            f" difficulty. The learning rates were chosen by the right answers of seed {SEEDS[0]} to"
+            f" the 100 questions in `preference_valid.jsonl`. They are {tried}."
         ),
         "",
         "| difficulty | at the start | pairs | fine-tuning |",
@@ -335,9 +346,9 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
         cells = [f"{statistics.fmean(c):.1f} ({', '.join(map(str, c))})" for c in columns]
         lines.append(f"| {name} | {start} | {' | '.join(cells)} |")
     each = ", ".join(f"{gain:+d}" for gain in gains)
-    text = (
-        f"Seed by seed pairs bring {each} answers of 100. Seeds and questions leave an error of"
-        f" {error:.1f}: {verdict}."
+    text = wrapped(
+        f"Compared with fine-tuning, pairs change the number of right answers out of 100 by {each},"
+        f" seed by seed. The error from seeds and questions is {error:.1f}: {verdict}."
     )
     return [*lines, "", text, ""]
 
@@ -345,21 +356,26 @@ def learning_lines(found: dict[str, Any]) -> list[str]:
 def speed_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
     versions = results["ours"][0]["versions"]
     lines = [
-        "## Beside TRL",
+        "## Speed compared with TRL",
         "",
-        (
-            f"LoRA of rank {RANK} on all linear layers of a random Qwen3 of 24 million parameters"
-            f" (vocabulary {MODEL['vocabulary']:,}), float32, {PAIRS} of the bundled pairs in steps"
-            f" of {BATCH}, the first step not measured; one thread, seconds of its CPU time, trl"
-            f" {versions['trl']}, torch {versions['torch']}. Every step's documents and trained"
-            " tokens are equal, so are the first loss and log-probabilities (1e-4). trl: as it"
-            " comes (gradient checkpointing); trl-tuned: without. By the clock the same rounds"
-            " gave the second column of ratios. Peak: of the process."
+        wrapped(
+            f"The task is LoRA at rank {RANK} on all linear layers, in float32. The model is a"
+            f" random Qwen3 with 24 million parameters (vocabulary {MODEL['vocabulary']:,}). It"
+            f" trains on {PAIRS} of the bundled pairs in steps of {BATCH}. The first step is not"
+            f" measured. Versions: trl {versions['trl']}, torch {versions['torch']}."
+        ),
+        "",
+        wrapped(
+            "Every step's documents and trained tokens are equal, and so are the first loss and"
+            " log-probabilities (1e-4). `trl` has its defaults, which include gradient"
+            " checkpointing; `trl-tuned` runs without it. Each run has one thread, and times are"
+            ' its CPU seconds. The column "by wall time" has the ratios of the same rounds by wall time. Peak memory'
+            " is that of the process."
         ),
         "",
         (
-            "| contender | rounds | pairs a CPU second | ours is so many times as fast (each round)"
-            " | by the clock | tokens computed | peak, GB | our peak, as a share of it |"
+            "| system | rounds | pairs per CPU second | speedup of ours (each round)"
+            " | by wall time | tokens computed | peak, GB | our peak, relative to it |"
         ),
         "|---|---|---|---|---|---|---|---|",
     ]

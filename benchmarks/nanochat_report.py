@@ -17,7 +17,7 @@ COMMIT = "92d63d4"
 DEPTH, SEQUENCE, VOCABULARY = 4, 512, 8192
 REFERENCE = "nanochat"
 VARIANTS = {
-    "nanochat": "nanochat as it is",
+    "nanochat": "nanochat, unchanged",
     "nanochat-plain": (
         "nanochat without value embeddings, residual and embedding scalars, smear and backout"
     ),
@@ -116,7 +116,7 @@ def make_tables(
             "",
             (
                 "| bits per byte after tokens |"
-                f" {' | '.join(f'{step * batch:,}' for step in steps)} | beside nanochat |"
+                f" {' | '.join(f'{step * batch:,}' for step in steps)} | minus nanochat |"
             ),
             "|" + "---|" * (len(steps) + 2),
             *quality,
@@ -125,7 +125,7 @@ def make_tables(
             "",
             (
                 f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the"
-                f" same windows in every step (nanochat-own-loader excepted), {valid_bytes:,}"
+                f" same windows in every step (except nanochat-own-loader), and {valid_bytes:,}"
                 f" validation bytes in {valid_tokens:,} tokens at every evaluation."
             ),
         ]
@@ -160,11 +160,11 @@ def make_document(tables: str, options: argparse.Namespace) -> str:
     names = dict.fromkeys(parts_of(variant)[0] for variant in options.only)
     variants = "\n".join(f"- **{name}**: {VARIANTS[name]}." for name in names)
     flags = ", ".join(facts["flags"]) or "unknown"
-    return f"""# Pretraining beside nanochat
+    return f"""# Pretraining compared with nanochat
 
-Written by `benchmarks/nanochat.py`: nanochat ({COMMIT}, [source](https://github.com/karpathy/nanochat)) and this
-package, one after another on the same machine, from the same windows of tokens.
-Needs nanochat's code, and takes four hours or so on two cores:
+This page is written by `benchmarks/nanochat.py`. It compares nanochat ({COMMIT},
+[source](https://github.com/karpathy/nanochat)) with this package. Both ran one after another on the same machine and
+read the same windows of tokens. You need nanochat's code. The run takes about four hours on two cores:
 
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout {COMMIT}
@@ -173,7 +173,7 @@ python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --tok
 ```
 
 {facts["cores"]} cores ({flags}), Python {facts["python"]}, torch {facts["torch"]}. Depth {DEPTH}, sequence {SEQUENCE},
-vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.device_batch_size} windows at a time.
+vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens per step, {options.device_batch_size} windows at a time.
 
 {variants}
 
@@ -182,16 +182,17 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 ## What is equal, and what is not
 
 - Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
-  batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
-- nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
-  it recommends without flash attention), ours are ours. Both scale rates by batch and width, ours by the run's length
-  too. NAME@FACTOR has nanochat's rates times the factor, on both sides; NAME-bf16 is in bfloat16.
-- nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
-  does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
+  batch size, number of steps, validation windows. Bits per byte counts text only, on both sides.
+- Each package uses its own defaults for learning rates, warm-up, warm-down, weight decay, initialization and optimizer.
+  nanochat runs with `--window-pattern L`, as it recommends without flash attention.
+- Both packages scale learning rates by batch size and width. Ours also scales them by the length of the run.
+  NAME@FACTOR has nanochat's rates times the factor, on both sides. NAME-bf16 is in bfloat16.
+- nanochat reads our windows instead of using its own loader. Its loader begins every window at a document and truncates
+  what does not fit. On documents much longer than a window it reads little more than their beginnings. `--only
   nanochat-own-loader` measures that, on the same validation windows.
 - Without its extras nanochat still has the factor 1.2 on queries and keys.
-- Tokens per second are of the median step, optimizer and loader included, evaluation and compilation not. The first
-  evaluation and the first step hold the compilation, from an empty cache.
+- Tokens per second are from the median step, including optimizer and loader, without evaluation and compilation. The
+  first evaluation and the first step include the compilation, from an empty cache.
 """
 
 
@@ -199,7 +200,7 @@ def draw_plot(runs: list[Measured], path: Path, options: argparse.Namespace) -> 
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("matplotlib is not installed: no plot beside the table")
+        print("matplotlib is not installed: the table has no plot")
         return
     axes = (figure := Figure()).subplots()
     for run in runs:

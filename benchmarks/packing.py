@@ -192,7 +192,7 @@ def _heading(run: Measured, options: argparse.Namespace) -> str:
     facts = (
         f"{Path(options.model).name}, {options.finetuning}, {run.device}, {run.dtype}; micro-batch"
         f" {options.micro_batch_size}, global batch {options.global_batch_size}, cutoff"
-        f" {options.cutoff_len}; {options.steps} steps, {options.repeats} runs of each kind"
+        f" {options.cutoff_len}; {options.steps} steps, {options.repeats} runs per variant"
     )
     columns = (
         "data",

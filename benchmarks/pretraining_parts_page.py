@@ -23,9 +23,9 @@ PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What
 # the page calls them.
 VARIANTS = {
-    "": "nanochat as it is",
+    "": "nanochat, unchanged",
     PLAIN: "all extras off",
-    f"{PLAIN},qk,muon": "all extras and the factor on q and k off, Muon for NorMuon",
+    f"{PLAIN},qk,muon": "all extras and the factor on q and k off, Muon instead of NorMuon",
     "arch=nanochat": "ours, `--arch nanochat`",
     "arch=nanochat,muon": "ours, `--arch nanochat --optimizer muon`",
     "arch=lfm2": "ours, `--arch lfm2`",
@@ -36,26 +36,26 @@ VARIANTS = {
     "resid,x0": "no residual and embedding scalars",
     "backout": "no backout",
     "qk": "no factor on q and k",
-    "norm": "no norm of q and k",
-    "tied": "head and embedding one matrix",
+    "norm": "no norm on q and k",
+    "tied": "head and embedding tied",
     "softcap": "no softcap",
-    "init": "no 0.4 in the start of the MLP",
+    "init": "no factor 0.4 in the initialization of the MLP",
     "+windows": "windows SSSL",
-    "+zloss": "with a z-loss of 1e-4",
-    "polar,equal": "Newton-Schulz for Polar Express, rows as they are",
+    "+zloss": "with z-loss 1e-4",
+    "polar,equal": "Newton-Schulz instead of Polar Express, rows not equalized",
     "neuron": "no second moment of neurons",
     "cautious": "decay everywhere",
-    "equal": "rows as they are",
-    "renorm": "norm as it comes out",
+    "equal": "rows not equalized",
+    "renorm": "norm left as computed",
     "aspect": "one rate for all shapes",
-    "muon": "Muon for NorMuon",
+    "muon": "Muon instead of NorMuon",
     "rates": "AdamW's groups all at the head's rate and betas",
-    "schedule": "half a cosine for the straight line down",
+    "schedule": "half a cosine instead of linear warm-down",
 }
 OURS = "arch=lfm2_value"
 PUT_IN = {
     f"{OURS},+backout": "backout",
-    f"{OURS},+init": "0.4 in the start of the MLP",
+    f"{OURS},+init": "factor 0.4 in the initialization of the MLP",
     f"{OURS},+backout,+init": "both",
 }
 # What leaves out several at once, and the parts of it.
@@ -195,34 +195,39 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 TEXT = """# What each part of a pretraining gives
 
-nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a time, and models of transformers with our
-start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
-float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, which go with the
-square root of the batch, and our factor for short runs), schedule and groups of this package. Differences are to
-nanochat as it is, of the same seed. Means of three seeds, but where it says one; ± is half of the range over the seeds.
-What is not well above its ± says nothing, nor does less than half a percent with one seed.
+This page measures nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a time, and models from
+transformers with our initialization. The values are bits per byte after 524,288 tokens. All runs use 4,096 tokens per
+step, vocabulary 4,096, sequence 512, CPython's standard library and float32.
+
+A minimal loop trains both on the same windows in the same order, with this package's schedule and parameter groups. The
+learning rates are nanochat's, which scale with the square root of the batch size, times our factor for short runs.
+
+Differences are to unchanged nanochat with the same seed. Values are means over three seeds unless one seed is stated;
+± is half of the range over the seeds. A difference means nothing unless it is well above its ±, or, with one seed, at
+least half a percent.
 
 {parts}
 
-Several parts at once, beside the sum of what each of them gives alone. The extras are value embeddings, smear, residual
-and embedding scalars and backout; NorMuon's are Polar Express of even rows, the second moment of neurons, decay only
-where the update goes its way, and the norm of an orthogonal matrix:
+The next table compares leaving out several parts at once with the sum of leaving out each alone. The extras are value
+embeddings, smear, residual and embedding scalars, and backout. NorMuon's parts are Polar Express on equalized rows, the
+second moment of neurons, decay only where weight and update have the same sign, and an orthogonal matrix's norm:
 
 {sums}
 
-Two parts are worth more than two percent at depth 4 in nanochat's model, and `--arch lfm2_value` has them not. Put into
-it they change the bits per byte by this, beside it as it is with the same rates and seed. Means of three seeds, at
-depth 6 one. Neither was taken. (At depth 2 the middle layer is the last, so that backout is but a factor before a
-norm.)
+Two parts are worth more than two percent at depth 4 in nanochat's model, and `--arch lfm2_value` does not have them.
+The next table shows how adding them changes its bits per byte, with the same rates and seed. Values are means over
+three seeds, at depth 6 over one. Neither part was adopted. (At depth 2 the middle layer is the last one, so backout is
+only a factor before a norm.)
 
 {put_in}
 
-Both sides with all rates times a factor, one seed. `finetune.pretrain` takes 3.4 times these rates for 4,096 tokens a
-step, 2.8 times for 8,192 ([the law](../guides/pretraining.md#optimizer)). Higher ones than four times were not run:
+The next table has all rates of both sides times a factor, with one seed. `finetune.pretrain` uses 3.4 times these rates
+for 4,096 tokens per step and 2.8 times for 8,192 ([the law](../guides/pretraining.md#optimizer)). Factors above four
+were not run:
 
 {rates}
 
-{long}Needs a checkout of nanochat, and takes hours:
+{long}You need a checkout of nanochat. The runs take hours:
 
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
@@ -246,11 +251,11 @@ python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts
 python benchmarks/pretraining_parts_page.py
 ```
 
-The models are tiny, and all runs but the longest far shorter than twelve tokens per parameter: what a part is worth
-here it need not be worth there.
+The models are tiny, and all runs except the longest are far shorter than twelve tokens per parameter. A part can have a
+different effect in larger models and longer runs.
 """
-LONG = """Longer runs, one seed. 11,010,048 tokens are twelve for each parameter of nanochat's matrices and head at
-depth 2, for which its rates are meant; they go through the text 1.2 times, the others not once:
+LONG = """Longer runs, with one seed. 11,010,048 tokens are twelve per parameter in nanochat's matrices and head at
+depth 2, which is what its rates are meant for. These runs read the text 1.2 times; the others read less than all of it:
 
 {}
 

@@ -23,11 +23,11 @@ TITLES = {
     "vocab": "A large vocabulary",
 }
 ON_A_DEVICE = "## On a device"
-HEAD = """# Fine-tuning beside TRL and LLaMA-Factory
+HEAD = """# Fine-tuning compared with TRL and LLaMA-Factory
 
-Written by `make bench` (`benchmarks/sft.py`); do not edit.
+This page is written by `make bench` (`benchmarks/sft.py`). Do not edit it.
 
-Needs a quiet machine, and the time that is said here:
+Run the benchmark on a quiet machine. The comments show how long it takes:
 
 ```
 make bench PART=fp32               # fp32, bf16 or vocab: a round of all its contenders, within 9 minutes
@@ -36,40 +36,45 @@ make bench BENCH="--minutes 60"    # all of it at once
 make bench BENCH="--fresh"         # forget what was measured
 ```
 
-On two quiet cores a round takes about 6 minutes (fp32), 5 (bf16) and 5 (vocab) [estimate], most of it TRL's and
-LLaMA-Factory's padded forms and imports. The parts that are there come together in this page. Peers live in virtual
-environments of their own, `build/bench-venv/trl` and `build/bench-venv/llamafactory`, which `make bench` makes from
-`benchmarks/sft_requirements_*.txt` with the torch of `constraints.txt`.
+On two quiet cores a round takes about 6 minutes (fp32), 5 (bf16) and 5 (vocab) [estimate]. Most of that is the padded
+variants and the imports of TRL and LLaMA-Factory. This page shows all parts that have been measured. The peers have
+their own virtual environments, `build/bench-venv/trl` and `build/bench-venv/llamafactory`. `make bench` creates them
+from `benchmarks/sft_requirements_*.txt` with the torch version in `constraints.txt`.
 
 """
 TAIL = """
 ## What is equal, and how that is known
 
-- Model (random weights, Qwen3's architecture), conversations, chat template, adapter, rate, AdamW, clipping, order of
-  the conversations (peers read them in the order of our run) and threads are the same. Every run is a process of its
-  own; the order is turned round in every other round.
-- What entered each model is recorded in front of it, in every step: tokens, which of them are trained, and where
-  conversations begin. A contender is ranked only if these are the planned conversations in the planned number of steps
-  of 8, with as many trained parameters, gradient norms above 0, the first loss of the same batch equal within 1e-4
-  (float32; 5e-3 in bfloat16) and the mean loss of the pass within 1%. The plan is made by transformers' own rendering.
-- Packed rows of TRL and LLaMA-Factory hold as many conversations as fit: their steps are other global batches. They are
-  shown and not ranked.
-- TRL 1.16 takes the loss in chunks by default; `chunked_nll` is another name for it.
-- The template has no newline after the end of a turn: LLaMA-Factory would train on it, TRL and this package do not.
-- Tokens per second are those of the conversations, padding not counted, of all steps after the first. "Computed for a
-  token" counts padding. "To the end of the first step" is from the start of the process, imports and tokenizing
-  included, with empty caches; our first step has a rehearsal of the largest microbatch before it, with weight 0. Peak
-  memory is the process's own (VmHWM), on a device that of torch's allocator.
-- The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch, their softmax and gradients
-  are more than 10 GB [estimate].
-- What TRL and LLaMA-Factory can do better than as they come is in `-tuned`.
-- In float32 LLaMA-Factory grouped by length computes as many tokens a second as ours, padding counted: padding is all
-  that is left between the two.
+- All systems use the same model (random weights, Qwen3's architecture), conversations, chat template, adapter, learning
+  rate, AdamW, clipping and threads. The peers read the conversations in the order of our run. Every run is a separate
+  process. The order of the runs is reversed in every other round.
+- The benchmark records what enters each model in every step: the tokens, which of them are trained, and where
+  conversations begin. They are compared with a plan from transformers' own rendering.
+- A system is ranked only if all of these match:
+    - It trained on the planned conversations, in the planned number of steps of 8.
+    - It trains the same number of parameters, and its gradient norms are above 0.
+    - The first loss on the same batch is equal within 1e-4 (float32; 5e-3 in bfloat16).
+    - The mean loss of the pass is within 1%.
+- Packed rows of TRL and LLaMA-Factory hold as many conversations as fit, so their steps are other global batches. They
+  are shown but not ranked.
+- TRL 1.16 computes the loss in chunks by default; `chunked_nll` is another name for this.
+- The template has no newline after the end of a turn. LLaMA-Factory would train on such a newline; TRL and this package
+  would not.
+- "tok/s" counts the tokens of the conversations without padding, over all steps after the first. "Computed per token"
+  includes padding.
+- "To the end of the first step" runs from the start of the process with empty caches, including imports and tokenizing.
+  Our first step includes a rehearsal of the largest microbatch with weight 0.
+- Peak memory is that of the process (VmHWM), or of torch's allocator on a device.
+- The large-vocabulary part leaves out LLaMA-Factory. Its full float32 logits for a padded batch, with their softmax and
+  gradients, need more than 10 GB [estimate].
+- `-tuned` is TRL or LLaMA-Factory with better settings than its defaults.
+- In float32, LLaMA-Factory grouped by length computes as many tokens per second as ours if padding is counted. Padding
+  is the only difference left between the two.
 
 """
 DEVICE_HEAD = f"""{ON_A_DEVICE}
 
-Needs one card of 80 GB:
+This section needs one GPU with 80 GB:
 
 ```
 python benchmarks/sft.py --device cuda --peers PEERS --work-dir FOLDER   # 16 GB of weights go into the folder
@@ -77,15 +82,16 @@ cp FOLDER/device/results.json benchmarks/results/sft_NAME.json
 python benchmarks/sft_document.py                                        # writes this section
 ```
 
-The model has Qwen3-8B's shape, with random weights in bfloat16. PEERS/trl/bin/python and
-PEERS/llamafactory/bin/python are what runs the peers, of environments or of scripts; their torch is for the device.
+The model has Qwen3-8B's shape, with random weights in bfloat16. PEERS/trl/bin/python and PEERS/llamafactory/bin/python
+run the peers. They can belong to environments or be scripts, and need a torch build for the device.
 
-- Steps are timed by the device's own events, so that the host need not wait; the first two are not counted. What enters
-  a model stays on the device until the training is over.
-- MFU is of 6 operations per weight and token (PaLM), whatever is recomputed, and of the card's dense 16-bit peak.
-- Without recomputation a token keeps 8 MiB, so tuned peers take 2 or 4 conversations at a time, and the bare loop rows
-  of at most 4,096 tokens. Nothing here has the flash-attn package: the peers' attention is torch's SDPA.
-- A contender is ranked only if its frozen weights are of the same dtype and on the same device, too.
+- The device's own events time the steps, so the host does not have to wait. The first two steps are not counted.
+  Recorded inputs stay on the device until training ends.
+- MFU counts 6 operations per weight and token (PaLM), without recomputation, relative to the GPU's dense 16-bit peak.
+- Without recomputation each token keeps 8 MiB. The tuned peers therefore take 2 or 4 conversations at a time, and the
+  bare loop takes rows of at most 4,096 tokens.
+- The flash-attn package is not installed; the peers use torch's SDPA for attention.
+- A system is ranked only if its frozen weights also have the same dtype and are on the same device.
 """
 
 
@@ -109,12 +115,13 @@ def device_results() -> dict[str, dict[str, Any]]:
 def device_section(results: dict[str, dict[str, Any]]) -> str:
     """The last section of the page."""
     tables = [
-        f"\n### {result['machine']['device']}\n\nFrom `benchmarks/results/{name}`."
-        f" {_described(result)}\n\n{make_table('device', result)}\n"
+        f"\n### {result['machine']['device']}\n\nFrom `benchmarks/results/{name}`:\n\n"
+        f"{_described(result)}\n\n{make_table('device', result)}\n"
         for name, result in results.items()
     ]
     return DEVICE_HEAD + (
-        "".join(tables) or "\nIt was not run: no figure on this page is from a device.\n"
+        "".join(tables)
+        or "\nThis part has not been run: no figure on this page is from a device.\n"
     )
 
 
@@ -133,19 +140,22 @@ def _described(result: dict[str, Any]) -> str:
     libraries = ", ".join(
         f"{name} {versions[name]}" for name in ("trl", "llamafactory", "torch") if name in versions
     )
-    measured = [
-        (run["library"], run["versions"]["transformers"])
-        for run in result["runs"]
-        if "versions" in run
-    ]
-    stands_on = [f"{library} on transformers {text}" for library, text in sorted({*measured})]
+    users: dict[str, set[str]] = {}  # libraries by their version of transformers
+    for run in result["runs"]:
+        if "versions" in run:
+            users.setdefault(run["versions"]["transformers"], set()).add(run["library"])
+    transformers = [f"{text} for {', '.join(sorted(users[text]))}" for text in sorted(users)]
     return (
-        f"{machine['device']}, {machine['threads']} threads"
-        f" ({', '.join(machine['flags']) or 'flags unknown'}), {libraries}; {'; '.join(stands_on)}."
-        f" {plan['parameters'] / 1e6:.0f} M parameters, vocabulary {given['vocabulary']:,};"
-        f" {given['conversations']} conversations of {tokens:,} tokens ({supervised:,} trained,"
-        f" longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of"
-        f" {given['batch']}. Load before the runs: {machine['load_before']:.1f}."
+        f"- Machine: {machine['device']}, {machine['threads']} threads"
+        f" ({', '.join(machine['flags']) or 'flags unknown'}).\n"
+        f"- Versions: {libraries}.\n"
+        f"- transformers: {'; '.join(transformers)}.\n"
+        f"- Model: {plan['parameters'] / 1e6:.0f} M parameters, vocabulary"
+        f" {given['vocabulary']:,}, LoRA r{given['lora_r']}.\n"
+        f"- Data: {given['conversations']} conversations with {tokens:,} tokens in all"
+        f" ({supervised:,} trained, longest {plan['longest']}), {len(plan['steps'])} steps of"
+        f" {given['batch']}.\n"
+        f"- Load before the runs: {machine['load_before']:.1f}."
     )
 
 

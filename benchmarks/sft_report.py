@@ -45,7 +45,7 @@ LLAMAFACTORY_TUNED = {
 CONTENDERS = {
     OURS: Contender(
         "ours",
-        "this package as it comes: packed, on a device with `micro_batch_size: auto`",
+        "this package with its defaults: packed, and on a device `micro_batch_size: auto`",
         on_device={"micro_batch_size": "auto"},
     ),
     "ours-checkpointed": Contender(
@@ -54,20 +54,22 @@ CONTENDERS = {
     "ours-padded": Contender("ours", "`packing: false`", {"packing": False}),
     REFERENCE: Contender(
         "bare",
-        "a packed loop of transformers and peft with nothing around it, as the limit; on a device"
-        " with torch's varlen attention",
+        "minimal packed loop with transformers and peft, as reference; on a device with"
+        " torch's varlen attention",
         on_device={"row_tokens": 4096},
     ),
     "bare-checkpointed": Contender(
         "bare", "with gradient checkpointing", {"gradient_checkpointing": True}
     ),
-    "trl": Contender("trl", "TRL as it comes: padded, gradient checkpointing, the loss in chunks"),
+    "trl": Contender(
+        "trl", "TRL with its defaults: padded, gradient checkpointing, the loss in chunks"
+    ),
     "trl-grouped": Contender(
-        "trl", "and grouped by length", {"train_sampling_strategy": "group_by_length"}
+        "trl", "`trl`, grouped by length", {"train_sampling_strategy": "group_by_length"}
     ),
     "trl-packed": Contender(
         "trl",
-        "`packing=True`, a row of the cutoff's length a step",
+        "`packing=True`, one row of the cutoff's length per step",
         {"packing": True, "per_device_train_batch_size": 1},
     ),
     "trl-tuned": Contender(
@@ -77,14 +79,17 @@ CONTENDERS = {
         FOUR_AT_ONCE,
     ),
     "trl-liger": Contender(
-        "trl", "and `use_liger_kernel=True`", TRL_TUNED | {"use_liger_kernel": True}, FOUR_AT_ONCE
+        "trl",
+        "`trl-tuned` with `use_liger_kernel=True`",
+        TRL_TUNED | {"use_liger_kernel": True},
+        FOUR_AT_ONCE,
     ),
     "llamafactory": Contender(
-        "llamafactory", "LLaMA-Factory as it comes: padded, gradient checkpointing"
+        "llamafactory", "LLaMA-Factory with its defaults: padded, gradient checkpointing"
     ),
     "llamafactory-packed": Contender(
         "llamafactory",
-        "`neat_packing: true`, a row of the cutoff's length a step",
+        "`neat_packing: true`, one row of the cutoff's length per step",
         {"neat_packing": True, "per_device_train_batch_size": 1},
     ),
     "llamafactory-tuned": Contender(
@@ -95,7 +100,7 @@ CONTENDERS = {
     ),
     "llamafactory-liger": Contender(
         "llamafactory",
-        "and `enable_liger_kernel: true`",
+        "`llamafactory-tuned` with `enable_liger_kernel: true`",
         LLAMAFACTORY_TUNED | {"enable_liger_kernel": True},
         TWO_AT_ONCE,
     ),
@@ -270,9 +275,9 @@ def make_table(part: str, result: dict[str, Any]) -> str:
     """
     lines = make_lines(part, result)
     peak = result["machine"].get("peak_flops")
-    heads = ["contender", "", "rounds", "tok/s", "ours is so many times as fast (each round)"]
+    heads = ["system", "dtype", "rounds", "tok/s", "speedup of ours (each round)"]
     heads += ["MFU"] * bool(peak) + [
-        "computed for a token",
+        "computed per token",
         "to the end of the first step, s",
         "peak, GB",
     ]

@@ -185,23 +185,23 @@ def table(kills: list[Kill]) -> str:
         "# Kill -9 at random moments",
         "",
         (
-            f"Runs of {STEPS} steps on a CPU, LoRA's with dropout 0.3, a checkpoint every"
-            f" {SAVE_STEPS} steps, all"
+            f"Each run has {STEPS} steps on a CPU and saves a checkpoint every {SAVE_STEPS} steps."
+            " LoRA runs have dropout 0.3. All"
         ),
         (
-            "processes killed at a random moment, then the same command again. Required: the same"
-            " samples in every step,"
+            "processes are killed at a random moment, then the same command runs again. Every step"
+            " must have the same samples and"
         ),
-        "the same losses, and final weights bit-identical to the run that was left alone.",
-        "`make crash` makes this page.",
+        "the same loss, and the final weights must be bit-identical to an uninterrupted run.",
+        "`make crash` writes this page.",
         "",
         (
-            f"The last {len(KINDS_BEHIND) * KILLS_BEHIND} were killed while a checkpoint was"
-            " written and later steps were"
+            f"The last {len(KINDS_BEHIND) * KILLS_BEHIND} were killed while a checkpoint was being"
+            " written and later steps were being"
         ),
         (
-            "trained; writing was slowed down for that. Where no step was being saved, a save had"
-            " just ended."
+            'trained. Writing was slowed down for that. If no step is listed under "being saved",'
+            " a save had just ended."
         ),
         "",
         f"**{held} of {len(kills)} hold.**",

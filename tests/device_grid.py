@@ -137,29 +137,29 @@ def page(outcomes: list[Outcome], seconds: float, device: str, jobs: int) -> str
         ),
         (
             f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device}"
-            f" --jobs {jobs}` makes this"
+            f" --jobs {jobs}` writes this"
         ),
-        "page. Where no model is named it is a Qwen3 with tied embeddings.",
+        "page. The default model is a Qwen3 with tied embeddings.",
         "",
         (
             "In float32 (without TF32) the reference is a run on the CPU: one process without"
-            " DeepSpeed, packed,"
+            " DeepSpeed, packed, with micro-batch 1."
         ),
         (
-            f"micro-batch 1. Samples of every step the same, losses within {loss:g} relative, each"
-            " trained tensor within"
+            f"Every step must have the same samples. Losses must agree within {loss:g} relative,"
+            f" and each trained tensor within {weight:g} by"
         ),
         (
-            f"{weight:g} by norm(difference) / norm(update). In bfloat16 the reference is the"
-            " device's own run in"
+            "norm(difference) / norm(update). In bfloat16 the reference is the device's own run in"
+            " bfloat16. Losses must agree within"
         ),
-        f"bfloat16; losses within {half_loss:g}, tensors within {half_weight:g}.",
+        f"{half_loss:g} and tensors within {half_weight:g}.",
         "",
         (
             f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s). With dropout, each way of"
-            " execution draws its own:"
+            " execution draws different masks, so only"
         ),
-        "samples and rates are the same.",
+        "samples and learning rates are compared.",
         "",
     ]
     return "\n".join([*lines, *grid.rows(outcomes), ""])
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument(
-        "--every", type=int, default=1, help="take every so-manieth cell; nothing is written then"
+        "--every", type=int, default=1, help="take every Nth cell; the page is then not written"
     )
     parser.add_argument(
         "number", type=int, nargs="?", help="about so many cells instead, printed only"

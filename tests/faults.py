@@ -52,7 +52,7 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "samples land in other microbatches",
+        "samples end up in other microbatches",
         "batching/microbatch_schedule.py",
         "    microbatch_of[order] = microbatch_of_rank\n",
         "    microbatch_of[:] = microbatch_of_rank\n",
@@ -80,7 +80,7 @@ FAULTS = (
         "batching/test_microbatch_schedule.py",
     ),
     Fault(
-        "micro-steps dealt out one way only",
+        "micro-steps assigned in one direction only",
         "batching/microbatch_schedule.py",
         "        slots[1::2] = slots[1::2, ::-1].copy()\n",
         "        pass\n",
@@ -101,7 +101,7 @@ FAULTS = (
         "batching/test_sampler.py",
     ),
     Fault(
-        "a step too few",
+        "one step too few",
         "batching/sampler.py",
         "return math.ceil(Fraction(repr(float(num_epochs))) * samples / global_batch_size)",
         "return math.floor(Fraction(repr(float(num_epochs))) * samples / global_batch_size)",
@@ -115,14 +115,14 @@ FAULTS = (
         "batching/test_sampler.py",
     ),
     Fault(
-        "sources by turns, not by weight",
+        "sources alternate, regardless of weight",
         "batching/mixing.py",
         "units = [int(share * denominator) for share in group.shares]",
         "units = [denominator // len(group.shares) for share in group.shares]",
         "batching/test_mixing.py",
     ),
     Fault(
-        "each source its own difficulties in every step",
+        "every source picks its own difficulties in every step",
         "batching/mixing.py",
         "end = row_ends[:, i] + turned",
         "end = row_ends[:, i] + 0 * turned",
@@ -164,14 +164,14 @@ FAULTS = (
         "batching/test_curriculum.py",
     ),
     Fault(
-        "ramps begin at the wrong mix",
+        "ramps start at the wrong mix",
         "batching/curriculum.py",
         "else schedule.shares(index - 1)\n        polynomials",
         "else schedule.shares(index)\n        polynomials",
         "batching/test_curriculum.py",
     ),
     Fault(
-        "positions go on over documents",
+        "positions continue across documents",
         "batching/collate.py",
         "join([np.arange(length) for length in lengths], 0)",
         "join([np.arange(length) + sum(lengths[:n]) for n, length in enumerate(lengths)], 0)",
@@ -185,7 +185,7 @@ FAULTS = (
         "modeling/test_loss.py",
     ),
     Fault(
-        "documents of a packed microbatch see each other",
+        "documents in a packed microbatch attend to each other",
         "batching/collate.py",
         "tuple(lengths) if packing",
         "(sum(lengths),) if packing",
@@ -220,7 +220,7 @@ FAULTS = (
         "modeling/test_loss.py",
     ),
     Fault(
-        "the rehearsal moves the microbatches' dropout",
+        "the rehearsal shifts the microbatches' dropout",
         "training/executor.py",
         "work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]",
         "work = [(n + (self.largest is not None), m, weight) for n, m in enumerate(microbatches)]",
@@ -228,21 +228,21 @@ FAULTS = (
         only="dropout",
     ),
     Fault(
-        "dropout without the microbatch's number",
+        "dropout ignores the microbatch's number",
         "training/executor.py",
         'f"{seed}:{step}:{microbatch}:{rank}"',
         'f"{seed}:{step}:{rank}"',
         "modeling/test_loss.py",
     ),
     Fault(
-        "softcapping left out of chunked losses",
+        "chunked losses without softcapping",
         "modeling/loss.py",
         "    if softcap is not None:\n        logits = soft_cap",
         "    if False:\n        logits = soft_cap",
         "modeling/test_loss.py",
     ),
     Fault(
-        "the rates do not follow the schedule",
+        "learning rates do not follow the schedule",
         "training/trainer.py",
         "        self.lr_scheduler.set(inputs.step)\n",
         "",
@@ -250,21 +250,21 @@ FAULTS = (
         only="resumed_right_after",
     ),
     Fault(
-        "a step that is not finite is taken",
+        "a non-finite step is applied",
         "training/optimizers.py",
         "        part.found_inf = nonfinite",
         "        part.found_inf = None",
         "training/test_optimizers.py training/test_nonfinite.py",
     ),
     Fault(
-        "the host forgets which step went wrong",
+        "the host forgets which step failed",
         "training/guards.py",
         "        self._unread.append((step, batch, nonfinite))",
         "        self._unread.append((step + 1, batch, nonfinite))",
         "training/test_guards.py training/test_nonfinite.py",
     ),
     Fault(
-        "losses are added one by one",
+        "losses are added one at a time",
         "modeling/loss.py",
         "return torch.where(belongs, losses, losses.new_zeros(())).sum(dim=1)",
         "return losses.new_zeros(count).index_add_(0, difficulties, losses)",
@@ -293,7 +293,7 @@ FAULTS = (
         "attention_is_called_as_documented",
     ),
     Fault(
-        "fused operations used whatever they compute",
+        "wrong fused operations are used",
         "modeling/layers.py",
         "for name, operation in ops.items() if name not in refused}",
         "for name, operation in ops.items()}",
@@ -301,7 +301,7 @@ FAULTS = (
         "wrong_operation_is_refused",
     ),
     Fault(
-        "attention kernels used whatever they compute",
+        "wrong attention kernels are used",
         "modeling/attention_check.py",
         "problem = problem or problem_of(comparison, device, dtype, min(tokens, most))",
         "problem_of(comparison, device, dtype, min(tokens, most))",
@@ -309,7 +309,7 @@ FAULTS = (
         "torchs_own_is_restored",
     ),
     Fault(
-        "a sum of gradients over ranks",
+        "gradients summed over ranks",
         "config/deepspeed.py",
         '"gradient_allreduce_op": ("mean",),',
         '"gradient_allreduce_op": ("mean", "sum"),',
@@ -323,14 +323,14 @@ FAULTS = (
         "training/test_grid_sample.py",
     ),
     Fault(
-        "gradients of LoRA not summed over ranks",
+        "LoRA gradients not summed over ranks",
         "training/executor.py",
         "            gradient.copy_(summed)\n",
         "            pass\n",
         "training/test_grid_sample.py",
     ),
     Fault(
-        "a rank alone decides to retry",
+        "one rank alone decides to retry",
         "training/executor.py",
         "self.can_retry and self.control.any(result is None)",
         "self.can_retry and result is None",
@@ -345,7 +345,7 @@ FAULTS = (
         "modeling/test_loss.py",
     ),
     Fault(
-        "targets chunked otherwise than hidden states",
+        "targets chunked differently from hidden states",
         "modeling/loss.py",
         "targets[part], head.softcap",
         "targets[: len(rows)], head.softcap",
@@ -366,14 +366,14 @@ FAULTS = (
         "modeling/test_attention.py",
     ),
     Fault(
-        "documents not cut in attention",
+        "documents not separated in attention",
         "modeling/attention.py",
         "document_lengths if document_lengths is not None else (query.shape[2],)",
         "(query.shape[2],)",
         "modeling/test_attention.py",
     ),
     Fault(
-        "a resumed run begins at step 0",
+        "a resumed run starts at step 0",
         "training/trainer.py",
         "yield from range(self.start.step, self.total_steps)",
         "yield from range(0, self.total_steps)",
@@ -381,7 +381,7 @@ FAULTS = (
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
     Fault(
-        "the learning rate begins anew on resume",
+        "the learning rate restarts on resume",
         "training/trainer.py",
         "StepSchedule(self.optimizer, self.learning_rate_factor)",
         "StepSchedule(self.optimizer, lambda step: self.learning_rate_factor("
@@ -389,7 +389,7 @@ FAULTS = (
         "training/test_resume.py",
     ),
     Fault(
-        "moments not restored",
+        "optimizer moments not restored",
         "training/trainer.py",
         "            self.training_state().load_moments(self.start.folder)\n",
         "            pass\n",
@@ -412,7 +412,7 @@ FAULTS = (
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
     Fault(
-        "content of checkpoints not verified",
+        "checkpoint content not verified",
         "storage/checkpoint_files.py",
         "    if hashes:\n        names",
         "    if False:\n        names",
@@ -445,7 +445,7 @@ FAULTS = (
         only="not killed_at and not error_of_the_disk",
     ),
     Fault(
-        "one checkpoint too few is kept",
+        "one checkpoint too few kept",
         "storage/checkpoint_files.py",
         "enough = kept >= keep",
         "enough = kept >= keep - 1",
@@ -467,7 +467,7 @@ FAULTS = (
         "config/test_schedules.py",
     ),
     Fault(
-        "vectors decay",
+        "vectors get weight decay",
         "training/optimizers.py",
         '"weight_decay": 0.0,',
         '"weight_decay": 0.1,',
@@ -481,7 +481,7 @@ FAULTS = (
         "training/test_optimizers.py training/pretraining/test_pretrain.py",
     ),
     Fault(
-        "a split by the place of a record",
+        "a split by the position of a record",
         "data/selection.py",
         "return number, content, content, found",
         "return number, content, number * 0x9E3779B97F4A7C15 % 2**64, found",
@@ -495,21 +495,21 @@ FAULTS = (
         "data/test_selection.py",
     ),
     Fault(
-        "n-grams over the border of two texts",
+        "n-grams across two documents",
         "commands/inspect/ngrams.py",
         "whole = self.texts[:count] == self.texts[length - 1 : length - 1 + count]",
         "whole = np.ones(count, dtype=bool)",
         "commands/inspect/test_ngrams.py",
     ),
     Fault(
-        "a plain text without its end token",
+        "plain text without its end token",
         "data/encoding/render.py",
         "ids = np.append(ids, np.int32(self._end_id))",
         "pass",
         "data/test_columns.py",
     ),
     Fault(
-        "the reference of preferences has its adapter on",
+        "the preference reference has its adapter on",
         "modeling/lora.py",
         "        layer._disable_adapters = True\n",
         "        layer._disable_adapters = False\n",
@@ -517,7 +517,7 @@ FAULTS = (
         only="adapter_off",
     ),
     Fault(
-        "preferences divided by targets",
+        "preference losses divided by targets",
         "training/preferences/objective.py",
         "        return len(batch.indices)\n",
         "        return batch.supervised_tokens\n",
@@ -532,7 +532,7 @@ FAULTS = (
         "modeling/test_preference_loss.py",
     ),
     Fault(
-        "a trained head's weights without the factors of preferences",
+        "a trained head's weights without the preference factors",
         "modeling/preference_loss.py",
         "(rows * upstream[part, None]).to(dtype)",
         "rows",
@@ -605,10 +605,11 @@ def main() -> int:
             print(lines[-1], flush=True)
     if len(chosen) == len(FAULTS):
         head = (
-            "# Deliberate faults\n\nEach was put into the core, and a test of `make test` failed: "
+            "# Deliberate faults\n\nEach fault was put into the core to check that a test of `make"
+            " test` fails:\n"
         )
         head += f"**{len(chosen) - missed} of {len(chosen)} "
-        head += "caught**. `make faults` makes this page.\n\n"
+        head += "caught**. `make faults` writes this page.\n\n"
         head += "| fault | in | first test that failed |\n|---|---|---|\n"
         TABLE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     return 1 if missed else 0

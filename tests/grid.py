@@ -348,34 +348,33 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         "# The equivalence grid",
         "",
         (
-            f"Runs of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways."
-            " Reference: one process"
+            f"Runs of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways. The"
+            " reference is one process without DeepSpeed,"
         ),
         (
-            "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page. Where no model"
-            " is named it is a Qwen3"
-        ),
-        "with tied embeddings.",
-        "",
-        (
-            f"Samples of every step the same, losses within {LOSS_LIMIT:g} relative, each trained"
-            f" tensor within {WEIGHT_LIMIT:g} by"
-        ),
-        (
-            f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s"
-            " on 2 cores)."
+            "packed, with micro-batch 1. The default model is a Qwen3 with tied embeddings."
+            " `make grid` writes this page."
         ),
         "",
         (
-            "With dropout, each way of execution draws its own: samples and rates are the same. Of"
-            " pretraining, rates are"
+            f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores): every step has the"
+            " same samples, losses agree within"
         ),
         (
-            "those of `--lr-batch-exponent 0.5`, and weights may differ by"
-            f" {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g}"
-            " with Muon: they follow rounding where"
+            f"{LOSS_LIMIT:g} relative, and each trained tensor agrees within {WEIGHT_LIMIT:g} by"
+            " norm(difference) / norm(update)."
         ),
-        "a gradient has next to nothing.",
+        "",
+        (
+            "With dropout, each way of execution draws different masks, so only samples and"
+            " learning rates are compared. Pretraining"
+        ),
+        (
+            "uses the learning rates of `--lr-batch-exponent 0.5`. Its weights may differ by"
+            f" {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon and"
+            f" {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon,"
+        ),
+        "because these optimizers amplify rounding in directions where a gradient is nearly zero.",
         "",
     ]
     return "\n".join([*lines, *rows(outcomes), ""])

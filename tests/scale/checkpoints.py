@@ -285,38 +285,38 @@ def seconds(moved: int) -> str:
 def text_of(saves: list[str], resumes: list[str], real: dict[str, float]) -> str:
     gb, rule = real["bytes"] / GB, "|---" * 10 + "|"
     return f"""
-The package's own code saves, publishes, removes older checkpoints, verifies and loads; ranks are threads, files are
-holes of the right size, and every byte that goes to or comes from a file is counted for its rank
-(`tests/scale/counting_disk.py`). GB is 10^9 bytes, of the rank that moves most unless it says all. Seconds are
-computed: bytes of that rank at 50 MB/s and at 1 GB/s for each rank.
+The package's own code saves, publishes, rotates, verifies and loads checkpoints. Ranks are threads and files are sparse
+files of the right size. Every byte written to or read from a file is counted for its rank
+(`tests/scale/counting_disk.py`). GB is 10^9 bytes. Columns marked "all" sum over the ranks; the others show the rank
+that moves the most. Seconds are computed from the bytes of that rank, at 50 MB/s and at 1 GB/s per rank.
 
-A save: each rank writes 12 bytes for each of its numbers and hashes them on the way. Nothing is read back but the files
-of a tokenizer or an adapter, and rotation reads nothing, however many are kept. What ranks tell one another is a record
-of each file. The thread that meets the other ranks moves nothing large, so no collective waits for a file: while other
-threads write, the ranks ask one another every {POLL_SECONDS:.0f} s whether all are done.
+**Save.** Each rank writes 12 bytes per parameter that it holds, and hashes them while writing. Only the files of a
+tokenizer or an adapter are read back. Rotation reads nothing, regardless of how many checkpoints are kept. The ranks
+exchange one record per file. The thread that synchronizes with the other ranks moves no large data, so no collective
+waits for a file. While other threads write, the ranks check every {POLL_SECONDS:.0f} s whether all have finished.
 
-| model, layout, ranks | kept | written, all | written | hashed | read, all (MB) | moved by the thread that meets (MB) \
+| model, layout, ranks | kept | written, all | written | hashed | read, all (MB) | moved by the synchronizing thread (MB) \
 | sent (kB) | 50 MB/s | 1 GB/s |
 {rule}
 {NEWLINE.join(saves)}
 
-A resume: each file is read and hashed once, by one rank. As many ranks as have saved, or fewer that divide them, verify
-the very files that they load, which their nodes then hold in memory. Weights are loaded twice (for the model, and for
-DeepSpeed's float32 masters). From the disk comes what a rank has not read before.
+**Resume.** One rank reads and hashes each file once. If the number of ranks equals or divides the number that saved,
+each rank verifies the files that it loads, so its node already holds them in memory. Weights are loaded twice: for the
+model and for DeepSpeed's float32 master weights. "From the disk" counts only what a rank has not read before.
 
 | saved by | ranks | verified, all | verified | loaded | from the disk | files opened to load | 50 MB/s | 1 GB/s |
 {rule[: 4 * 9 + 1]}
 {NEWLINE.join(resumes)}
 
-Real files, on {real["cores"]:.0f} cores and one disk that had other work: {PROCESSES} processes that write 0.54 GB
-each at the same time get {real["old"]:.0f} MB/s each by safetensors' `save_file`, fsync and reading back
-({real["old_core"]:.0f} MB in a second of a core), as it was, and {real["new"]:.0f} MB/s hashed as it is written
-({real["new_core"]:.0f} MB), the same bytes. A checkpoint of {gb:.1f} GB (all parameters, DDP) is saved in
-{real["save_seconds"]:.1f} s and verified by all together in {real["verify_seconds"]:.1f} s; no rank was longer than
-{real["longest_wait_seconds"]:.1f} s in a collective.
+**Real files**, on {real["cores"]:.0f} cores and one disk that was also busy with other work. {PROCESSES} processes write
+0.54 GB each at the same time. With the earlier method (safetensors' `save_file`, fsync, then reading back), each gets
+{real["old"]:.0f} MB/s, or {real["old_core"]:.0f} MB per core second. Hashing while writing the same bytes gives
+{real["new"]:.0f} MB/s ({real["new_core"]:.0f} MB per core second). A {gb:.1f} GB checkpoint (all parameters, DDP) is
+saved in {real["save_seconds"]:.1f} s. All processes together verify it in {real["verify_seconds"]:.1f} s. No rank spent
+more than {real["longest_wait_seconds"]:.1f} s in a collective.
 
-Largest case that was really run: {gb:.1f} GB written, hashed, published, verified and loaded by {PROCESSES} processes.
-Larger ones are counted as above. `make scale PART=checkpoints` makes this section.
+Largest case actually run: {gb:.1f} GB written, hashed, published, verified and loaded by {PROCESSES} processes. Larger
+cases are counted as above. `make scale PART=checkpoints` writes this section.
 """
 
 

@@ -6,35 +6,41 @@ from typing import Any
 
 NAMES = {"ours": "finetune", "trl": "TRL", "llamafactory": "LLaMA-Factory"}
 INTRODUCTION = """
-Short conversations (a question of five words, an answer of four; {tokens:.0f} tokens with the template), a tokenizer
-made locally, 2 processes on 2 cores. Memory is the sum over all processes of their share of each page (Pss), highest
-of looks every half second; "private" leaves out the pages of files. Disk is all that was written at the highest, the
-rows themselves apart. The load is the machine's average over 15 minutes: above 3, other work ran beside it, and
-seconds are too many by as much; rows per core second (of processor time, imports apart) depend on it less, memory
-and disk do not.
+The input is short conversations: a question of five words and an answer of four, {tokens:.0f} tokens with the template.
+The tokenizer was made locally. Each system uses 2 processes on 2 cores.
 
-TRL: `load_dataset("json")` and the constructor of SFTTrainer with `assistant_only_loss`. LLaMA-Factory: its own
-`get_dataset`. Both with 2 processes, as they come in the environments of `make bench`.
+- Peak memory is the proportional set size (Pss) summed over all processes, sampled every half second. "Private" leaves
+  out file-backed pages.
+- Disk is the peak size of all files written, without the input rows.
+- Load is the machine's average over 15 minutes. Above 3, other work ran at the same time, which inflates the seconds in
+  proportion. Rows per core second (CPU time, without imports) depend less on the load; memory and disk do not depend on
+  it.
+
+TRL runs `load_dataset("json")` and the constructor of SFTTrainer with `assistant_only_loss`. LLaMA-Factory runs its own
+`get_dataset`. Both use 2 processes and the environments of `make bench`.
 """
 PREPARED = """
-| | rows | seconds | rows/s | rows per core second | peak memory, GiB | private, GiB | disk, B a row | load |
+| | rows | seconds | rows/s | rows per core second | peak memory, GiB | private, GiB | disk, bytes per row | load |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 EXTRAPOLATED = """
-Extrapolated to 10 million rows on two free cores from {rows:,} each, not run: {each}.
+Each result at {rows:,} rows gives this time and disk space for 10 million rows on two free cores (not run):
+
+{each}
 """
 KILLED = """
-Killed (SIGKILL) {before:,.0f} s after its start, with {kept:,} of {rows:,} rows in finished shards, and started again:
-done after {after:,.0f} s more. What was finished was not made again.
+The resumed run was killed (SIGKILL) {before:,.0f} s after its start, with {kept:,} of {rows:,} rows in finished shards.
+After a restart it needed {after:,.0f} s more. Finished shards were not prepared again.
 """
 STARTED = """
-A start with {rows:,} samples that are there ({gib:.1f} GiB; their tokens were drawn at random instead of tokenized, all
-else is what a run finds), until `prepare_data` returns, and 100 global batches of 128 read after it. Private is what
-the data added to a process (Private_Dirty); before, the arrays of lengths, counts, record ids and difficulties and the
-plan's order were 267 MiB in each (115 measured, the rest by their sizes). One process of a node reads the entry and,
-where their hash is not known, the rows.
+The next table measures a start with {rows:,} samples already in the cache ({gib:.1f} GiB), until `prepare_data`
+returns. Then 100 global batches of 128 are read. The tokens were drawn at random instead of tokenized; everything else
+is as a run finds it. "Private" is the memory that the data added to a process (Private_Dirty). In an earlier version,
+each process held 267 MiB (115 measured, the rest computed): the arrays of lengths, counts, record ids and difficulties,
+and the plan's order. One process per node reads the cache entry. It also reads the rows if
+their hash is not known.
 
-| processes of a node | seconds until all were ready | private of each, MiB | after 100 global batches, MiB | load |
+| processes per node | seconds until all were ready | private per process, MiB | after 100 global batches, MiB | load |
 |---|---:|---:|---:|---:|
 """
 
@@ -58,21 +64,18 @@ def section(found: dict[str, Any]) -> str:
         if name.startswith("start "):
             text += _start(name.removeprefix("start "), **found[name])
     largest = (
-        f"{large['rows']:,} rows tokenized, {entry['rows']:,} samples started with by 1 and 8"
+        f"{large['rows']:,} rows tokenized; a start with {entry['rows']:,} samples by 1 and 8"
         " processes"
     )
     text += (
-        "\nOne process has more: it has hashed the entry in threads, whose memory the C library"
-        " keeps.\n"
+        "\nOne process has more: it hashed the entry in threads, and the C library keeps their"
+        " memory.\n"
     )
-    return (
-        f"{text}\nLargest case that was really run: {largest}.\n\nCommand: `make scale"
-        " PART=data`.\n"
-    )
+    return f"{text}\nLargest case actually run: {largest}.\n\nCommand: `make scale PART=data`.\n"
 
 
 def _extrapolated(found: dict[str, Any]) -> str:
-    """From the most rows that all contenders prepared."""
+    """From the largest number of rows that every system prepared."""
     runs = [
         one["found"] | {"name": name.split()[0]}
         for name, one in found.items()
@@ -84,8 +87,8 @@ def _extrapolated(found: dict[str, Any]) -> str:
     for run in runs:
         if run["rows"] == rows and not run["code"]:
             hours, gib = run["cpu_seconds"] * times / 2 / 3600, run["disk"] * times / 2**30
-            each.append(f"{NAMES[run['name']]} {hours:.1f} h, {gib:.0f} GiB of disk")
-    return EXTRAPOLATED.format(rows=rows, each="; ".join(each))
+            each.append(f"- {NAMES[run['name']]}: {hours:.1f} h, {gib:.0f} GiB")
+    return EXTRAPOLATED.format(rows=rows, each="\n".join(each))
 
 
 def _line(name: str, found: dict[str, Any], load: float) -> str:

@@ -304,7 +304,7 @@ def longer(source: Path, folder: Path, times: int) -> Path:
 
 
 def failed(source: Path, folder: Path) -> Path:
-    """A copy with a week's log of a rank, that ended with an error."""
+    """A copy with a rank's log of one week, that ended with an error."""
     longer(source, folder, 1)
     shutil.rmtree(folder / "logs")
     (folder / "logs").mkdir()
@@ -348,8 +348,8 @@ def document(
         ("blocks of Python objects, thousands", *span("blocks", 1000, "{:,.1f}")),
         ("open files", *span("open_files")),
         ("threads", *span("threads")),
-        ("time a step with saves and evaluations, ms", *span("step_seconds", 1e-3, "{:.2f}")),
-        ("processor time a step, ms", *span("step_cpu_seconds", 1e-3, "{:.2f}")),
+        ("time per step with saves and evaluations, ms", *span("step_seconds", 1e-3, "{:.2f}")),
+        ("CPU time per step, ms", *span("step_cpu_seconds", 1e-3, "{:.2f}")),
     ]
     table = "\n".join(f"| {name} | {first} | {last} |" for name, first, last in rows)
     a_step = {name: size / plan.steps for name, size in found["sizes"].items()}
@@ -360,36 +360,38 @@ def document(
     )
     read = "\n".join("| " + " | ".join(row) + " |" for row in readers)
     return f"""
-{plan.steps:,} optimizer steps through the whole of a run (`make scale PART=long`), with a model that computes nothing:
-Trainer's loop, sampler, curriculum, logs, TensorBoard, {found["evaluations"]} evaluations, {found["saves"]} checkpoints
-of which 2 are kept. {found["nonfinite"]} losses were NaN and {found["spikes"]} were spikes: each was skipped or told,
-and no other. A third of the way on the clock jumped an hour ahead, later two back; the rank's log was rotated once by
-name, once by copying and cutting. It took {found["seconds"] / 60:.0f} minutes by the clock.
+`make scale PART=long` runs {plan.steps:,} optimizer steps of a complete run with a model that computes nothing. The run
+includes Trainer's loop, sampler, curriculum, logs, TensorBoard, {found["evaluations"]} evaluations, and
+{found["saves"]} checkpoints, of which 2 are kept.
+
+{found["nonfinite"]} losses were NaN and {found["spikes"]} were spikes. Each of them, and no other, was skipped or
+reported. After a third of the run the clock jumped one hour ahead, and later two hours back. The rank's log was rotated
+once by renaming and once by copying and truncating. The run took {found["seconds"] / 60:.0f} minutes of wall time.
 
 | | first steps | last steps |
 |---|---:|---:|
 {table}
 
-Resident memory grew by {growth:,.0f} KiB in 10,000 steps (least squares, the first twentieth left out). Nothing is kept
-a step: `tests/scale/test_long.py` counts.
+Resident memory grew by {growth:,.0f} KiB per 10,000 steps (least squares, without the first twentieth). No object is
+kept per step; `tests/scale/test_long.py` counts them.
 
-| file | MiB | bytes a step |
+| file | MiB | bytes per step |
 |---|---:|---:|
 {files}
 
-Nothing is rotated or thinned: a step is worth its line. At a step a second, a week is {WEEK_SECONDS:,} steps and
-{week:.1f} GB of `trainer_log.jsonl`; `--logging-steps 10` makes a tenth of it. A rank's log has a line in 10 s: 6 MB
-a week.
+These files are neither rotated nor thinned: every step keeps its line. At one step per second, a week is
+{WEEK_SECONDS:,} steps and {week:.1f} GB of `trainer_log.jsonl`. `--logging-steps 10` reduces that to a tenth. A rank's
+log has one line per 10 s: 6 MB per week.
 
-| reader | run of | seconds | of the processor | memory, MiB | |
+| reader | steps in the run | seconds | CPU seconds | memory, MiB | |
 |---|---:|---:|---:|---:|---|
 {read}
 
-The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: it is the processor's time that tells what a
-step or a reader costs, and that too grows by a third with what else runs.
+The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores, so CPU time shows the cost of a step or a
+reader better than wall time. CPU time also grows by a third when other programs run.
 
-Largest case that was really run: {plan.steps:,} steps in one process on a CPU; the longer runs that are read have its
-lines several times over.
+Largest case actually run: {plan.steps:,} steps in one process on a CPU. The longer runs for the readers repeat its lines
+several times.
 """
 
 
@@ -404,7 +406,7 @@ def measure_readers(folder: Path, run: Path, steps: int) -> list[list[str]]:
         rows.append(["`report`", f"{count:,}", *numbers, f"a page of {page:.2f} MB"])
         rows.append(
             [
-                "`monitor`, the first look",
+                "`monitor`, first refresh",
                 f"{count:,}",
                 *measured(["monitor", str(one), "--once"]),
                 "",
@@ -416,7 +418,7 @@ def measure_readers(folder: Path, run: Path, steps: int) -> list[list[str]]:
         seconds, processor = refresh_seconds(scratch)
         rows.append(
             [
-                "`monitor`, each later look",
+                "`monitor`, each later refresh",
                 f"{count:,}",
                 f"{seconds:.3f}",
                 f"{processor:.3f}",
@@ -426,7 +428,7 @@ def measure_readers(folder: Path, run: Path, steps: int) -> list[list[str]]:
         )
         shutil.rmtree(scratch)
     numbers = measured(["diagnose", str(failed(run, folder / "failed"))])
-    rows.append(["`diagnose`", f"{steps:,}", *numbers, "a week's log of a rank"])
+    rows.append(["`diagnose`", f"{steps:,}", *numbers, "a rank's log of one week"])
     rows.append(
         ["`checkpoints`", f"{steps:,}", *measured(["checkpoints", str(run)]), "2 small ones"]
     )

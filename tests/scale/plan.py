@@ -262,35 +262,37 @@ def line(row: Row) -> str:
 
 
 COLUMNS = (
-    "devices", "lengths", "samples", "M tokens", "microbatches a device", "fill", "imbalance", "lockstep",
+    "devices", "lengths", "samples", "M tokens", "microbatches per device", "fill", "imbalance", "lockstep",
     "samples chosen ms", "plan ms", "of a ZeRO-3 step", "ZeRO-3 step s", "lost by imbalance",
     "by stragglers", "LoRA step s", "lost by imbalance", "by stragglers",
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |\n|--:|---{'|--:' * (len(COLUMNS) - 2)}|"
 TEXT = """\
-Every rank plans every global batch for itself (`schedule_microbatches`), so the plan is work of one core that grows
-with the machine. Each device computes {samples} conversations a step, cut off at {cutoff:,} tokens: log-normal with a
-median of {median} tokens and sigma {sigma}; *curriculum* mixes three difficulties of {medians} tokens, 80/20/0, then
-40/40/20, then 25/35/40. *Packed* microbatches hold {budget:,} tokens, *padded* ones {padded} samples. `make scale
-PART=plan`
+Every rank plans every global batch itself (`schedule_microbatches`). Planning therefore runs on one core and grows with
+the number of devices. Each device computes {samples} conversations per step, truncated at {cutoff:,} tokens. Their
+lengths are log-normal with a median of {median} tokens and sigma {sigma}. *Curriculum* mixes three difficulties of
+{medians} tokens: 80/20/0, then 40/40/20, then 25/35/40. *Packed* microbatches hold {budget:,} tokens, *padded* ones
+{padded} samples. `make scale PART=plan` writes this section.
 
 {table}
 
-- Samples chosen, plan: processor time of the fastest of {steps} steps. A step is planned before it begins or, with
-  `--dataloader-num-workers`, during the step before.
-- At its start a run plans steps to find its largest microbatch and for its table: some 2 million samples for each of
-  the two, {start_seconds:.1f} s at 10,000 devices.
-- Fill: of the microbatches' room (padded: of what is computed). Imbalance: busiest device / mean; lockstep: the same
-  where devices wait after every microbatch. Padded microbatches of one micro-step are of like length, and the first
-  micro-step has the longest: many devices wait there. Packing, the default, has no such loss.
-- Steps: Qwen3-8B with checkpointing, whole under ZeRO-3 and with LoRA under DDP, by the planner's formulas with 40%
-  of an H100's peak, 340 GB/s within a machine of eight and 45 GB/s between machines ([roofline.md](roofline.md));
-  nothing overlaps the network. Computed, not measured.
-- Lost: shares of the step in which the mean device waits for the busiest, and beyond that for slower ones (mean of 20
-  draws). Assumed of devices: 1% standard deviation of a microbatch's time, and 0.5% of the machines slower by 10% all
-  the time. From 100 machines on one is slow, and all wait for it: no plan that does not know which one helps.
+- "Samples chosen" and "plan" are CPU times of the fastest of {steps} steps. A step is planned before it starts or, with
+  `--dataloader-num-workers`, during the previous step.
+- At its start a run plans steps to find its largest microbatch and to print its table. Each of the two plans about
+  2 million samples. At 10,000 devices they take {start_seconds:.1f} s together.
+- Fill is the share of the microbatches' capacity that holds tokens (padded: the share of what is computed). Imbalance
+  is the busiest device divided by the mean. Lockstep is the same ratio if devices wait after every microbatch.
+- Padded microbatches of one micro-step have similar lengths, and the first micro-step has the longest. Many devices
+  wait there. Packing, the default, has no such loss.
+- Step times are computed, not measured: Qwen3-8B with checkpointing, fully trained under ZeRO-3 and with LoRA under
+  DDP. The planner's formulas assume 40% of an H100's peak, 340 GB/s within a machine of eight devices and 45 GB/s
+  between machines ([roofline.md](roofline.md)). No computation overlaps the network.
+- "Lost" is the share of the step in which the mean device waits for the busiest device, and beyond that for slower
+  devices (mean of 20 draws). A microbatch's time is assumed to have a standard deviation of 1%, and 0.5% of the
+  machines are always 10% slower. From 100 machines on, one is slow and all wait for it. A plan could help only if it
+  knew which machine is slow.
 
-Largest case that was really run: the plan of 10,000 devices, {largest:,} samples, made whole by one process.
+Largest case actually run: the complete plan for 10,000 devices and {largest:,} samples, made by one process.
 """
 
 

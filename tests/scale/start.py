@@ -83,7 +83,7 @@ def losses() -> list[str]:
         assert all(named in str(error) for error in missing.results.values())
         cells = [
             who,
-            f"first named after {late.late[0][0]:.0f} s; all met {late.seconds:.1f} s after the last came",
+            f"first named after {late.late[0][0]:.0f} s; all joined {late.seconds:.1f} s after the last arrived",
             f"named on all others after {missing.seconds:,.0f} s",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -155,23 +155,25 @@ BEFORE: dict[str, dict[str, list[float]]] = json.loads("""
      "token": {"128": [508, 2794, 0.0127], "1024": [4092, 22506, 0.10232]}}
     """)
 TEXT = """\
-What happens from the launch to the first step on 16 nodes (128 ranks) and on 128 (1,024 ranks), counted. The launch's
-rendezvous and the ranks' agreement run as they are, on a clock of their own (tests/scale/virtual_time.py), against a
-store that counts; gloo's connections are counted of real groups. `make scale PART=start`
+This section counts what happens from the launch to the first step on 16 nodes (128 ranks) and on 128 nodes (1,024
+ranks). The launch's rendezvous and the ranks' agreement run unchanged, in simulated time (tests/scale/virtual_time.py)
+and against a store that counts requests. gloo's connections are counted in real groups. `make scale PART=start` writes
+this section.
 
-**The store of node 0**, requests (what TCPStore sends for a call: a `get` is two) and bytes. *Late*: node 1 comes ten
-minutes after the others, which wait. *Before*: the first version of the launch, with a
-rendezvous of its own.
+**The store on node 0**: requests (what TCPStore sends for a call; a `get` is two) and bytes. *Late*: node 1 arrives ten
+minutes after the others, which wait. *Before*: the first version of the launch, which had its own rendezvous.
 
-| nodes | until all have met, before | now | late: a second, before | now |
+| nodes | until all have joined, before | now | late: per second, before | now |
 |--:|--:|--:|--:|--:|
 {store}
 
-- A node that waits asks once a second whether all are there. Of that the store at 128 nodes is busy for {busy:.1%} of its
-  time. While the workers work, each node asks once a second whether another node's workers failed: one request.
-- If node 0 itself is late, the others try its port once a second; its socket holds 4,096 of them while it loads torch.
-  Launch and workers may have 65,536 files open, where the system lets them: at 1,024 ranks the store alone has 1,280
-  connections, and 1,024 is what many systems give at first.
+- A waiting node checks once a second whether all nodes have arrived. At 128 nodes this keeps the store busy for
+  {busy:.1%} of its time. While the workers run, each node checks once a second whether another node's workers failed:
+  one request.
+- If node 0 itself is late, the others try its port once a second. Its socket holds 4,096 of these connections while it
+  loads torch.
+- `launch` and the workers raise their limit to 65,536 open files if the system allows it. At 1,024 ranks the store
+  alone has 1,280 connections, and the default limit on many systems is 1,024.
 
 **Agreement of ranks** (`training/control.py`): messages and bytes that the busiest rank sends, and time until all are
 done.
@@ -180,40 +182,40 @@ done.
 |---|--:|--:|--:|--:|--:|--:|--:|
 {calls}
 
-- gloo's all-reduce and all-gather are rings: N - 1 messages one after another, twice for an all-reduce. What ranks
-  ask each other every step (`any`) and at the start (`check_equal`, of digests; whole facts only where they differ)
-  goes up and down a binomial tree.
+- gloo's all-reduce and all-gather are rings: N - 1 messages one after another, twice for an all-reduce. The ranks'
+  check in every step (`any`) and at the start (`check_equal`) uses a binomial tree instead. `check_equal` compares
+  digests and exchanges the full values only if they differ.
 
-**The group of gloo beside the device's group**: requests and bytes of the store, and connections, until it has agreed
-once. `TORCH_GLOO_LAZY_INIT` (torch 2.8 on), which is set unless the environment says otherwise, connects on demand;
-without it all connect to all (gloo's transport/tcp/context.cc).
+**The gloo group in addition to the device's group**: store requests, bytes and connections until its first agreement.
+`TORCH_GLOO_LAZY_INIT` (torch 2.8 or later) connects ranks on demand. It is set unless the environment sets another
+value. Without it every rank connects to every other (gloo's transport/tcp/context.cc).
 
 | ranks | | all to all: requests | MB | connections | on demand: requests | MB | connections |
 |--:|---|--:|--:|--:|--:|--:|--:|
 {gloo}
 
-- All to all a rank has 1,023 connections at 1,024 ranks, and node 0 sends {gigabytes:.1f} GB: {group_before:.0f} s of
-  the store's time, where it is now {group_now:.2f} s. On a CPU the default group is gloo's too, and still connects
-  all to all.
+- When all connect to all, a rank has 1,023 connections at 1,024 ranks, and node 0 sends {gigabytes:.1f} GB. That takes
+  {group_before:.0f} s of the store's time; on demand it takes {group_now:.2f} s. On a CPU the default group also uses
+  gloo and still connects all to all.
 
-**Late, dead, different**: of 128 nodes, `--timeout-seconds` 300 (late: 1800).
+**Late, dead and different nodes**: 128 nodes, `--timeout-seconds` 300 (late: 1800).
 
-| nodes | late by 600 s | never come |
+| nodes | late by 600 s | missing |
 |---|---|---|
 {losses}
 
-- A late node is waited for and named each minute. A node that falls silent in a run is noticed when the others'
-  workers have given up in a collective (`--timeout-seconds`).
-- Ranks that differ are told apart by majority, and all are named: `data is X on 1,014 ranks, Y on ranks 8-15, 77,
+- The other nodes wait for a late node and name it each minute. A node that stops responding during a run is noticed
+  when the workers of the other nodes time out in a collective (`--timeout-seconds`).
+- Ranks that differ are identified by majority, and all are named: `data is X on 1,014 ranks, Y on ranks 8-15, 77,
   900`.
 
-Time to the first step, beside Python, torch, the model and the data: at 1,024 ranks {first_before:.1f} s of
-rendezvous, groups and agreement before, and {first_now:.2f} s now. Assumed: {between:.0f} us each way between
-machines, {service:.0f} us of the store for a request (torch's own takes {request:.0f} us here, there and back),
-10 Gbit/s; all nodes begin at once.
+At 1,024 ranks, rendezvous, groups and agreement took {first_before:.1f} s before and take {first_now:.2f} s now. This
+is the time to the first step without Python, torch, the model and the data. The assumptions: {between:.0f} us each way between
+machines, 10 Gbit/s, and {service:.0f} us of the store's time per request (torch's own store takes {request:.0f} us
+here, round trip). All nodes start at the same time.
 
-Largest case that was really run: 128 nodes' launch code and 1,024 ranks' agreement in one process in simulated time;
-groups of gloo with 64 ranks, threads of one process, over real sockets.
+Largest case actually run: the launch code for 128 nodes and the agreement between 1,024 ranks, in one process in
+simulated time. The gloo groups had 64 ranks, as threads of one process, over real sockets.
 """
 
 

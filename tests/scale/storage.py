@@ -35,13 +35,19 @@ CACHED_SECONDS = 3.0
 AT_ONCE = 4
 WITH_RUNS = ("nothing", "caches", "what a node", "flock: ENOLCK")
 INTRODUCTION = """
-Two nodes share a folder: each is a FUSE mount of its own with the kernel's caches, and a server that knows files by
-their inodes, as NFS does (`tests/shared_folder.py`). On them, as processes with host names of their own: the run lock
-(held, refused, killed), four saves of two ranks with rotation, the data cache made by two nodes at once, `prepare` and
-its check on the other node, a monitor that follows a run of the other node, the result of a run and of a merge, and
-whole runs of two ranks that are killed and resumed at once, with rank 0 on the other node. Demanded of each: no
-checkpoint lost, none called gone or invalid that is not, no lock held twice, a pause only waited for.
-`make scale PART=storage` makes this section."""
+Two nodes share a folder. Each node is a separate FUSE mount with the kernel's caches, and a server identifies files by
+their inodes, as NFS does (`tests/shared_folder.py`). The nodes are processes with their own host names. They run:
+
+- the run lock: held, refused, killed
+- four saves by two ranks, with rotation
+- the data cache, prepared by two nodes at the same time
+- `prepare`, and its check on the other node
+- a monitor that follows a run on the other node
+- the export of a run and of a merge
+- complete runs of two ranks that are killed and resumed immediately, with rank 0 on the other node
+
+In each case no checkpoint may be lost, reported as missing or reported as invalid. No lock may be held twice. A pause
+may only cause waiting. `make scale PART=storage` writes this section."""
 
 # What the package renames by itself; a library's own rename (safetensors) fails with its error.
 OUR_RENAMES = r"(staging-[^/]*|checkpoint-\d+|(making|merging)-[^/]*|\.(json|bin|index|yaml)(\.tmp)?|/model\.safetensors)$"
@@ -87,7 +93,7 @@ MISBEHAVIOURS = (
         f"caches of {CACHED_SECONDS:.0f} s: names, absent names, listings, sizes",
         dict.fromkeys(("entry_seconds", "absent_seconds", "listing_seconds", "attribute_seconds"), CACHED_SECONDS),
     ),
-    Misbehaviour("what a node makes is not there for others, 2 s", {"lag_seconds": 2.0}),
+    Misbehaviour("what a node makes is hidden from others, 2 s", {"lag_seconds": 2.0}),
     Misbehaviour("ESTALE, once, at opening and at reading", {}, tuple(
         (operation, errno.ESTALE, "", {"node": node}) for operation in ("open", "read") for node in (0, 1)
     )),
@@ -216,8 +222,8 @@ def section(found: list[Cell]) -> str:
     lines += [
         "",
         (
-            "Largest case that was really run: two nodes on one machine, files of 200 kB; caches of"
-            " 3 s for those of 60 s."
+            "Largest case actually run: two nodes on one machine, 200 kB files, and caches that last"
+            " 3 s instead of 60 s."
         ),
     ]
     return "\n".join(lines)

@@ -170,10 +170,10 @@ def lock(cluster: Cluster) -> str:
     assert again == "held", again
     assert cluster.do(1, _hold, 0.0) == "held", "not free after a good end"
     if not after_kill:
-        return "the other node is refused, and free after a kill -9"
+        return "the other node is refused; the lock is free after kill -9"
     assert "rm " in after_kill, after_kill
     told = after_kill[after_kill.index("if it is gone") :]
-    return f'the other node is refused, after a kill -9 too ("{told}"); this one is not'
+    return f'the other node is refused, also after kill -9 ("{told}"); the same node is not'
 
 
 def _until(path: Path, task: Task) -> None:
@@ -274,10 +274,8 @@ def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
     )
     assert kept == ["checkpoint-3", "checkpoint-4"], kept
     if errors:
-        return f'a save fails, the one before stays; the next goes well: "{errors[0][:150]}"'
-    return "saved, rotated, resumed from on the other node" + (
-        f" {late:.0f} s later" if late else ""
-    )
+        return f'one save fails and the previous checkpoint remains; the next save succeeds: "{errors[0][:150]}"'
+    return "saved, rotated, resumed on the other node" + (f" {late:.0f} s later" if late else "")
 
 
 def _clean(folder: Path) -> Any:
@@ -324,9 +322,9 @@ def cache(cluster: Cluster) -> str:
     ]
     assert not left, left
     made = notes.read_text().count("made")
-    said = f'one start fails, the next goes well: "{errors[0][:120]}"; ' if errors else ""
+    said = f'one start fails, the next succeeds: "{errors[0][:120]}"; ' if errors else ""
     return said + (
-        "made once, used by both" if made == 1 else f"made {made} times, one is used by both"
+        "prepared once, used by both" if made == 1 else f"made {made} times, both use one"
     )
 
 
@@ -354,7 +352,7 @@ def prepare(cluster: Cluster) -> str:
     more, checked = _until_good(cluster, lambda: cluster.do(1, _prepare, str(data)))
     errors += more
     assert checked[0] == 0 and checked[1] == made[1] >= 2, [made, checked]
-    said = "made on one node, whole on the other"
+    said = "prepared on one node, complete on the other"
     return said if not errors else f'fails, the same command goes on: "{errors[0][:120]}"; {said}'
 
 
@@ -414,7 +412,7 @@ def readers(cluster: Cluster, steps: int = 40) -> str:
     assert not _error(seen), seen
     assert seen["orders"] and seen["step"] == steps, seen
     assert [state for state in seen["states"] if state != "waiting"] == ["running", "done"], seen
-    return "every step is seen, none goes back"
+    return "every step is shown, in order"
 
 
 # ---------------------------------------------------------------- results
@@ -461,9 +459,9 @@ def export(cluster: Cluster) -> str:
     left = [name for name in os.listdir(cluster.shared.disk) if name.startswith(".merging")]
     assert not left, left
     return (
-        "written, whole on the other node"
+        "written; complete on the other node"
         if not errors
-        else f'fails, then goes well: "{errors[0][:130]}"'
+        else f'fails, then succeeds: "{errors[0][:130]}"'
     )
 
 
