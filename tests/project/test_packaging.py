@@ -86,7 +86,7 @@ def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
     with tarfile.open(the_one(built, "*.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
     code = "from setuptools.build_meta import build_wheel as build; build('.')"
-    source = the_one(tmp_path, "finetune-*")
+    source = the_one(tmp_path, "finetune_lm-*")
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     listed = [
