@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/python launchers/demo.py
 
-# A real model, SmolLM2-135M-Instruct (a wheel of 93 MB), fine-tuned with LoRA. Under ten minutes on two cores.
+# A real model, SmolLM2-135M-Instruct (a wheel of 93 MB), fine-tuned with LoRA. About ten minutes on two cores.
 smollm2: $(READY)
 	$(BIN)/python launchers/smollm2.py
 

@@ -5,7 +5,6 @@ test says when it is old.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from concept_pictures import DARK, GREY, IMAGES, Drawing
@@ -65,7 +64,7 @@ def speed() -> str:
             text = f"{rate:,} ({peak:.1f} GB)"
             drawing.text(BAR_LEFT + BAR_WIDTH * rate / most + 8, y, text)
         y += 46
-    return re.sub(r"\n+", "\n", drawing.svg())
+    return drawing.svg()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from finetune.config.files import read_file, read_yaml
 from finetune.errors import ConfigError
 
+# Tensor, context and sequence parallelism: processes that share every sample.
+_DEGREES = tuple(f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp"))
 _OPTIONS = ("--config_file", "--config-file")
 
 
@@ -31,9 +32,10 @@ def read_accelerate(words: list[str]) -> dict[str, Any]:
         content = read_file(path)
     else:
         content = read_yaml(path.read_text(encoding="utf-8"), str(path))
-    options: dict[str, Any] = {}
+    degrees = content.get("parallelism_config") or {}
+    options: dict[str, Any] = {name: degrees[name] for name in _DEGREES if name in degrees}
     if processes := content.get("num_processes"):
-        options["num_processes"] = int(processes) // _sharing(content)
+        options["num_processes"] = processes
     kind = str(content.get("distributed_type", "")).upper()
     deepspeed = content.get("deepspeed_config") or {}
     if kind == "DEEPSPEED":
@@ -49,13 +51,6 @@ def _named(words: list[str]) -> Path | None:
         if name in _OPTIONS:
             return Path(value if equals else words[number + 1])
     return None
-
-
-def _sharing(content: dict[str, Any]) -> int:
-    """Return how many processes share every sample: those of tensor and sequence parallelism."""
-    degrees = content.get("parallelism_config") or {}
-    names = (f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp"))
-    return math.prod(int(degrees.get(name, 1)) for name in names)
 
 
 def _zero(keys: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_what_needs_a_program_stays_as_it_is_written() -> None:
         ({"distributed_type": "MULTI_GPU", "num_processes": 2}, {"num_processes": 2}),
         (
             {"num_processes": 8, "parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 2}},
-            {"num_processes": 2},
+            {"num_processes": 8, "parallelism_config_sp_size": 2, "parallelism_config_cp_size": 2},
         ),
     ],
 )  # fmt: skip
@@ -133,6 +133,20 @@ def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
     assert run.processes == 8 and run.options["deepspeed"] == {"zero_optimization": {"stage": 2}}
     with pytest.raises(ConfigError, match=r"accelerate's file none.yaml is not here"):
         read_run("accelerate launch --config_file none.yaml sft.py --dataset_name own", None)
+
+
+def test_processes_that_share_samples_make_no_batch(folder: Path, capsys: Any) -> None:
+    degrees = {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 2}
+    content = {"num_processes": 4, "parallelism_config": degrees}
+    (folder / "ulysses.yaml").write_text(json.dumps(content))
+    command = "accelerate launch --config_file ulysses.yaml trl/scripts/sft.py"
+    command += " --model_name_or_path m --dataset_name d.jsonl"
+    for more in ([], ["--devices", "4"]):
+        config, text = converted(command, capsys, *more)
+        assert config.global_batch_size == 16 and "2 that share every sample" in text
+    (folder / "ulysses.yaml").write_text(json.dumps(content | {"num_processes": 3}))
+    with pytest.raises(ConfigError, match="2 devices share every sample"):
+        converted(command, capsys)
 
 
 def test_that_file_counts_for_a_script_of_the_user_too(tmp_path: Path) -> None:
