@@ -22,7 +22,8 @@ import pytest
 import run_helpers
 import stand_in_converter
 import torch
-from launching import environment, run_cli
+from deployments import llama_server
+from launching import run_cli
 from run_helpers import Materials
 from safetensors import safe_open
 from serve_helpers import real_server
@@ -378,16 +379,6 @@ def test_a_full_step_trains_the_tied_weight_and_keeps_it_tied(
 
 # ---------------------------------------------------------------- deployment
 
-LLAMA = """
-import sys, time
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port, params.n_ctx, params.n_parallel = sys.argv[1], 0, 1024, 1
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
 def verify(
@@ -423,13 +414,8 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
     assert "token_embd.weight" in names and "output.weight" not in names
     stand_in_converter.write(model, base, "f32")
     for path, found in ((whole, []), (base, ["adapter_left_out"])):
-        with subprocess.Popen(
-            [sys.executable, "-c", LLAMA, str(path)], env=environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        ) as server:  # fmt: skip
-            address = server.stdout.readline().strip()
+        with llama_server(path) as address:
             report = verify(adapter, "--endpoint", address, "--deployed-dtype", "float32")
-            server.kill()
         assert [finding["name"] for finding in report.findings] == found, report
         assert report.deployment["engine"] == "llama.cpp", report
         assert report.shows_adapter == (path == whole), report
