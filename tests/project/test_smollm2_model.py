@@ -382,7 +382,7 @@ def verify(
 ) -> Callable[..., SimpleNamespace]:
     def run(adapter: Path, *flags: object) -> SimpleNamespace:
         words = ["--model", adapter, "--data", materials.valid, "--device-type", "cpu"]
-        words += ["--prompts", 3, "--max-new-tokens", 12, *flags, "--json"]
+        words += ["--prompts", 4, "--max-new-tokens", 16, *flags, "--json"]
         capsys.readouterr()
         code = finetune(["verify", *map(str, words)])
         return SimpleNamespace(code=code, **json.loads(capsys.readouterr().out))
@@ -415,7 +415,7 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
         assert [finding["name"] for finding in report.findings] == found, report
         assert report.deployment["engine"] == "llama.cpp", report
         assert report.shows_adapter == (path == whole), report
-        assert report.compared["token_ids"] == 3 and report.compared["logprobs"] >= 2, report
+        assert report.compared["token_ids"] == 4 and report.compared["logprobs"] >= 2, report
 
 
 def test_the_openai_client_gets_the_answers_of_the_adapter(model: Path, adapter: Path) -> None:
