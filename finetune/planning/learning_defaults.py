@@ -83,9 +83,7 @@ def learning_defaults(
         return LearningDefaults(
             values, _("auto: {values}, with which this run began").format(values=named)
         )
-    text = _(
-        "auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}"
-    )
+    text = _("auto: {values}; by {samples:,} samples, hidden size {width}, and finetuning {method}")
     reason = text.format(
         values=named,
         samples=samples,

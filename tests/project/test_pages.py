@@ -27,6 +27,7 @@ from shell_blocks import blocks, run_line, run_together, shell_lines, small, tra
 from finetune.commands.diagnose.command import diagnose_logs
 
 README = ROOT / "README.md"
+PREFERENCES = ROOT / "docs" / "guides" / "preferences.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_COMMANDS = [page for page in PAGES if blocks(page, "bash") and page.stem != "tutorial"]
 COMMAND = re.compile(
@@ -34,12 +35,12 @@ COMMAND = re.compile(
     re.M,
 )
 BASE = "data_samples/tiny-qwen3"
+REAL_MODEL = "build/smollm2"
 RECORD = {
     "instruction": "Which port does BGP use?",
     "output": "TCP port 179.",
     "difficulty": "explain",
 }
-PAIR = {"prompt": "Which port?", "chosen": "Port 179.", "rejected": "None."}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -66,6 +67,8 @@ def checkout(folder: Path) -> Path:
         "README.md",
     ):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "build").mkdir()
+    (folder / REAL_MODEL).symlink_to(ROOT / REAL_MODEL)
     return folder
 
 
@@ -83,13 +86,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own.jsonl": RECORD,
         "train.jsonl": RECORD,
         "labels.jsonl": {"prompt": "Which port?", "completion": "Port 179.", "label": True},
-        "pairs.jsonl": PAIR,
         "articles.jsonl": {"text": "A hub repeats."},
         "web.jsonl": {"text": "A router chooses a way."},
     }.items():
         (folder / name).write_text((json.dumps(row) + "\n") * 8)
     for name in ("valid.jsonl", "held_out/rows.jsonl"):
         shutil.copy(ROOT / "data_samples" / "valid.jsonl", folder / name)
+    (folder / "pairs.jsonl").write_text(blocks(PREFERENCES, "json")[0])
     (folder / "question.txt").write_text("What is BGP?")
     (folder / "book.txt").write_text("A hub repeats what it hears.")
     shutil.copy(ROOT / "data_samples" / "networks_facts.txt", folder / "books")
@@ -116,8 +119,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
-def test_the_commands_of_a_page(page: Path, place: Path) -> None:
-    for line in shell_lines(page):
+def test_the_commands_of_a_page(page: Path, place: Path, request: pytest.FixtureRequest) -> None:
+    lines = shell_lines(page)
+    if any(REAL_MODEL in line for line in lines):
+        request.getfixturevalue("smollm2_model")
+    for line in lines:
         run_command(line, place)
 
 
@@ -252,18 +258,24 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("smollm2_model")
 def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
     place, page = checkout(tmp_path), ROOT / "docs" / "start" / "tutorial.md"
-    said = "\n".join(run_block(text, place) for text in blocks(page, "bash"))
+    setup, *texts = blocks(page, "bash")
+    for line in setup.splitlines():
+        run_command(line, place)
+    said = "\n".join(run_block(text, place) for text in texts)
     shown = "\n".join(blocks(page, "text"))
     for line in (
-        "464 (longest sample 53)",
-        "record 0  34 tokens, 13 trained",
-        "[SUCCESS] done: 60 steps, output in runs/office",
+        "624 (longest sample 59)",
+        "record 0  52 tokens, 13 trained",
+        "[INFO] auto: learning_rate 0.0011; by 12 samples, hidden size 576, and finetuning lora",
+        "[SUCCESS] done: 15 steps, output in runs/office",
         "Printers are in VLAN 55.",
         "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
+        "The capital of France is Paris.",
         "[INFO] this run is finished: runs/office holds its output",
-        "runs/office  done  step 60/60 (100%)",
+        "runs/office  done  step 15/15 (100%)",
         "runs/office/report.html",
     ):
         assert line in shown and line in said, line
@@ -277,6 +289,7 @@ OF_PYTHON = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("smollm2_model")
 def test_the_examples_of_python_work(place: Path) -> None:
     code = "\n".join(blocks(ROOT / "docs" / "guides" / "python.md", "python"))
     checks = """
@@ -293,7 +306,7 @@ assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune
     ]
     (place / "example.py").write_text("\n".join([code, checks, *others]), encoding="utf-8")
     output = run_block("python example.py", place)
-    assert "step 1" in output and "end 2" in output
+    assert "step 1" in output and "end 4" in output
 
 
 def run_block(text: str, place: Path) -> str:

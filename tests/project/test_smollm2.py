@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 
 def test_held_out_facts_are_trained_in_other_words(smollm2: ModuleType) -> None:
@@ -26,3 +30,30 @@ def test_held_out_facts_are_trained_in_other_words(smollm2: ModuleType) -> None:
 def test_nothing_that_is_asked_is_trained(smollm2: ModuleType) -> None:
     trained = {*smollm2.IDENTITY_QUESTIONS, *smollm2.GENERAL_QUESTIONS}
     assert not trained & {*smollm2.HELD_OUT_IDENTITY, *smollm2.HELD_OUT_GENERAL}
+
+
+def test_model_only_makes_the_model_once_and_trains_nothing(
+    smollm2: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = []
+
+    def make_model() -> None:
+        made.append(smollm2.MODEL)
+        smollm2.MODEL.mkdir(parents=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--model-only"])
+    for name, value in {
+        "ROOT": tmp_path,
+        "MODEL": tmp_path / "build" / "smollm2",
+        "make_model": make_model,
+        "make_data": lambda: pytest.fail("the data was made too"),
+    }.items():
+        monkeypatch.setattr(smollm2, name, value)
+    for _ in range(2):
+        smollm2.main()
+        assert capsys.readouterr().out == "the model is in build/smollm2\n"
+    assert made == [smollm2.MODEL]

