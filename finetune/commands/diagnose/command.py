@@ -16,15 +16,20 @@ from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_fi
 from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
 from finetune.commands.diagnose.run_evidence import RunFolder
-from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
-from finetune.commands.diagnose.symptoms.rules import RESTART_CURES
+from finetune.commands.diagnose.knowledge import knowledge
 from finetune.config.fields import Paths, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import DataError, ExitCode
 from finetune.runtime.language import _
 from finetune.runtime.terminal import write_filled
 
-__all__ = ["RESTART_CURES", "Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings"]
+__all__ = ["Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings", "restart_cures"]
+
+
+def restart_cures() -> frozenset[str]:
+    """Return the causes that starting the same command again can cure."""
+    causes = knowledge().causes
+    return frozenset(name for name, cause in causes.items() if cause.restart_cures)
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
@@ -128,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings, stopped = _diagnosed(options.logs)
     if options.as_json:
         shown: dict[str, object] = {"findings": [asdict(f) for f in findings]}
-        name = "interrupted" if stopped and stopped.cause == INTERRUPTED.cause else "got_over"
+        name = "interrupted" if stopped and stopped.cause == "interrupted" else "got_over"
         shown |= {name: asdict(stopped)} if stopped else {}
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:

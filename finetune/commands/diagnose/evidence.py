@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_reading import LogLine, Moment
 from finetune.commands.diagnose.log_words import CODE_ONLY
-from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.knowledge import Symptom
 
 
 @dataclass

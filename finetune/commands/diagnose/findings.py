@@ -16,11 +16,7 @@ from finetune.commands.diagnose.survival import (
     nearest_year,
     standing_evidence,
 )
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill
-from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
-from finetune.commands.diagnose.symptoms.places import PLACES
-from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.commands.diagnose.knowledge import Kind, Symptom, fill, knowledge
 from finetune.plain_text import mask_secrets, plain_text
 from finetune.runtime.language import _
 
@@ -118,18 +114,18 @@ def rank_findings(
         groups = _groups(standing)
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
     if any(group.kind < Kind.CASCADE for group in kept):
-        kept = [group for group in kept if group.first.symptom is not RETRIED]
-    stopped = [group for group in kept if group.cause == INTERRUPTED.cause]  # no failure
+        kept = [group for group in kept if group.first.symptom.id != "retried"]
+    stopped = [group for group in kept if group.cause == "interrupted"]  # no failure
     kept = [group for group in kept if group not in stopped]
     # that a process ended badly is then no news
-    if any(group.cause != ENDED_BADLY.cause for group in kept):
-        kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
+    if any(group.cause != "unknown" for group in kept):
+        kept = [group for group in kept if group.first.symptom.id != "ended_badly"]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
     findings = [_finding(group, known) for group in kept or stopped]
     if findings:
         known_roots = {finding.cause for finding in findings} | {
-            UNEXPLAINED.cause,
-            INTERRUPTED.cause,
+            "unknown",
+            "interrupted",
         }
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
     if not kept or not findings:
@@ -182,7 +178,7 @@ def _without_bare_codes(evidence: Sequence[Evidence]) -> list[Evidence]:
     def is_said_better(piece: Evidence) -> bool:
         line, sure = piece.line, piece.symptom.confidence
         return piece.code_only and any(
-            other.symptom.confidence > sure
+            other.symptom.confidence >= sure
             and abs(other.line.number - line.number) <= SAME_ERROR_LINES
             for other in by_process.get((line.source, line.rank, line.node), ())
         )
@@ -203,7 +199,7 @@ def _say_who_prepared(evidence: Sequence[Evidence], logs: Sequence[LogEvidence])
     values = {"progress": f"{progress['work'].strip()}: {progress['percent']}%"}
     if lines[-1].rank is not None:
         values["preparing_rank"] = str(lines[-1].rank)
-    _say_of_time_outs(evidence, WAITED_FOR_DATA, values)
+    _say_of_time_outs(evidence, knowledge().named["waited_for_data"], values)
 
 
 def _say_unequal_batches(evidence: Sequence[Evidence], logs: Sequence[LogEvidence]) -> None:
@@ -220,7 +216,7 @@ def _say_unequal_batches(evidence: Sequence[Evidence], logs: Sequence[LogEvidenc
     told = _("rank {few}: {fewest}, rank {many}: {most}").format(
         few=few, fewest=batches[few], many=many, most=batches[many]
     )
-    _say_of_time_outs(evidence, UNEQUAL_BATCHES, {"batches": told})
+    _say_of_time_outs(evidence, knowledge().named["unequal_batches"], {"batches": told})
 
 
 def _say_of_time_outs(
@@ -258,7 +254,7 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 
 
 def _explains(root: _Group, other: _Group) -> bool:
-    if root is other or root.cause in other.first.symptom.explains:
+    if root is other or root.cause in other.first.symptom.outranks:
         return False
     by_order = root.first.symptom.by_order or other.first.symptom.by_order
     if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED} or (
@@ -269,7 +265,7 @@ def _explains(root: _Group, other: _Group) -> bool:
         root.first, other.first
     ):
         return _earlier(root.first, other.first)
-    nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
+    nearer = root.kind < other.kind or other.cause in root.first.symptom.outranks
     return nearer and _not_later(root.first, other.first)
 
 
@@ -328,11 +324,13 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     values = with_next_values(
         facts | elsewhere | clearest.values | _differing_calls(group.evidence)
     )
-    explanation, fix = (fill(text, values) for text in symptom.texts())
-    if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
+    why, do = symptom.texts()
+    explanation = fill(why, values)
+    fix = " ".join(filter(None, (fill(step, values) for step in do)))
+    if "error_fix" in values and symptom.id != "explained_by_run":
         fix += " " + _("The run itself advises: {fix}").format(fix=values["error_fix"])
     rank = clearest.values.get("rank")
-    return (FindingByPlace if symptom in PLACES else Finding)(
+    return (FindingByPlace if symptom.id.startswith("place_") else Finding)(
         symptom.cause,
         group.confidence,
         [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],

@@ -69,11 +69,8 @@ from finetune.commands.diagnose.log_words import (
     TRAINED,
 )
 from finetune.commands.diagnose.survival import result_of
-from finetune.commands.diagnose.symptoms.base import Kind
-from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
-from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
-from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, UNEXPLAINED
-from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
+from finetune.commands.diagnose.knowledge import Kind, Symptom, knowledge
+from finetune.commands.diagnose.places import symptom_of_place
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -81,8 +78,10 @@ KEPT_LINES = 3
 EXCERPT_LINES = 20
 # Lines between that an engine or Slurm ends all processes and that the shell says so.
 QUIT_LINES = 50
-# No rule knows these by their words.
-UNKNOWN = (UNEXPLAINED, *PLACES)
+
+def _is_unknown(symptom: Symptom) -> bool:
+    """Whether no entry knows it by its words."""
+    return symptom.id == "unexplained" or symptom.id.startswith("place_")
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -92,7 +91,7 @@ def scan_log(file: LogFile) -> LogEvidence:
         scan.take(line)
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if file.broken_off is not None and scan.found.done is None:
-        scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
+        scan.found.evidence.append(Evidence(knowledge().named["broken_off"], file.broken_off, {}, scan.attempt))
     scan.found.result = result_of(file.last)
     scan.name_holders()
     if not scan.of_a_run and not scan.is_excerpt:
@@ -200,7 +199,7 @@ class _Scan:
             add_error_detail(process, text)
         elif CHAINED.match(text):
             process.chained = (
-                process.last if process.last and process.last.symptom in UNKNOWN else None
+                process.last if process.last and _is_unknown(process.last.symptom) else None
             )
         elif IGNORED.match(text):
             process.ignored = True
@@ -308,19 +307,19 @@ class _Scan:
             if symptom.cause == "shape_mismatch" and (
                 sizes := sizes_of_sample(process, text, self._too_long)
             ):
-                symptom, values = SAMPLE_TOO_LONG, sizes
+                symptom, values = knowledge().named["sample_too_long"], sizes
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
             if symptom.kind == Kind.KILLED and self._was_forced(line, values.get("pid")):
-                symptom, values = ENDED_BADLY, {}
+                symptom, values = knowledge().named["ended_badly"], {}
         elif within and (error := RECORD_ERROR.match(text)) and (frame := record_frame(process)):
-            symptom, values = BAD_RECORD, {"error": error["error"], "frame": frame}
+            symptom, values = knowledge().named["bad_record"], {"error": error["error"], "frame": frame}
         elif not quiet and not service and (exception or is_failure(text)):
             if exception and process.ignored:
                 process.ignored = False
                 return
-            last = process.last if process.last and process.last.symptom in UNKNOWN else None
+            last = process.last if process.last and _is_unknown(process.last.symptom) else None
             torn = last is not None and continues(line, last.line)
             if within and exception and not CASCADE_EXCEPTIONS.search(text) and was_only_said(last):
                 torn = True  # what was printed before did not end the process
@@ -330,12 +329,10 @@ class _Scan:
                 or CASCADE_EXCEPTIONS.search(text)
                 or not (exception or OWN_ERROR.match(text))
             )
-            symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
+            symptom, values = knowledge().named["ended_badly" if cascade else "unexplained"], {}
             if not cascade and exception:
-                placed = symptom_of_place(
-                    process.frames if within else [], text, raised=process.raised
-                )
-                symptom, values = placed or (symptom, values)
+                frames = process.frames if within else []
+                symptom, values = symptom_of_place(frames, process.code, text)
         else:
             return
         # else it is a warning, or may pass
@@ -362,7 +359,7 @@ class _Scan:
         """
         if (
             last is not None
-            and last.symptom in UNKNOWN
+            and _is_unknown(last.symptom)
             and continues(line, last.line)
             and last in self.found.evidence
         ):

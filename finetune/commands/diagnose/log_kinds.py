@@ -18,8 +18,7 @@ from finetune.commands.diagnose.log_words import (
     STRUCTURE,
     TRAINED,
 )
-from finetune.commands.diagnose.symptoms.base import Symptom
-from finetune.commands.diagnose.symptoms.rules import possible
+from finetune.commands.diagnose.knowledge import Symptom, knowledge
 
 
 def line_kind(text: str) -> LineKind:
@@ -44,11 +43,13 @@ def matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
     """The surest rule; of several the nearest to the root."""
     lowered = text.lower()
     matches = [
-        (s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None
+        (s, match) for s in knowledge().possible(lowered) if (match := s.found_in(text, lowered)) is not None
     ]
     if QUIET_LEVEL.search(text) and not any(s.in_warnings for s, _ in matches if not s.needs):
         # what a warning is the reason of
         matches = [pair for pair in matches if pair[0].needs] or matches
+    outranked = {cause for symptom, _ in matches for cause in symptom.outranks}
+    matches = [pair for pair in matches if pair[0].cause not in outranked] or matches
     return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
 
 

@@ -41,10 +41,8 @@ from finetune.commands.diagnose.log_words import (
     UNDER_LOADER,
     UNLIKE_SIZES,
 )
-from finetune.commands.diagnose.symptoms.base import Symptom
-from finetune.commands.diagnose.symptoms.places import frame_parts
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
-from finetune.commands.diagnose.symptoms.servers import HTTP_PORT
+from finetune.commands.diagnose.knowledge import Symptom, knowledge
+from finetune.commands.diagnose.places import frame_parts
 
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
@@ -62,6 +60,7 @@ class Process:
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.frames: list[str] = []  # of that traceback, outermost first
         self.at_positions = False  # the code of that frame takes embeddings of positions
+        self.code = ""  # the source line of its innermost frame
         self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
@@ -185,9 +184,11 @@ def relevant_part(process: Process, line: LogLine) -> str:
         process.frames.append(text.strip())
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
         process.raised = process.at_positions = False
+        process.code = ""
         return ""
     if process.in_frame and indent > process.frame_indent:
         process.raised |= RAISES.match(text) is not None
+        process.code = process.code or text.strip()
         process.at_positions |= AT_POSITIONS.match(text) is not None
         return ""
     process.in_frame = False
@@ -209,7 +210,7 @@ def told_by_traceback(
         if "loading" in work:
             values.pop("holder", None)  # the other ranks of this run
     if symptom.cause == "port_in_use" and through_server(process):
-        symptom = HTTP_PORT
+        symptom = knowledge().named["http_port"]
     return symptom, values
 
 
@@ -257,6 +258,6 @@ def add_error_detail(process: Process, text: str) -> None:
     name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
     last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
     own = OWN_ERROR.match(last.line.text)
-    if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
-        last.symptom = EXPLAINED_BY_RUN
+    if name == "error_fix" and own and last.symptom.id in ("unexplained", "ended_badly"):
+        last.symptom = knowledge().named["explained_by_run"]
         last.values.setdefault("error", own["error"])

@@ -13,7 +13,7 @@ from finetune.commands.diagnose.log_prefixes import decode, strip_prefixes
 from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
 from finetune.commands.diagnose.log_words import EXCEPTION, NO_RESULT, PROMPT, RESULT
-from finetune.commands.diagnose.symptoms.base import Kind
+from finetune.commands.diagnose.knowledge import Kind
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0

@@ -1,0 +1,68 @@
+"""What the place of an exception tells, when no entry knows its words: `entries/places.toml`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from finetune.commands.diagnose.knowledge import Symptom, knowledge
+
+# Of the device, the network or other processes, wherever they are raised.
+_ELSEWHERE = re.compile(
+    r"CUDA (?:error|out)|CUBLAS|CUDNN|NCCL|HCCL|NPU (?:error|out)|\bACL\b|aclnn|[Gg]loo|\bc10d"
+    r"|Dist\w*Error|Time(?:d )?out|timed? out"
+    r"|Connection|Memory|Interrupt|SystemError|Exit\b|Abort\b|Rendezvous"
+)
+# Installed, or started from its source.
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/src/(?:trl|peft|transformers|accelerate|datasets)/"
+    r"|/(?:llamafactory|llmtuner|swift|axolotl|megatron|mindspeed\w*|modellink|verl|openrlhf)/"
+)
+_STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
+
+
+def symptom_of_place(
+    frames: Sequence[str], code: str, text: str
+) -> tuple[Symptom, dict[str, str]]:
+    """Return the entry for an exception by its place, with values for its texts.
+
+    Args:
+        frames: of the traceback, outermost first: `File "PATH", line N, in FUNCTION`.
+        code: the source line of the innermost frame, "" if the log does not show it.
+        text: how the traceback ends: `NAME: MESSAGE`.
+    """
+    named = knowledge().named
+    values = {"error": text.strip()}
+    if not frames:
+        return named["unexplained"], values
+    values |= {"frame": readable(frames[-1])} | ({"code": code} if code else {})
+    name = text.partition(":")[0].rpartition(".")[2].strip()
+    places = [entry for entry in knowledge().symptoms if entry.frames or entry.exceptions]
+    for entry in places:
+        if entry.exceptions and re.search(entry.exceptions, name):
+            return entry, values
+    if _ELSEWHERE.search(text):
+        return named["unexplained"], values
+    for frame in reversed(frames):
+        # A folder of one's own tells nothing.
+        place = frame if _LIBRARY.search(frame) else "/" + frame.rpartition("/")[2]
+        for entry in places:
+            if any(re.search(pattern, place) for pattern in entry.frames):
+                if frame is not frames[-1]:
+                    values["frame"] = f"{readable(frame)}, {values['frame']}"
+                return entry, values
+    own = not _LIBRARY.search(frames[-1]) and not _STANDARD.search(frames[-1])
+    return named["place_program" if own else "unexplained"], values
+
+
+def frame_parts(frame: str) -> tuple[str, str, str]:
+    """File, `line N` and function of a frame: `File "PATH", line N, in FUNCTION`."""
+    file, _, rest = frame.removeprefix('File "').partition('", ')
+    place, _, function = rest.partition(", in ")
+    return file, place, function
+
+
+def readable(frame: str) -> str:
+    """`collate (train.py, line 41)` of a frame."""
+    file, place, function = frame_parts(frame)
+    return f"{function or '<module>'} ({file.rpartition('-packages/')[2]}, {place})"
