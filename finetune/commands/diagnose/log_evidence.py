@@ -86,7 +86,7 @@ def _is_unknown(symptom: Symptom) -> bool:
 
 def scan_log(file: LogFile) -> LogEvidence:
     """All that a log tells. Raises OSError where it cannot be read."""
-    scan = _Scan()
+    scan = _Scan(file.facts())
     for line in file.lines(scan.kind_of):
         scan.take(line)
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
@@ -113,8 +113,9 @@ class _BeforeTests:
 class _Scan:
     """One log against the rules, line by line."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: frozenset[str]) -> None:
         self.found = LogEvidence()
+        self._facts = facts
         self.of_a_run = False
         self._lines = 0
         self._foreign = False
@@ -139,7 +140,7 @@ class _Scan:
 
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
-        kind = line_kind(text)
+        kind = line_kind(text, self._facts)
         if text.strip():
             self._lines += 1
             self._foreign = self._foreign or bool(FOREIGN.search(text))
@@ -178,7 +179,7 @@ class _Scan:
             self.found.trained = len(self.found.evidence)
         if finished:
             self.found.finished = len(self.found.evidence)
-        raises = EXCEPTION.match(text) or matching_symptom(text) is not None
+        raises = EXCEPTION.match(text) or matching_symptom(text, self._facts) is not None
         restarted = RESTART.search(text) is not None and not raises
         ended_well = ENDED_WELL.search(text) is not None
         if trained or restarted or ended_well:
@@ -285,7 +286,7 @@ class _Scan:
         if within and process.raised and ENDS_TRACEBACK.match(text):
             quiet = False  # a warning that was raised
         exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
-        matched = matching_symptom(text)
+        matched = matching_symptom(text, self._facts)
         if quiet and HANDLED.search(text) and (matched is None or matched[0].kind != Kind.MACHINE):
             return
         if matched is not None and service and matched[0].kind != Kind.MACHINE:

@@ -48,6 +48,21 @@ _NUMBERING = re.compile(
 )
 
 
+# What a log is about: the conditions of entries (`when`).
+FACTS = {
+    "npu": re.compile(r"\bnpu|[Aa]scend|\bHCCL|\bhccl|\bCANN\b|\baclnn|davinci|\bE[EHIJLZ]\d{4}\b", re.ASCII),
+    "cuda": re.compile(r"cuda|CUDA|\bNCCL\b|nvidia|NVIDIA|cuDNN|\bH[12]00\b|\bA100\b"),
+    "server": re.compile(r"\bv[Ll][Ll][Mm]\b|vllm[/_]|sglang|lmdeploy|uvicorn|EngineCore|api_server|mindie"),
+    "training": re.compile(r"\b[Tt]rain(?:er|ing)?\b|trainer\.py|\bepoch\b|\bloss\b|optimizer"),
+}
+
+
+def facts_of(text: str) -> frozenset[str]:
+    """Return the names of `FACTS` that a text tells; one of an NPU tells no "cuda"."""
+    found = {name for name, form in FACTS.items() if form.search(text)}
+    return frozenset(found - {"cuda"} if "npu" in found else found)
+
+
 def holder_in(text: str) -> tuple[str, str] | None:
     """Device and process of a row of npu-smi or nvidia-smi that shows one to hold GiB of memory,
     Python's left out.

@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from finetune.commands.diagnose.log_facts import facts_of
 from finetune.commands.diagnose.log_prefixes import (
     YEAR,
     Clock,
@@ -83,12 +85,15 @@ class LogLine:
         )
 
 
-def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def raw_lines(first: bytes, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of every line, cut in the middle where it is too long; a carriage return
     ends one too.
+
+    Args:
+        first: the first block, which was read from the file before.
     """
     number, rest, cut = 1, b"", False
-    while block := file.read(BLOCK_BYTES):
+    for block in chain([first], iter(lambda: file.read(BLOCK_BYTES), b"")):
         *lines, last = (rest + block).split(b"\n")
         for line in lines:
             yield from ((number, piece) for piece in _pieces(line, cut))
@@ -136,6 +141,7 @@ class LogFile:
         self.broken_off: LogLine | None = None
         self.last: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)
         # for times that have none
+        self._first = file.read(BLOCK_BYTES)
         self._file = file
         self._year = time.localtime().tm_year
         self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
@@ -143,13 +149,17 @@ class LogFile:
         self._dated: bytes | None = None  # the last one that tells the year too
         self._step_times: dict[int | None, deque[tuple[bytes | None, bytes | None]]] = {}
 
+    def facts(self) -> frozenset[str]:
+        """Return what the first lines tell of the run, of `FACTS`."""
+        return facts_of(decode(self._first))
+
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
         """The lines to look at. Lines that differ in digits only are classified once, unless they
         speak of errors.
         """
         waiting: list[LogLine] = []
         number, raw, steps_seen = 0, b"", deque([b""], maxlen=2)
-        for number, raw in raw_lines(self._file):
+        for number, raw in raw_lines(self._first, self._file):
             self.last.append((number, raw))
             kind, clock = self._classified(raw, kind_of)
             if clock:

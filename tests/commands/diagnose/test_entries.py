@@ -1,0 +1,75 @@
+"""The entries of diagnose: each is whole, in both languages, and answers its own example."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from finetune.commands.diagnose.knowledge import Symptom, fill, knowledge
+from finetune.commands.diagnose.log_facts import FACTS, facts_of, with_next_values
+from finetune.commands.diagnose.log_kinds import matching_symptom
+from finetune.commands.diagnose.log_prefixes import strip_prefixes
+
+ENTRIES = knowledge().symptoms
+PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}")
+CHINESE = re.compile(r"[一-鿿]")
+# Values that the program gives to the entries that it asks for by their names.
+GIVEN = {"line": "l", "error": "e", "pid": "7", "peer": "b", "batches": "2, 3", "frame": "f"}
+
+
+def name(entry: Symptom) -> str:
+    return entry.id or f"{entry.cause}-{(entry.match or entry.codes or entry.returns)[0][:30]}"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name)
+def test_an_entry_answers_its_own_example(entry: Symptom) -> None:
+    if not entry.patterns:
+        assert entry.id, "an entry without patterns is asked for by its name"
+        return
+    text, _, _ = strip_prefixes(entry.example)
+    facts = facts_of(entry.example) | {entry.when}
+    found = matching_symptom(text, facts)
+    assert found is not None
+    assert found[0] is entry, f"{found[0].cause}: {found[0].patterns}"
+    if entry.clean:
+        assert matching_symptom(strip_prefixes(entry.clean)[0], facts) is None
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name)
+def test_an_entry_is_whole_in_both_languages(entry: Symptom) -> None:
+    assert entry.cause in knowledge().causes
+    assert {*entry.outranks} <= {*knowledge().causes} - {entry.cause}
+    assert entry.when in ("", *FACTS)
+    assert entry.source or entry.cause == "unknown"
+    named = {group.rstrip("_") for p in entry.patterns for group in re.compile(p).groupindex}
+    everything = with_next_values(dict.fromkeys([*named, *GIVEN, *KNOWN], "9"))
+    texts = {}
+    for language in ("en", "zh"):
+        steps = entry.do[language]
+        assert 1 <= len(steps)
+        assert len([step for step in steps if not step.startswith("[[")]) <= 3
+        texts[language] = [entry.why[language], *steps]
+        for text in texts[language]:
+            for values in (GIVEN | {"signal": "SIGTERM", "step": "3", "error_fix": "f"}, everything):
+                filled = fill(text, values)
+                assert not re.search(r"\[\[|\]\]|\{\w+\}(?!\})|  ", filled), filled
+    for english, chinese in zip(texts["en"], texts["zh"], strict=True):
+        assert not CHINESE.search(english)
+        assert set(PLACEHOLDER.findall(chinese)) == set(PLACEHOLDER.findall(english))
+        assert not re.search(r"[一-鿿][,;:?!()]|[,;:?!(][一-鿿]", chinese), chinese
+
+
+# Settings and sizes that a log or a run folder may tell.
+KNOWN = (
+    "rank error_fix timeout_seconds micro_batch_size cutoff_len master_addr master_port port nproc"
+    " dataloader_num_workers learning_rate oom_old nonfinite_records"
+).split()
+
+
+def test_causes_have_titles_in_both_languages() -> None:
+    shown = {entry.cause for entry in ENTRIES}
+    assert set(knowledge().causes) == shown
+    for cause in knowledge().causes.values():
+        assert not CHINESE.search(cause.title["en"])
+        assert CHINESE.search(cause.title["zh"])
