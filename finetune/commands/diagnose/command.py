@@ -4,6 +4,7 @@ remedy.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from typing import ClassVar
 
 from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
-from finetune.commands.diagnose.log_evidence import scan_log
-from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
+from finetune.commands.diagnose.log_scan import scan_log
+from finetune.commands.diagnose.log_lines import BLOCK_BYTES, LogFile, rank_in_name
+from finetune.commands.diagnose.log_prefixes import decode, year_in
 from finetune.commands.diagnose.run_evidence import RunFolder
 from finetune.commands.diagnose.knowledge import knowledge
 from finetune.config.fields import Paths, setting
@@ -57,26 +59,36 @@ def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
 
 def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | None]:
     """The findings, and where there are none who stopped the run, or what it got over."""
-    logs: list[LogEvidence] = []
-    facts: dict[str, str] = {}
-    for path in paths:
-        if str(path) != "-" and Path(path).is_dir():
-            folder = RunFolder(Path(path))
-            logs.extend(read_log(log) for log in folder.logs())
-            logs.append(folder.evidence())
-            facts |= folder.facts()
-        else:
-            logs.append(read_log(path))
+    folders = [RunFolder(Path(path)) for path in paths if _is_folder(path)]
+    files = [path for path in paths if not _is_folder(path)]
+    files += [log for folder in folders for log in folder.logs()]
+    # Lines that tell no year are of the year that another log of the run tells.
+    year = next(filter(None, map(_year_of, files)), None)
+    logs = [read_log(path, year) for path in files]
+    logs += [folder.evidence() for folder in folders]
+    facts = {name: value for folder in folders for name, value in folder.facts().items()}
     return rank_findings(logs, facts)
 
 
-def read_log(path: Path | str) -> LogEvidence:
+def _is_folder(path: Path | str) -> bool:
+    return str(path) != "-" and Path(path).is_dir()
+
+
+def _year_of(path: Path | str) -> int | None:
+    if not Path(path).is_file():
+        return None
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        return year_in(decode(file.read(BLOCK_BYTES)))
+    return None
+
+
+def read_log(path: Path | str, year: int | None = None) -> LogEvidence:
     """What one log tells. Raises DataError where it is not there or cannot be read."""
     if str(path) == "-":
-        return scan_log(LogFile("-", sys.stdin.buffer))
+        return scan_log(LogFile("-", sys.stdin.buffer, year=year))
     try:
         with Path(path).open("rb") as file:
-            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path))))
+            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path)), year=year))
     except OSError as error:
         raise DataError(
             f"the log cannot be read: {error.strerror or error}", str(path), "give a log file"

@@ -21,9 +21,7 @@ _LIBRARY = re.compile(
 _STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
 
 
-def symptom_of_place(
-    frames: Sequence[str], code: str, text: str
-) -> tuple[Symptom, dict[str, str]]:
+def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Symptom, dict[str, str]]:
     """Return the entry for an exception by its place, with values for its texts.
 
     Args:
@@ -59,6 +57,7 @@ def frame_parts(frame: str) -> tuple[str, str, str]:
     """File, `line N` and function of a frame: `File "PATH", line N, in FUNCTION`."""
     file, _, rest = frame.removeprefix('File "').partition('", ')
     place, _, function = rest.partition(", in ")
+    function = function.partition(": ")[0]
     return file, place, function
 
 
