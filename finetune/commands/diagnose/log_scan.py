@@ -41,6 +41,10 @@ def scan_log(file: LogFile) -> LogEvidence:
     found = scan.found
     found.lines, found.steps, found.trained_until = file.count, file.steps, file.trained_until()
     found.result = result_of(file.last)
+    if scan.error and not found.evidence and not _went_on(found, scan.error):
+        line = scan.error
+        entry = knowledge().named["unexplained"]
+        found.evidence.append(Evidence(entry, line, {"line": line.text.strip()}, scan.attempt))
     if (broken_off := file.broken_off()) and not found.done:
         entry = knowledge().named["broken_off"]
         found.evidence.append(Evidence(entry, broken_off, {}, scan.attempt))
@@ -49,12 +53,19 @@ def scan_log(file: LogFile) -> LogEvidence:
     return found
 
 
+def _went_on(found: LogEvidence, line: LogLine) -> bool:
+    """Whether a log has a step after a line, or a good end anywhere."""
+    after = sum(found.steps.values()) > sum(line.steps_before.values())
+    return after or max(found.finished, found.trained, found.ended, found.served) >= 0
+
+
 class _Scan:
     """One log against the entries, line by line."""
 
     def __init__(self, file: LogFile) -> None:
         self.found = LogEvidence()
         self.is_foreign = False
+        self.error: LogLine | None = None  # the last line that speaks of one
         self._facts = facts_of(file.head)
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
@@ -86,7 +97,7 @@ class _Scan:
             return
         if is_of("tests_passed", text):
             del self.found.evidence[self._tests_from :]
-            self._tests_from = None
+            self._tests_from = self.error = None
             return
         if self._tests_from is None and is_of("tests_begin", text):
             self._tests_from = len(self.found.evidence)
@@ -108,6 +119,10 @@ class _Scan:
         elif is_of("ignored", text):
             process.ignored = True
         elif part := process.relevant_part(line):
+            if is_of("error_word", part) and not any(
+                is_of(kind, part) for kind in ("quiet", "service", "tests_begin")
+            ):
+                self.error = line
             self._match(process, line, part)
 
     def _note_told(self, line: LogLine) -> None:
