@@ -8,21 +8,21 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
-from finetune.commands.diagnose.log_scan import scan_log
+from finetune.commands.diagnose.knowledge import SURENESS, knowledge
 from finetune.commands.diagnose.log_lines import BLOCK_BYTES, LogFile, rank_in_name
 from finetune.commands.diagnose.log_prefixes import decode, year_in
+from finetune.commands.diagnose.log_scan import scan_log
 from finetune.commands.diagnose.run_evidence import RunFolder
-from finetune.commands.diagnose.knowledge import knowledge
 from finetune.config.fields import Paths, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import DataError, ExitCode
-from finetune.runtime.language import _
+from finetune.runtime.language import _, spoken
 from finetune.runtime.terminal import write_filled
 
 __all__ = ["Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings", "restart_cures"]
@@ -54,11 +54,26 @@ def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
     >>> finetune.diagnose("runs/example")
     []
     """
-    return _diagnosed([paths] if isinstance(paths, str | Path) else paths)[0]
+    return _diagnosed([paths] if isinstance(paths, str | Path) else paths).findings
 
 
-def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | None]:
-    """The findings, and where there are none who stopped the run, or what it got over."""
+@dataclass(frozen=True)
+class _Diagnosis:
+    """What logs show.
+
+    Attributes:
+        stopped: without findings, who stopped the run, or what it got over.
+        lines: that were read.
+        of_a_run: they look like the log of a run.
+    """
+
+    findings: list[Finding]
+    stopped: Finding | None
+    lines: int
+    of_a_run: bool
+
+
+def _diagnosed(paths: Sequence[Path | str]) -> _Diagnosis:
     folders = [RunFolder(Path(path)) for path in paths if _is_folder(path)]
     files = [path for path in paths if not _is_folder(path)]
     files += [log for folder in folders for log in folder.logs()]
@@ -67,7 +82,9 @@ def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | No
     logs = [read_log(path, year) for path in files]
     logs += [folder.evidence() for folder in folders]
     facts = {name: value for folder in folders for name, value in folder.facts().items()}
-    return rank_findings(logs, facts)
+    findings, stopped = rank_findings(logs, facts)
+    of_a_run = bool(folders) or any(log.of_a_run for log in logs)
+    return _Diagnosis(findings, stopped, sum(log.lines for log in logs), of_a_run)
 
 
 def _is_folder(path: Path | str) -> bool:
@@ -95,31 +112,49 @@ def read_log(path: Path | str, year: int | None = None) -> LogEvidence:
         ) from error
 
 
-def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
-    """Findings for people, a block each; without any a sentence, and who stopped the run or what it
-    got over.
-    """
-    if not findings:
-        return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
+def render_findings(findings: Sequence[Finding]) -> str:
+    """Return findings for people, a block each."""
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))
 
 
 def _render(number: int, finding: Finding) -> str:
-    """A finding in lines; `log_evidence` knows their form, and skips them in a log."""
-    title = _("{number}. {cause}  (confidence {confidence:.2f})")
-    filled = title.format(number=number, cause=finding.cause, confidence=finding.confidence)
-    return "\n".join([filled, *_details(finding)])
+    """Return a finding in lines; `line_kinds.toml` knows their form, and skips them in a log."""
+    title = _("{number}. {title}  ({sure})").format(
+        number=number, title=_title(finding.cause), sure=_sureness(finding.confidence)
+    )
+    return "\n".join([title, *_details(finding)])
+
+
+def _title(cause: str) -> str:
+    return knowledge().causes[cause].title[spoken()]
+
+
+def _sureness(confidence: float) -> str:
+    if confidence >= SURENESS["certain"]:
+        return _("certain")
+    return _("likely") if confidence >= SURENESS["likely"] else _("a guess")
 
 
 def _details(finding: Finding) -> list[str]:
     lines = ["   " + _("why: {text}").format(text=finding.explanation)]
-    lines.append("   " + _("fix: {text}").format(text=finding.fix))
+    lines.append("   " + _("what to do:"))
+    steps = enumerate(finding.fix.splitlines(), 1)
+    lines.extend(f"     {number}. {step}" for number, step in steps)
     lines.extend("   " + _("seen: {text}").format(text=line) for line in finding.evidence)
     if finding.consequences:
-        lines.append(
-            "   " + _("follows from it: {text}").format(text=", ".join(finding.consequences))
-        )
+        titles = ", ".join(map(_title, finding.consequences))
+        lines.append("   " + _("follows from it: {text}").format(text=titles))
     return lines
+
+
+def _render_none(diagnosis: _Diagnosis) -> str:
+    """Return that no failure was found in what was read, and who stopped the run if anyone did."""
+    said = [_("No failure found (lines read: {lines}).").format(lines=diagnosis.lines)]
+    if not diagnosis.of_a_run:
+        said.append(
+            _("They do not look like the log of a run: give the log of the process that failed.")
+        )
+    return "\n".join([" ".join(said), *(_details(diagnosis.stopped) if diagnosis.stopped else ())])
 
 
 class DiagnoseOptions(SpokenOptions):
@@ -142,12 +177,13 @@ class DiagnoseOptions(SpokenOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings. 0: none; 1: some; 2: wrong usage, or a log that cannot be read."""
     options = read_options(DiagnoseOptions, argv)
-    findings, stopped = _diagnosed(options.logs)
+    diagnosis = _diagnosed(options.logs)
+    findings, stopped = diagnosis.findings, diagnosis.stopped
     if options.as_json:
         shown: dict[str, object] = {"findings": [asdict(f) for f in findings]}
         name = "interrupted" if stopped and stopped.cause == "interrupted" else "got_over"
         shown |= {name: asdict(stopped)} if stopped else {}
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:
-        write_filled(render_findings(findings, stopped))
+        write_filled(render_findings(findings) if findings else _render_none(diagnosis))
     return int(ExitCode.FAILED if findings else ExitCode.DONE)

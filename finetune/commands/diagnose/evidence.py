@@ -70,6 +70,7 @@ class LogEvidence:
         finished: the run reported that it was done.
         trained: a trainer or a script said so.
         ended: anything ended well or started again.
+        left: whether a process ended well after that the training was done.
         served: a server answered a request for work.
         result: among the last lines what tells of work that was done.
     """
@@ -85,5 +86,6 @@ class LogEvidence:
     finished: int = -1
     trained: int = -1
     ended: int = -1
+    left: bool = False
     served: int = -1
     result: Result | None = None

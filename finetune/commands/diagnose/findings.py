@@ -21,6 +21,7 @@ ORDER_SLACK_LINES = 400
 # Who watches from outside reports that much later, at most: a scheduler that a node failed.
 LATE_SECONDS = 600.0
 # What the machine said longer ago than this did not bring about what failed now.
+UNTIMED_SECONDS = 600.0
 STALE_SECONDS = 2 * 3600.0
 STEPS_SHOWN = 3
 EVIDENCE_LINES = 6
@@ -243,7 +244,8 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     if same_log and one.number < two.number:
         return True  # whatever clocks their programs print
     if timed:
-        return between >= -CLOCK_SLACK_SECONDS
+        # A line without a time of its own is somewhat later than the last one that has it.
+        return between >= -(CLOCK_SLACK_SECONDS if two.has_time else UNTIMED_SECONDS)
     return not same_log or one.number <= two.number + ORDER_SLACK_LINES
 
 

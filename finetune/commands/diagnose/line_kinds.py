@@ -51,6 +51,8 @@ def line_kind(text: str, facts: Collection[str]) -> LineKind:
         is_of(name, text) for name in ("not_a_number", "trained", "exception")
     ):
         return "step"
+    if is_of("frame", text):
+        return "frame"
     if (
         matching_symptom(text, facts) is not None
         or is_failure(text)

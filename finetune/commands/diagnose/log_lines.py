@@ -29,8 +29,8 @@ LAST_LINES = 12
 # Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
 
-# Not worth a look, a logged training step, or a line to look at.
-LineKind = Literal["", "step", "line"]
+# Not worth a look, a logged training step, a line to look at, or one whose next line is, too.
+LineKind = Literal["", "step", "line", "frame"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class LogLine:
         seconds: since the epoch by the clock of the machine that wrote it: its own time, else that
             of the last line before it that has one; None without any.
         steps_before: logged training steps before it in this log, by rank.
+        has_time: it tells a time of its own.
         node: what else a prefix tells of where it was written: a host, a container, an actor.
     """
 
@@ -55,6 +56,7 @@ class LogLine:
     seconds: float | None
     steps_before: Mapping[int | None, int]
     node: str = ""
+    has_time: bool = True
 
     def steps_since(self, earlier: Mapping[int | None, int]) -> int:
         """Return the most steps that a rank logged between an earlier place and this line."""
@@ -139,13 +141,14 @@ class LogFile:
 
         Lines that differ in digits only are classified once, unless they speak of errors.
         """
-        timed = self._first_time()
+        timed, in_frame = self._first_time(), False
         for number, raw in raw_lines(self._first, self._file):
             self.last.append((number, raw))
             self.count += bool(raw.strip())
             kind, is_timed = self._classified(raw, kind_of)
             timed = raw if is_timed else timed
-            if not kind:
+            after_frame, in_frame = in_frame, kind == "frame"
+            if not kind and not after_frame:
                 continue
             text, rank, node = strip_prefixes(decode(raw))
             rank = self.rank if rank is None else rank
@@ -156,7 +159,7 @@ class LogFile:
                 times.append(timed)
                 continue
             seconds, steps = self._time(timed), dict(self.steps)
-            yield LogLine(self.source, number, text, rank, seconds, steps, node)
+            yield LogLine(self.source, number, text, rank, seconds, steps, node, is_timed)
 
     def _first_time(self) -> bytes:
         """Return the first line of the head that tells a time: those before it are near it."""

@@ -96,7 +96,8 @@ class _Scan:
         if self._in_diagnosis:
             return
         if is_of("tests_passed", text):
-            del self.found.evidence[self._tests_from :]
+            if self._tests_from is not None:
+                del self.found.evidence[self._tests_from :]
             self._tests_from = self.error = None
             return
         if self._tests_from is None and is_of("tests_begin", text):
@@ -148,6 +149,7 @@ class _Scan:
             self.found.finished = so_far
         if is_of("ended_well", text):
             self.found.ended = so_far
+            self.found.left |= self.found.trained >= 0
         return finished
 
     def _process_of(self, line: LogLine) -> Process:

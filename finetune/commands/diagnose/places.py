@@ -50,6 +50,8 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
                     values["frame"] = f"{readable(frame)}, {values['frame']}"
                 return entry, values
     own = not _LIBRARY.search(frames[-1]) and not _STANDARD.search(frames[-1])
+    if name == "RuntimeError" and not code.startswith(("raise ", "assert ")):
+        own = False  # of an operator of torch, whose code has no frames
     return named["place_program" if own else "unexplained"], values
 
 

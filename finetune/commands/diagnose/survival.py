@@ -41,17 +41,20 @@ def _survived_here(piece: Evidence, number: int, log: LogEvidence) -> bool:
         return not (symptom.needs and symptom.lasting)
     if symptom.lasting:
         return False
+    later = log.evidence[number + 1 :]
     went_on = most > 0 or number < log.ended
-    if symptom.passing and not piece.ends_traceback and went_on:
+    started = any(e.ends_traceback and e.symptom.kind <= Kind.UNEXPLAINED for e in later)
+    if symptom.passing and not piece.ends_traceback and (went_on or started):
         return True
     # an exception that was only printed, and one request's, of a server that went on
     printed = was_only_said(piece) and (went_on or number < log.served)
     of_request = piece.is_unknown or symptom.cause.startswith("dataset_")
     if printed or (piece.in_request and of_request and number < log.served):
-        return not _is_the_reason(log.evidence[number + 1 :])
+        return not _is_the_reason(later)
     # helpers and rests of a run that had said that it was done
     if 0 <= log.trained <= number and log.steps and symptom.kind in AFTER_THE_END:
-        return number < log.ended or symptom.kind != Kind.UNEXPLAINED or not _is_an_end(piece)
+        left = symptom.by_order or (symptom.cause == "preempted" and log.left)
+        return left or number < log.ended or not _is_an_end(piece)
     return number < log.finished or (most > 0 and number < log.ended)
 
 
@@ -69,7 +72,8 @@ def _is_the_reason(later: Sequence[Evidence]) -> bool:
 
 def _is_an_end(piece: Evidence) -> bool:
     """Whether it tells of a process that ended, and not only that something complained."""
-    return is_of("exception", piece.line.text)
+    by_others = piece.symptom.kind in (Kind.MACHINE, Kind.KILLED)
+    return by_others or is_of("exception", piece.line.text)
 
 
 def _survived_elsewhere(piece: Evidence, own: LogEvidence, logs: Sequence[LogEvidence]) -> bool:
@@ -92,7 +96,8 @@ def _survived_elsewhere(piece: Evidence, own: LogEvidence, logs: Sequence[LogEvi
     # Without times to compare, of a log that trains nothing: what no rank says and no program of
     # Python ended with is about something else, or was got over.
     told = kind == Kind.MACHINE or own.evidence.index(piece) < own.ended
-    return not own.steps and (told or (line.rank is None and not _is_an_end(piece)))
+    raised = is_of("exception", line.text)
+    return not own.steps and (told or (line.rank is None and not raised))
 
 
 def result_of(last: Iterable[tuple[int, bytes]]) -> Result | None:

