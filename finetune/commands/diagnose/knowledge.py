@@ -75,6 +75,7 @@ class Symptom:
         in_warnings: lines that call themselves a warning or information count too.
         by_order: of it and a failure that is no root, the earlier one is nearer.
         passing: one logged step after it, or a good end, shows that it was got over.
+        until: a regular expression of a later line of the process that shows that it was got over.
         in_training: it affects a run only from the first step on.
         why: what happened, by language; `{name}` is a placeholder, and `[[...]]` is left out if one
             inside has no value.
@@ -106,6 +107,7 @@ class Symptom:
     in_warnings: bool = False
     by_order: bool = False
     passing: bool = False
+    until: str = ""
     in_training: bool = False
     example: str = ""
     clean: str = ""

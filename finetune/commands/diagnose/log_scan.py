@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
@@ -91,6 +92,7 @@ class _Scan:
         if is_of("other_program", text) or process.quotes_data(line):
             return
         self._note_told(line)
+        self._drop_what_ended(line)
         quoted = self._in_diagnosis and is_of("diagnosis_line", text)
         self._in_diagnosis = quoted or is_of("diagnosis_title", text)
         if self._in_diagnosis:
@@ -137,6 +139,13 @@ class _Scan:
             self._killed_by_launcher.add(forced["pid"])
         if is_of("quit_all", text) or is_of("task_failed", text):
             self._quit_all = line
+
+    def _drop_what_ended(self, line: LogLine) -> None:
+        """Drop evidence of which the line says that it was got over."""
+        for piece in [piece for piece in self.found.evidence if piece.symptom.until]:
+            same = piece.line.rank == line.rank and piece.line.node == line.node
+            if same and re.search(piece.symptom.until, line.text):
+                self.found.evidence.remove(piece)
 
     def _note_end(self, line: LogLine) -> bool:
         """Note that something ended well. Returns whether the run reported that it is done."""
