@@ -81,10 +81,14 @@ def _survived_elsewhere(piece: Evidence, own: LogEvidence, logs: Sequence[LogEvi
     line, kind = piece.line, piece.symptom.kind
     others = [log for log in logs if log is not own]
     tells = line.rank is not None and any(line.rank in log.steps for log in logs)
-    for log in others if line.seconds is not None else ():
-        for rank, seconds in log.trained_until.items():
-            if (not tells or rank == line.rank) and line.seconds <= seconds - CLOCK_SLACK_SECONDS:
-                return True
+    later = [
+        seconds
+        for log in others
+        for rank, seconds in log.trained_until.items()
+        if not tells or rank == line.rank
+    ]
+    if line.seconds is not None and line.seconds <= max(later, default=0.0) - CLOCK_SLACK_SECONDS:
+        return True
     ends = [log.done_at for log in others if log.done and log.steps and not log.evidence]
     if piece.symptom.lasting or not ends:
         return False
