@@ -35,7 +35,7 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
         return named["unexplained"], values
     values |= {"frame": readable(frames[-1])} | ({"code": code} if code else {})
     name = text.partition(":")[0].rpartition(".")[2].strip()
-    places = [entry for entry in knowledge().symptoms if entry.frames or entry.exceptions]
+    places = [entry for entry in knowledge().symptoms if entry.id.startswith("place_")]
     for entry in places:
         if entry.exceptions and re.search(entry.exceptions, name):
             return entry, values

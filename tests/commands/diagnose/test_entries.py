@@ -8,12 +8,26 @@ import pytest
 
 from finetune.commands.diagnose.knowledge import Symptom, fill, knowledge
 from finetune.commands.diagnose.log_facts import FACTS, facts_of, with_next_values
-from finetune.commands.diagnose.log_kinds import matching_symptom
+from finetune.commands.diagnose.line_kinds import matching_symptom
 from finetune.commands.diagnose.log_prefixes import strip_prefixes
 
 ENTRIES = knowledge().symptoms
 PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}")
 CHINESE = re.compile(r"[一-鿿]")
+# A frame for each pattern of frames.
+EXAMPLE_FRAMES = {
+    pattern: frame
+    for pattern in {pattern for entry in ENTRIES for pattern in entry.frames}
+    for frame in (
+        'File "/w/fit.py", line 31, in collate',
+        'File "/e/modeling_bert.py", line 218, in forward: embeddings += position_embeddings',
+        'File "/e/trainer_pt_utils.py", line 3, in nested_concat',
+        'File "/e/torch/serialization.py", line 3, in _cuda_deserialize',
+        'File "/e/accelerator.py", line 3, in get_state_dict',
+        'File "/e/vllm/entrypoints/openai/api_server.py", line 5, in run_server',
+    )
+    if re.search(pattern, frame)
+}
 # Values that the program gives to the entries that it asks for by their names.
 GIVEN = {"line": "l", "error": "e", "pid": "7", "peer": "b", "batches": "2, 3", "frame": "f"}
 
@@ -29,7 +43,8 @@ def test_an_entry_answers_its_own_example(entry: Symptom) -> None:
         return
     text, _, _ = strip_prefixes(entry.example)
     facts = facts_of(entry.example) | {entry.when}
-    found = matching_symptom(text, facts)
+    frames = [EXAMPLE_FRAMES[pattern] for pattern in entry.frames]
+    found = matching_symptom(text, facts, frames)
     assert found is not None
     assert found[0] is entry, f"{found[0].cause}: {found[0].patterns}"
     if entry.clean:
