@@ -34,7 +34,8 @@ _FACT = re.compile(
 # What a log is about: the conditions of entries (`when`).
 FACTS = {
     "npu": re.compile(
-        r"\bnpu|[Aa]scend|\bHCCL|\bhccl|\bCANN\b|\baclnn|davinci|\bE[EHIJLZ]\d{4}\b", re.ASCII
+        r"\b(?:torch_)?(?:npu|NPU)|[Aa]scend(?!ing|ed|s\b)|\bHCCL|\bhccl|\bCANN\b|\baclnn|davinci"
+        r"|\bE[1-9EHIJLZ]\d{4}\b"
     ),
     "cuda": re.compile(r"cuda|CUDA|\bNCCL\b|nvidia|NVIDIA|cuDNN|\bH[12]00\b|\bA100\b"),
     "server": re.compile(
