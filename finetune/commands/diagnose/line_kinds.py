@@ -99,7 +99,8 @@ def passing_frame(entry: Symptom, frames: Sequence[str]) -> str | None:
 def _order(pair: tuple[Symptom, re.Match[str]]) -> tuple[bool, float, int]:
     """An entry for this context comes first, then the surest, then the nearest kind."""
     symptom, _ = pair
-    return not (symptom.when or symptom.frames), -symptom.confidence, symptom.kind
+    special = bool(symptom.when or symptom.frames) and symptom.sure != "guess"
+    return not special, -symptom.confidence, symptom.kind
 
 
 def is_failure(text: str) -> bool:

@@ -35,7 +35,7 @@ _FACT = re.compile(
 FACTS = {
     "npu": re.compile(
         r"\b(?:torch_)?(?:npu|NPU)|[Aa]scend(?!ing|ed|s\b)|\bHCCL|\bhccl|\bCANN\b|\baclnn|davinci"
-        r"|\bE[1-9EHIJLZ]\d{4}\b"
+        r"|\bE[1-9EHIJLZ]\d{4}\b|\bERR\d{5}\b"
     ),
     "cuda": re.compile(r"cuda|CUDA|\bNCCL\b|nvidia|NVIDIA|cuDNN|\bH[12]00\b|\bA100\b"),
     "server": re.compile(
