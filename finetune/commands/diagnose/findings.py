@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
-from finetune.commands.diagnose.knowledge import Kind, fill
+from finetune.commands.diagnose.knowledge import SURENESS, Kind, fill
 from finetune.commands.diagnose.line_kinds import is_of
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, ends_well, standing_evidence
@@ -27,7 +27,8 @@ STEPS_SHOWN = 3
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 # Below it a symptom explains what its own process reported later, not what it reported before.
-LEADING_CONFIDENCE = 0.65
+LEADING_CONFIDENCE = SURENESS["likely"]
+CERTAIN = SURENESS["certain"]
 
 
 @dataclass
@@ -69,8 +70,13 @@ class _Group:
         nearest = [piece for piece in self.evidence if piece.symptom.kind == self.kind]
         self.first = nearest[0]
         self.cause = self.first.symptom.cause
-        self.clearest = max(nearest, key=lambda piece: piece.symptom.confidence)
+        self.clearest = max(nearest, key=_clearness)
         self.confidence = self.clearest.symptom.confidence
+
+
+def _clearness(piece: Evidence) -> tuple[float, bool]:
+    """The surest piece is the clearest, and of these one whose entry is for this context."""
+    return piece.symptom.confidence, bool(piece.symptom.when or piece.symptom.frames)
 
 
 def rank_findings(
@@ -104,7 +110,14 @@ def rank_findings(
         kept = [group for group in kept if group.first.place != "ended_badly"]
     if any(group.kind < Kind.CASCADE for group in kept):
         kept = [group for group in kept if group.first.place != "retried"]
-    kept.sort(key=lambda group: (group.confidence < LEADING_CONFIDENCE, _order(group.first)))
+    ended = [piece for group in kept for piece in group.evidence if piece.ends_traceback]
+    kept.sort(
+        key=lambda group: (
+            group.confidence < LEADING_CONFIDENCE,
+            _is_remark(group, ended),
+            _order(group.first),
+        )
+    )
     findings = [_finding(group, known) for group in kept or stopped]
     if not findings:
         return [], None
@@ -116,6 +129,21 @@ def rank_findings(
     if all(ends_well(log) for log in speaking):
         return [], _got_over(findings[0], speaking[-1])
     return findings, None
+
+
+def _is_remark(group: _Group, ended: Sequence[Evidence]) -> bool:
+    """Whether it is only what a library printed before its process ended in a surer traceback."""
+    if group.confidence >= CERTAIN or any(
+        piece.ends_traceback or is_of("exception", piece.line.text) for piece in group.evidence
+    ):
+        return False
+    first = group.first
+    return any(
+        _process(piece) == _process(first)
+        and piece.line.number > first.line.number
+        and piece.symptom.confidence >= group.confidence
+        for piece in ended
+    )
 
 
 def _got_over(finding: Finding, log: LogEvidence) -> Finding:

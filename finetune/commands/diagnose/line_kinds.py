@@ -96,11 +96,11 @@ def passing_frame(entry: Symptom, frames: Sequence[str]) -> str | None:
     )
 
 
-def _order(pair: tuple[Symptom, re.Match[str]]) -> tuple[bool, float, int]:
+def _order(pair: tuple[Symptom, re.Match[str]]) -> tuple[int, float, int]:
     """An entry for this context comes first, then the surest, then the nearest kind."""
     symptom, _ = pair
-    special = bool(symptom.when or symptom.frames) and symptom.sure != "guess"
-    return not special, -symptom.confidence, symptom.kind
+    conditions = bool(symptom.when) + bool(symptom.frames)
+    return -conditions * (symptom.sure != "guess"), -symptom.confidence, symptom.kind
 
 
 def is_failure(text: str) -> bool:

@@ -370,7 +370,10 @@ def test_the_command_loads_no_torch_and_reads_standard_input():
     result = subprocess.run(
         command, input=b"all is well\n", capture_output=True, env=environment(), check=False
     )
-    assert (result.returncode, result.stdout.decode()) == (0, "没有发现故障（已读 1 行）。 这些内容不像训练日志：请给出失败进程的日志。\n"), result.stderr
+    assert (result.returncode, result.stdout.decode()) == (
+        0,
+        "没有发现故障（已读 1 行）。 这些内容不像训练日志：请给出失败进程的日志。\n",
+    ), result.stderr
 
 
 # ---------------------------------------------------------------- run folders

@@ -24,6 +24,10 @@ EXAMPLE_FRAMES = {
         'File "/e/trainer_pt_utils.py", line 3, in nested_concat',
         'File "/e/torch/serialization.py", line 3, in _cuda_deserialize',
         'File "/e/accelerator.py", line 3, in get_state_dict',
+        'File "/e/site-packages/datasets/arrow_dataset.py", line 3, in select',
+        'File "/e/site-packages/transformer_engine/common.py", line 3, in _load_cudnn',
+        'File "/e/site-packages/bitsandbytes/functional.py", line 3, in int8_mm',
+        'File "/e/modeling_utils.py", line 3, in _load_state_dict_into_meta_model',
         'File "/e/vllm/entrypoints/openai/api_server.py", line 5, in run_server',
     )
     if re.search(pattern, frame)
@@ -57,7 +61,9 @@ def test_an_entry_is_whole_in_both_languages(entry: Symptom) -> None:
     assert {*entry.outranks} <= {*knowledge().causes} - {entry.cause}
     assert entry.when in ("", *FACTS)
     assert entry.source or entry.cause == "unknown"
-    named = {group.rstrip("_") for p in entry.patterns for group in re.compile(p).groupindex}
+    groups = [set(re.compile(pattern).groupindex) for pattern in entry.patterns]
+    named = {group.rstrip("_") for names in groups for group in names}
+    always = {name.rstrip("_") for name in set.intersection(*groups)} if groups else set()
     everything = with_next_values(dict.fromkeys([*named, *GIVEN, *KNOWN], "9"))
     texts = {}
     for language in ("en", "zh"):
@@ -66,7 +72,8 @@ def test_an_entry_is_whole_in_both_languages(entry: Symptom) -> None:
         assert len([step for step in steps if not step.startswith("[[")]) <= 3
         texts[language] = [entry.why[language], *steps]
         for text in texts[language]:
-            for values in (GIVEN | {"signal": "SIGTERM", "step": "3", "error_fix": "f"}, everything):
+            given = GIVEN | {"signal": "SIGTERM", "step": "3", "error_fix": "f"}
+            for values in (given | dict.fromkeys(always, "9"), everything):
                 filled = fill(text, values)
                 assert not re.search(r"\[\[|\]\]|\{\w+\}(?!\})|  ", filled), filled
     for english, chinese in zip(texts["en"], texts["zh"], strict=True):

@@ -33,7 +33,8 @@ def verdict(series: str, label: dict[str, Any]) -> tuple[str, str]:
         return "silent", ""
     first = findings[0]
     answer = f"{first.cause} {first.confidence}: {first.explanation}\n{first.fix}"
-    if any(re.search(words, first.fix, re.IGNORECASE) for words in label.get("wrong_words", ())):
+    step = first.fix.split("\n")[0]  # what is tried first
+    if any(re.search(words, step, re.IGNORECASE) for words in label.get("wrong_words", ())):
         return ("wrong, certain" if first.confidence >= SURENESS["certain"] else "wrong"), answer
     if any(re.search(words, first.fix, re.IGNORECASE) for words in label["remedy_words"]):
         return "right", answer
