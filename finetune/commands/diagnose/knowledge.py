@@ -183,11 +183,12 @@ def knowledge() -> Knowledge:
         TypeError, ValueError, KeyError: an entry has an unknown field, value or pattern.
     """
     causes = {name: Cause(**given) for name, given in _read("causes").items()}
-    files = sorted(FOLDER.glob("*.toml"))
     symptoms = [
-        _symptom(entry, table.get("source", ""))
-        for table in (tomllib.loads(path.read_text(encoding="utf-8")) for path in files)
-        for entry in table.get("symptom", ())
+        _symptom(cause, entry, table["source"])
+        for table in (_read(path.stem) for path in sorted(FOLDER.glob("*.toml")))
+        for cause, entries in table.items()
+        if isinstance(entries, list)
+        for entry in entries
     ]
     words: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, symptom in enumerate(symptoms):
@@ -201,9 +202,9 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _symptom(entry: Mapping[str, Any], source: str) -> Symptom:
+def _symptom(cause: str, entry: Mapping[str, Any], source: str) -> Symptom:
     kind = Kind[entry.get("kind", "root").upper()]
-    return Symptom(**{"source": source, **entry, "kind": kind})
+    return Symptom(**{"cause": cause, "source": source, **entry, "kind": kind})
 
 
 _OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
