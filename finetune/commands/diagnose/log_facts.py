@@ -46,9 +46,13 @@ FACTS = {
 
 
 def facts_of(text: str) -> frozenset[str]:
-    """Return the names of `FACTS` that a text tells; one of an NPU tells no "cuda"."""
+    """Return the names of `FACTS` that a text tells.
+
+    One of an NPU tells no "cuda", and one of training no "server": a trainer may start an engine.
+    """
     found = {name for name, form in FACTS.items() if form.search(text)}
-    return frozenset(found - {"cuda"} if "npu" in found else found)
+    found -= {"cuda"} if "npu" in found else set()
+    return frozenset(found - {"server"} if "training" in found else found)
 
 
 def facts_in(text: str) -> dict[str, str]:
