@@ -204,8 +204,17 @@ def _read(name: str) -> dict[str, Any]:
 
 def _symptom(cause: str, entry: Mapping[str, Any], source: str) -> Symptom:
     kind = Kind[entry.get("kind", "root").upper()]
-    return Symptom(**{"cause": cause, "source": source, **entry, "kind": kind})
+    given = {"cause": cause, "source": source, "sure": _SURE.get(kind, "certain")}
+    return Symptom(**{**given, **entry, "kind": kind})
 
+
+# How sure an entry of a kind is that says nothing else.
+_SURE = {
+    Kind.VAGUE: "likely",
+    Kind.KILLED: "likely",
+    Kind.CASCADE: "guess",
+    Kind.UNEXPLAINED: "guess",
+}
 
 _OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 
