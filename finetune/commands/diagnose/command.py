@@ -25,13 +25,7 @@ from finetune.errors import DataError, ExitCode
 from finetune.runtime.language import _, spoken
 from finetune.runtime.terminal import write_filled
 
-__all__ = ["Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings", "restart_cures"]
-
-
-def restart_cures() -> frozenset[str]:
-    """Return the causes that starting the same command again can cure."""
-    causes = knowledge().causes
-    return frozenset(name for name, cause in causes.items() if cause.restart_cures)
+__all__ = ["Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings"]
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
@@ -126,7 +120,7 @@ def _render(number: int, finding: Finding) -> str:
 
 
 def _title(cause: str) -> str:
-    return knowledge().causes[cause].title[spoken()]
+    return knowledge().titles[cause][spoken()]
 
 
 def _sureness(confidence: float) -> str:

@@ -21,7 +21,7 @@ def renewed(text: str) -> str:
     entries: dict[str, list[Symptom]] = {}
     for entry in knowledge().symptoms:
         entries.setdefault(entry.cause, []).append(entry)
-    causes = [cause for cause in knowledge().causes if cause != "interrupted"]
+    causes = [cause for cause in knowledge().titles if cause != "interrupted"]
     sections = [_section(cause, entries[cause]) for cause in causes]
     return text.partition(_HEADING)[0] + "\n".join([_HEADING, _table(causes), *sections])
 
@@ -29,14 +29,13 @@ def renewed(text: str) -> str:
 def _table(causes: Sequence[str]) -> str:
     lines = ["| cause | what it is | a restart can cure it |", "|---|---|---|"]
     for name in causes:
-        cause = knowledge().causes[name]
-        cures = "yes" if cause.restart_cures else "no"
-        lines.append(f"| [{name}](#{name}) | {cause.title[spoken()]} | {cures} |")
+        cures = "yes" if name in knowledge().restart_cures else "no"
+        lines.append(f"| [{name}](#{name}) | {knowledge().titles[name][spoken()]} | {cures} |")
     return "\n".join(lines) + "\n"
 
 
 def _section(cause: str, entries: Sequence[Symptom]) -> str:
-    lines = [f"### {cause}\n", f"{knowledge().causes[cause].title[spoken()]}.\n"]
+    lines = [f"### {cause}\n", f"{knowledge().titles[cause][spoken()]}.\n"]
     for entry in entries:
         why, do = entry.texts()
         lines.append(f"- {_open(why)} ({entry.sure}; {entry.source})")

@@ -33,11 +33,6 @@ class Evidence:
     in_request: bool = False
 
     @property
-    def place(self) -> str:
-        """The id of its entry, if that is asked for by name."""
-        return self.symptom.id
-
-    @property
     def is_unknown(self) -> bool:
         """Whether no entry knows it by its words."""
         return not self.symptom.patterns
@@ -59,18 +54,13 @@ class LogEvidence:
     The numbers say how many of `evidence` came before something was said; -1 if nothing said it.
 
     Attributes:
-        evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
         lines: that are not empty.
-        of_a_run: a line is of a run of this kind.
         steps: logged training steps, by rank.
-        trained_until: by rank the time since which it logged as many steps as show that it survived
-            what came before.
-        done_at: the time at which the run said that it was done.
-        finished: the run reported that it was done.
-        trained: a trainer or a script said so.
-        ended: anything ended well or started again.
-        left: whether a process ended well after that the training was done.
+        trained_until: by rank the time since which it logged enough steps to have survived.
+        done, done_at: it was said that the run is done, and when.
+        finished: the run reported it. trained: a trainer or a script said it.
+        ended: anything ended well or started again. left: a process ended well after `trained`.
         served: a server answered a request for work.
         result: among the last lines what tells of work that was done.
     """

@@ -20,9 +20,8 @@ SAME_ERROR_LINES = 100
 ORDER_SLACK_LINES = 400
 # Who watches from outside reports that much later, at most: a scheduler that a node failed.
 LATE_SECONDS = 600.0
-# What the machine said longer ago than this did not bring about what failed now.
+# A line without a time of its own is at most so much later than the last one that has it.
 UNTIMED_SECONDS = 600.0
-STALE_SECONDS = 2 * 3600.0
 STEPS_SHOWN = 3
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
@@ -59,10 +58,7 @@ class FindingByPlace(Finding):
 
 
 class _Group:
-    """All evidence of one cause.
-
-    `first` is the earliest of its nearest kind, `clearest` the surest of that kind.
-    """
+    """All evidence of a cause: the earliest of its nearest kind, and the surest of that kind."""
 
     def __init__(self, evidence: Sequence[Evidence]) -> None:
         self.kind = min(piece.symptom.kind for piece in evidence)
@@ -70,13 +66,12 @@ class _Group:
         nearest = [piece for piece in self.evidence if piece.symptom.kind == self.kind]
         self.first = nearest[0]
         self.cause = self.first.symptom.cause
-        self.clearest = max(nearest, key=_clearness)
+        # of equally sure ones that whose entry is for this context
+        self.clearest = max(
+            nearest,
+            key=lambda e: (e.symptom.confidence, bool(e.symptom.when or e.symptom.frames)),
+        )
         self.confidence = self.clearest.symptom.confidence
-
-
-def _clearness(piece: Evidence) -> tuple[float, bool]:
-    """The surest piece is the clearest, and of these one whose entry is for this context."""
-    return piece.symptom.confidence, bool(piece.symptom.when or piece.symptom.frames)
 
 
 def rank_findings(
@@ -107,9 +102,9 @@ def rank_findings(
     kept = [group for group in kept if group not in stopped]
     # that a process ended badly is then no news
     if any(group.cause != "unknown" for group in kept):
-        kept = [group for group in kept if group.first.place != "ended_badly"]
+        kept = [group for group in kept if group.first.symptom.id != "ended_badly"]
     if any(group.kind < Kind.CASCADE for group in kept):
-        kept = [group for group in kept if group.first.place != "retried"]
+        kept = [group for group in kept if group.first.symptom.id != "retried"]
     ended = [piece for group in kept for piece in group.evidence if piece.ends_traceback]
     kept.sort(
         key=lambda group: (
@@ -149,14 +144,12 @@ def _is_remark(group: _Group, ended: Sequence[Evidence]) -> bool:
 def _got_over(finding: Finding, log: LogEvidence) -> Finding:
     """Return what a log speaks of that goes on to a result: no failure, but worth a word."""
     assert log.result is not None
-    explanation = _(
+    told = _(
         "The log goes on to a result (line {line}: {text}), so that what it speaks of before was"
         " got over, or is only quoted. Otherwise it would mean: {explanation}"
-    ).format(
-        line=log.result.number,
-        text=mask_secrets(plain_text(log.result.text[:80])),
-        explanation=finding.explanation,
     )
+    text = mask_secrets(plain_text(log.result.text[:80]))
+    explanation = told.format(line=log.result.number, text=text, explanation=finding.explanation)
     fix = _("If something did fail there, give that part of the log alone.")
     return replace(finding, confidence=0.0, explanation=explanation, fix=fix, consequences=[])
 
@@ -242,11 +235,9 @@ def _in_order(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
     if one.source == two.source:
         return True
-    return (
-        one.seconds is not None
-        and two.seconds is not None
-        and abs(one.seconds - two.seconds) > CLOCK_SLACK_SECONDS
-    )
+    if one.seconds is None or two.seconds is None:
+        return False
+    return abs(one.seconds - two.seconds) > CLOCK_SLACK_SECONDS
 
 
 def _earlier(first: Evidence, second: Evidence) -> bool:
@@ -262,8 +253,6 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     same_log = one.source == two.source
     timed = one.seconds is not None and two.seconds is not None
     between = (two.seconds or 0.0) - (one.seconds or 0.0)
-    if symptom.kind == Kind.MACHINE and timed and between > STALE_SECONDS:
-        return False
     if symptom.reported_late and (same_log or second.symptom.kind >= Kind.KILLED):
         return same_log or between >= -LATE_SECONDS
     weak = symptom.kind == Kind.UNEXPLAINED or symptom.confidence < LEADING_CONFIDENCE
@@ -272,7 +261,6 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     if same_log and one.number < two.number:
         return True  # whatever clocks their programs print
     if timed:
-        # A line without a time of its own is somewhat later than the last one that has it.
         return between >= -(CLOCK_SLACK_SECONDS if two.has_time else UNTIMED_SECONDS)
     return not same_log or one.number <= two.number + ORDER_SLACK_LINES
 

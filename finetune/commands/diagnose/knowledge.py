@@ -60,8 +60,8 @@ class Symptom:
             placeholders; a trailing `_` lets alternatives name the same value.
         codes: CANN's error codes, `EI0006`, as regular expressions.
         returns: numbers that calls of CANN returned, as regular expressions.
-        frames, exceptions: of an entry that is told by the place of an exception, regular
-            expressions of frames of the traceback and of the exception's name.
+        frames: regular expressions of frames of which the traceback must have one.
+        exceptions: of an entry in places.toml, a regular expression of the exception's name.
         kind: root, or which consequence.
         sure: how surely a matching line means the cause.
         when: a fact of the log without which the entry does not count: npu, cuda, server, training.
@@ -145,18 +145,16 @@ class Symptom:
 
 
 @dataclass(frozen=True)
-class Cause:
-    """What a cause is called, and whether starting the same command again can cure it."""
-
-    title: Mapping[str, str]
-    restart_cures: bool = False
-
-
-@dataclass(frozen=True)
 class Knowledge:
-    """All entries and causes, and the words by which the entries of a line are found."""
+    """All entries, and the words by which those of a line are found.
 
-    causes: Mapping[str, Cause]
+    Attributes:
+        titles: what each cause is called, by language.
+        restart_cures: causes that starting the same command again can cure.
+    """
+
+    titles: Mapping[str, Mapping[str, str]]
+    restart_cures: frozenset[str]
     symptoms: Sequence[Symptom]
     named: Mapping[str, Symptom]
     words: Mapping[str, Mapping[str, Sequence[int]]] = field(repr=False)
@@ -182,7 +180,9 @@ def knowledge() -> Knowledge:
     Raises:
         TypeError, ValueError, KeyError: an entry has an unknown field, value or pattern.
     """
-    causes = {name: Cause(**given) for name, given in _read("causes").items()}
+    causes = _read("causes")
+    titles = {name: given["title"] for name, given in causes.items()}
+    cured = frozenset(name for name, given in causes.items() if given.get("restart_cures"))
     symptoms = [
         _symptom(cause, entry, table["source"])
         for table in (_read(path.stem) for path in sorted(FOLDER.glob("*.toml")))
@@ -195,7 +195,7 @@ def knowledge() -> Knowledge:
         for word in {word for pattern in symptom.patterns for word in fixed_words(pattern)}:
             words[word[:SHORTEST_WORD]][word].append(number)
     named = {symptom.id: symptom for symptom in symptoms if symptom.id}
-    return Knowledge(causes, symptoms, named, words)
+    return Knowledge(titles, cured, symptoms, named, words)
 
 
 def _read(name: str) -> dict[str, Any]:

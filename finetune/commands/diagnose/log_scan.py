@@ -175,7 +175,7 @@ class _Scan:
         if last is None or not text.startswith(OWN_FIX):
             return
         own = match_of("own_error", last.line.text)
-        if own and last.place in ("unexplained", "ended_badly"):
+        if own and last.symptom.id in ("unexplained", "ended_badly"):
             last.symptom = knowledge().named["explained_by_run"]
             last.values["error"] = own["error"]
 
