@@ -57,7 +57,8 @@ def scan_log(file: LogFile) -> LogEvidence:
 def _went_on(found: LogEvidence, line: LogLine) -> bool:
     """Whether a log has a step after a line, or a good end anywhere."""
     after = sum(found.steps.values()) > sum(line.steps_before.values())
-    return after or max(found.finished, found.trained, found.ended, found.served) >= 0
+    said = max(found.finished, found.trained, found.ended, found.served) >= 0
+    return after or said or found.result is not None
 
 
 class _Scan:

@@ -18,6 +18,9 @@ _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/src/(?:trl|peft|transformers|accelerate|datasets)/"
     r"|/(?:llamafactory|llmtuner|swift|axolotl|megatron|mindspeed\w*|modellink|verl|openrlhf)/"
 )
+# Python's own words for a name or an argument that is not there.
+_MISMATCH = re.compile(r"(?:Attribute|Type)Error$")
+_PACKAGE = re.compile(r"-packages/(\w+)|/(?:src|python)/(\w+)/|/vllm-workspace/([\w-]+)/")
 _STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
 
 
@@ -34,6 +37,8 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
     if not frames:
         return named["unexplained"], values
     values |= {"frame": readable(frames[-1])} | ({"code": code} if code else {})
+    if packages := packages_in(frames):
+        values["packages"] = packages
     name = text.partition(":")[0].rpartition(".")[2].strip()
     places = [entry for entry in knowledge().symptoms if entry.id.startswith("place_")]
     for entry in places:
@@ -49,10 +54,19 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
                 if frame is not frames[-1]:
                     values["frame"] = f"{readable(frame)}, {values['frame']}"
                 return entry, values
+    if _MISMATCH.search(name) and _LIBRARY.search(frames[-1]):
+        return named["place_versions"], values
     own = not _LIBRARY.search(frames[-1]) and not _STANDARD.search(frames[-1])
     if name == "RuntimeError" and not code.startswith(("raise ", "assert ")):
         own = False  # of an operator of torch, whose code has no frames
     return named["place_program" if own else "unexplained"], values
+
+
+def packages_in(frames: Sequence[str]) -> str:
+    """Return the last two packages that a traceback goes through, the innermost first."""
+    found = [match for frame in reversed(frames) if (match := _PACKAGE.search(frame))]
+    names = dict.fromkeys(next(filter(None, match.groups())) for match in found)
+    return ", ".join([name for name in names if name != "torch"][:2])
 
 
 def frame_parts(frame: str) -> tuple[str, str, str]:
