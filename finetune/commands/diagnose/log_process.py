@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from finetune.commands.diagnose.evidence import Evidence
 from finetune.commands.diagnose.line_kinds import form, is_of, match_of
 from finetune.commands.diagnose.log_lines import LogLine
 
+_ARROW = re.compile(r"^-+> ?\d+(?P<code> .*|$)")
 # A conversation or a code block that is not closed is taken to be over after as many lines,
 QUOTED_LINES = 60
 HEADED_LINES = 4  # and an example under its heading.
@@ -78,14 +80,18 @@ class Process:
         """Return what of the line is about this failure: no quoted code, no fixed advice."""
         text = line.text
         indent = len(text) - len(text.lstrip())
-        if is_of("frame", text):
+        if frame := match_of("frame", text):
             if self.frame_at <= 0:
                 self.frames = []
-            self.frames.append(text.strip())
+            self.frames.append(frame_of(frame))
             self.frame_at, self._frame_indent, self.code = line.number, indent, ""
             return ""
+        if self._frame_indent == 0 and (arrow := _ARROW.match(text)):  # a notebook's
+            self.code, self.frame_at = arrow["code"].strip(), line.number
+            return ""
         if 0 <= self._frame_indent < indent:
-            self.code = self.code or text.strip()
+            if not text.lstrip()[0].isdigit():  # a notebook's line around the one that failed
+                self.code = self.code or text.strip()
             return ""
         self._frame_indent = -1
         if self._in_advice and not is_of("advice_ends", text):
@@ -100,6 +106,12 @@ class Process:
             return
         name = "error_where" if text.startswith(where) else "error_fix"
         self.last.values.setdefault(name, text.removeprefix(where).removeprefix(fix))
+
+
+def frame_of(match: re.Match[str]) -> str:
+    """Return a frame in Python's form: `File "PATH", line N, in FUNCTION`."""
+    path, line = match["path"] or match["path_"], match["line"] or match["line_"] or "?"
+    return f'File "{path}", line {line}, in {match["function"] or match["function_"] or "<module>"}'
 
 
 def without_quotes(line: LogLine) -> LogLine:

@@ -14,13 +14,17 @@ _ELSEWHERE = re.compile(
     r"|Connection|Memory|Interrupt|SystemError|Exit\b|Abort\b|Rendezvous"
 )
 # Installed, or started from its source.
+_REPOSITORIES = (
+    r"llama-?factory|llmtuner|ms-swift|swift|axolotl|megatron\w*|mindspeed\w*|modellink|verl|openrlhf"
+    r"|vllm\w*|sglang\w*|sd-scripts|ai-toolkit|comfyui|llama\.cpp|unsloth\w*|deepspeed"
+)
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/src/(?:trl|peft|transformers|accelerate|datasets)/"
-    r"|/(?:llamafactory|llmtuner|swift|axolotl|megatron|mindspeed\w*|modellink|verl|openrlhf)/"
+    rf"|/(?i:{_REPOSITORIES})(?:-\w+)*/"
 )
-# Python's own words for a name or an argument that is not there.
-_MISMATCH = re.compile(r"(?:Attribute|Type)Error$")
-_PACKAGE = re.compile(r"-packages/(\w+)|/(?:src|python)/(\w+)/|/vllm-workspace/([\w-]+)/")
+# Python's own errors about a name, a key or an argument that is not there.
+_MISMATCH = re.compile(r"(?:Attribute|Type|Key|Index|Name)Error$")
+_PACKAGE = re.compile(rf"-packages/(\w+)|/((?i:{_REPOSITORIES})(?:-\w+)*)/|/(?:src|python)/(\w+)/")
 _STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
 
 

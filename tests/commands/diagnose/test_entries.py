@@ -25,6 +25,8 @@ EXAMPLE_FRAMES = {
         'File "/e/torch/serialization.py", line 3, in _cuda_deserialize',
         'File "/e/accelerator.py", line 3, in get_state_dict',
         'File "/e/engine.py", line 3, in _zero3_consolidated_16bit_state_dict',
+        'File "/c/transformers_modules/Qwen/modeling_qwen.py", line 800, in forward',
+        'File "/e/site-packages/unsloth/models/rl.py", line 3, in patch',
         'File "/e/site-packages/datasets/arrow_dataset.py", line 3, in select',
         'File "/e/site-packages/transformer_engine/common.py", line 3, in _load_cudnn',
         'File "/e/site-packages/bitsandbytes/functional.py", line 3, in int8_mm',
