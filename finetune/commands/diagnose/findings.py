@@ -66,6 +66,7 @@ class _Group:
         nearest = [piece for piece in self.evidence if piece.symptom.kind == self.kind]
         self.first = nearest[0]
         self.cause = self.first.symptom.cause
+        self.outranks = {cause for piece in nearest for cause in piece.symptom.outranks}
         # of equally sure ones that whose entry is for this context
         self.clearest = max(
             nearest,
@@ -214,7 +215,7 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 
 def _explains(root: _Group, other: _Group) -> bool:
     one, two = root.first.symptom, other.first.symptom
-    if root is other or root.cause in two.outranks:
+    if root is other or root.cause in other.outranks:
         return False
     kinds = {root.kind, other.kind}
     vague = {Kind.KILLED, Kind.VAGUE, Kind.UNEXPLAINED}
@@ -224,7 +225,7 @@ def _explains(root: _Group, other: _Group) -> bool:
         return _earlier(root.first, other.first)
     if kinds == {Kind.PEER_LOST, Kind.TIMEOUT} and _in_order(root.first, other.first):
         return _earlier(root.first, other.first)
-    nearer = root.kind < other.kind or other.cause in one.outranks
+    nearer = root.kind < other.kind or other.cause in root.outranks
     return nearer and _not_later(root.first, other.first)
 
 
