@@ -77,17 +77,16 @@ class Symptom:
         passing: one logged step after it, or a good end, shows that it was got over.
         until: a regular expression of a later line of the process that shows that it was got over.
         in_training: it affects a run only from the first step on.
-        why: what happened, by language; `{name}` is a placeholder, and `[[...]]` is left out if one
-            inside has no value.
-        do: steps to take, the surest first, by language. A step that has no text is left out.
+        en, zh: `why`, what happened, and `do`, steps to take, the surest first, in both languages;
+            `{name}` is a placeholder, and `[[...]]` is left out if one inside has no value.
         source: where these lines are known from.
         example: a line that this entry answers.
         clean: a line near it that no entry may answer.
     """
 
     cause: str
-    why: Mapping[str, str]
-    do: Mapping[str, Sequence[str]]
+    en: Mapping[str, Any]
+    zh: Mapping[str, Any]
     source: str
     id: str = ""
     match: Sequence[str] = ()
@@ -141,7 +140,8 @@ class Symptom:
 
     def texts(self) -> tuple[str, Sequence[str]]:
         """Return explanation and steps in the spoken language, not filled yet."""
-        return self.why[spoken()], self.do[spoken()]
+        said = {"en": self.en, "zh": self.zh}[spoken()]
+        return said["why"], said["do"]
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,11 @@ def test_an_entry_is_whole_in_both_languages(entry: Symptom) -> None:
     everything = with_next_values(dict.fromkeys([*named, *GIVEN, *KNOWN], "9"))
     texts = {}
     for language in ("en", "zh"):
-        steps = entry.do[language]
+        said = getattr(entry, language)
+        steps = said["do"]
         assert len(steps) >= 1
         assert len([step for step in steps if not step.startswith("[[")]) <= 3
-        texts[language] = [entry.why[language], *steps]
+        texts[language] = [said["why"], *steps]
         for text in texts[language]:
             given = GIVEN | {"signal": "SIGTERM", "step": "3", "error_fix": "f"}
             for values in (given | dict.fromkeys(always, "9"), everything):
