@@ -87,7 +87,21 @@ def test_an_entry_is_whole_in_both_languages(entry: Symptom) -> None:
 
 
 # Settings and sizes that a log or a run folder may tell.
-KNOWN = ["rank", "error_fix", "timeout_seconds", "micro_batch_size", "cutoff_len", "master_addr", "master_port", "port", "nproc", "dataloader_num_workers", "learning_rate", "oom_old", "nonfinite_records"]
+KNOWN = [
+    "rank",
+    "error_fix",
+    "timeout_seconds",
+    "micro_batch_size",
+    "cutoff_len",
+    "master_addr",
+    "master_port",
+    "port",
+    "nproc",
+    "dataloader_num_workers",
+    "learning_rate",
+    "oom_old",
+    "nonfinite_records",
+]
 
 
 def test_causes_have_titles_in_both_languages() -> None:
