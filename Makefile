@@ -14,13 +14,14 @@ TORCH   ?= -c constraints.txt torch
 INSTALL := $(BIN)/python -m pip install --quiet
 LOCKED  := $(INSTALL) --require-hashes --no-deps
 $(READY): setup.cfg pyproject.toml constraints.txt requirements.lock
+	@echo "setting up $(VENV): once, about three minutes and longer on a slow network; pip prints nothing meanwhile"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed -nE '/^(pip|setuptools|wheel)==/,/[^\\]$$/p' requirements.lock | $(LOCKED) -r /dev/stdin
 	DS_BUILD_OPS=0 $(LOCKED) --no-build-isolation -r requirements.lock
 	$(INSTALL) $(TORCH)
 	$(BIN)/python -m pip uninstall --quiet --yes finetune # what this package was called before 0.2.0
-	$(INSTALL) --no-deps --no-build-isolation -e .
+	PYTHONWARNINGS=ignore $(INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	-DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python -c \
 	  'from finetune.training.operators import load_shared_memory_operator as load; load()' >/dev/null 2>&1 # a minute, once

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ COMMON_WORDS = (
 Row = dict[str, Any]
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], variables: Mapping[str, str] | None = None) -> None:
     """Run one of this package's commands; ends this process with its exit code if it fails."""
     print(
         "$",
@@ -53,9 +54,8 @@ def run(command: list[str]) -> None:
     sys.stdout.flush()
     # The two processes of the training share the machine's cores; the first start also builds
     # DeepSpeed's extensions.
-    code = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False
-    ).returncode
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
+    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     if code != 0:
         sys.exit(code)
 
@@ -69,7 +69,8 @@ def train(output_dir: Path) -> None:
         "accelerate_configs/cpu_2_zero3.yaml",
     ]
     own = ["--config", CONFIG, "--device-type", "cpu", *TRAINING, "--output-dir", str(output_dir)]
-    run([*launch, "-m", "finetune.sft", *own])
+    # Both are what would be chosen; without them torch and DeepSpeed print warnings first.
+    run([*launch, "-m", "finetune.sft", *own], {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
 
 
 def evaluate(output_dir: Path) -> None:

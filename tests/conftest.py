@@ -62,6 +62,7 @@ LONGEST_FIRST = [
     "test_pages.py",
     "test_two_nodes.py",
     "test_launchers.py",
+    "test_smollm2_model.py",
     "test_pretrain_demo.py",
     "test_judging.py",
     "test_fake_npu.py",
@@ -117,6 +118,7 @@ SLOW = {
     "test_pretrain.py": ("test_every_way_of_starting",),
     "test_pretrain_demo.py": ("test_",),
     "test_signals.py": ("test_sigterm_to_torchrun",),
+    "test_smollm2_model.py": ("test_",),
     "test_two_nodes.py": ("test_",),
 }
 

@@ -1,16 +1,20 @@
-"""Deployments of a model with one deliberate fault each: copies of a merged folder in which one
-thing is wrong.
+"""Deployments of a model: copies of a merged folder in which one thing is wrong, and llama.cpp's
+server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from launching import environment
 from safetensors.torch import load_file, save_file
 
 CHATML = (
@@ -127,3 +131,29 @@ def deployment(merged: Path, folder: Path, fault: Callable[[Path], None]) -> Pat
     shutil.copytree(merged, folder)
     fault(folder)
     return folder
+
+
+# One thread: several wait for one another by spinning, on a busy machine ten times as long.
+_LLAMA = """
+import sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port, params.n_ctx, params.n_parallel = sys.argv[1], 0, 1024, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def llama_server(path: Path) -> Iterator[str]:
+    """llama.cpp's server with a GGUF file; its address."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _LLAMA, str(path)], env=environment(), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as server:  # fmt: skip
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()

@@ -51,7 +51,7 @@ def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
         if lacking:
             print(f"{page}: {len(lacking)} of {len(catalogue)}, e.g. {lacking[0][:70]!r}")
     for path in folder.rglob("*.po"):
-        if path.relative_to(folder).with_suffix("") not in pages:
+        if path.relative_to(folder).with_suffix("") not in pages and path.stem != "sphinx":
             path.unlink()
             print(f"{path.relative_to(folder)}: its page is gone")
     print(f"{missing} of {texts} texts have no Chinese")

@@ -79,6 +79,7 @@ def find_source(model: str | None, adapter: str | None = None) -> Source:
         return Source(from_modelscope(model), None)
     folder = Path(adapter).expanduser()
     if not _holds_adapter(folder):
+        _check_folder(folder)
         folder = _downloaded_adapter(adapter)
     return Source(from_modelscope(model or _base_of(folder)), folder)
 
@@ -93,7 +94,7 @@ def _check_folder(folder: Path) -> None:
         return
     checkpoints = list_checkpoints(folder)
     if checkpoints or (folder / "run.yaml").is_file():
-        newest = f", or give its checkpoint {checkpoints[-1].name}" if checkpoints else ""
+        newest = f", or give its checkpoint {checkpoints[-1]}" if checkpoints else ""
         raise ConfigError(
             "the run is not finished: it has no model yet", str(folder), f"wait for it{newest}"
         )

@@ -156,7 +156,7 @@ def prepare_environment(
             default(name, value, why)
     if shutil.which("nvidia-smi"):
         default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", fragmentation)
-    default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
+    default("TOKENIZERS_PARALLELISM", "false", "tokenizing is parallel by processes")
     return added
 
 

@@ -163,7 +163,12 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         )
     if state == "stopped":
         saved = trainer.checkpointer.last or "no checkpoint"
-        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, saved)
+        logger.warning(
+            "stopped by %s at step %d; %s is saved; the same command resumes the run",
+            trainer.stopped_by,
+            steps,
+            saved,
+        )
     return RunResult(
         session.output_dir, state, steps, trainer.measured, trainer.start.step, output_step
     )

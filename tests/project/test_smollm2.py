@@ -3,22 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from types import ModuleType
-
-import pytest
-from launching import ROOT
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launchers"))
-        import smollm2
-
-        yield smollm2
-    for name in ("smollm2", "demo"):
-        sys.modules.pop(name)
 
 
 def test_held_out_facts_are_trained_in_other_words(smollm2: ModuleType) -> None:

@@ -19,7 +19,7 @@ from finetune.data.tools import protocol_calls, read_tools
 from finetune.errors import INTERRUPTED, ConfigError, DataError, ExitCode
 from finetune.inference.options import ModelOptions
 from finetune.inference.sampling import Sampling
-from finetune.runtime.language import pick_language, speak
+from finetune.runtime.language import _, pick_language, speak
 from finetune.storage.durable_files import read_bytes
 
 if TYPE_CHECKING:
@@ -171,6 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     probe_torch_npu()
     from finetune.inference.generation import load_for_generation
 
+    if sys.stderr.isatty():
+        name = visible(str(options.model or options.adapter))
+        sys.stderr.write(_("loading {model}").format(model=name) + "\n")
     with load_for_generation(**options.loading(), max_batch=1) as generator:
         sampling = generator.default_sampling.changed(**options.sampling())
         session = ChatSession(options.system)

@@ -4,6 +4,7 @@ one model in memory at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from finetune.inference.loading import (
 )
 from finetune.modeling.hub import recorded_model
 from finetune.runtime import device as devices
+
+logger = logging.getLogger("finetune")
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class Evaluation:
     def _measure(self, candidate: Candidate) -> ModelScores:
         scores = ModelScores(candidate.name, candidate.role)
         source = candidate.source
+        logger.info("evaluating %s on %s, %s", candidate.name, self.device.type, self.dtype)
         model = load_weights(
             source, self.device, self.dtype, trust_remote_code=self.options.trust_remote_code
         )

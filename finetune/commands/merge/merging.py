@@ -83,6 +83,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
     _check_space(folder, base, DTYPES[dtype], files=2 if options.format == "gguf" else 1)
     prompts = self_test_prompts(base, tokenizer)
+    logger.info("adding %s to %s", source.adapter, source.base)
     adapted_logits, effect = _write_merged(
         folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype]
     )
@@ -100,6 +101,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         logger.info("%s", rounding_text(rounding))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
+    logger.info("self-test: loading the merged model and comparing it with the adapter")
     written = load_written(
         folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust
     )

