@@ -25,7 +25,14 @@ from finetune.errors import DataError, ExitCode
 from finetune.runtime.language import _, spoken
 from finetune.runtime.terminal import write_filled
 
-__all__ = ["Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings"]
+__all__ = [
+    "Finding",
+    "FindingByPlace",
+    "diagnose_logs",
+    "knowledge",
+    "main",
+    "render_findings",
+]
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:

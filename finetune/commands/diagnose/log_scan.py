@@ -182,13 +182,15 @@ class _Scan:
 
     def _match(self, process: Process, line: LogLine, text: str) -> None:
         within = line.number - process.frame_at < TRACEBACK_LINES
-        process.frame_at = -TRACEBACK_LINES
         frames = process.places() if within else []
+        matched = matching_symptom(text, self._facts, frames)
+        if matched is None and text[:1].isspace() and not is_failure(text):
+            return  # between the frames of a traceback and what it ends with
+        process.frame_at = -TRACEBACK_LINES
         ends = within and is_of("ends_traceback", text)
         raised = process.code.startswith(("raise ", "assert "))
         quiet = is_of("quiet", text) and not (ends and raised)  # a warning that was raised
         exception = is_of("exception", text) or ends
-        matched = matching_symptom(text, self._facts, frames)
         service = is_of("service", text)
         if (matched is None or matched[0].kind != Kind.MACHINE) and (
             (quiet and is_of("handled", text)) or (matched and service)

@@ -217,7 +217,7 @@ class Supervisor:
             self.record.end()
 
     def _attempts(self) -> int:
-        from finetune.commands.diagnose.knowledge import knowledge
+        from finetune.commands.diagnose.command import knowledge
 
         used, allowed = 0, self.spec.max_restarts
         while True:
