@@ -27,18 +27,12 @@ from finetune.storage import run_log
 CAUSES = "## Causes\n"
 # Of the page about symptoms, whose texts come in Chinese from the package itself.
 _CHINESE = {
-    "| cause | a restart can cure it | known from |": "| 原因 | 重启能否解决 | 依据 |",
-    " | yes | ": " | 能 | ",
-    " | no | ": " | 否 | ",
-    "**Fix.**": "**解决办法：**",
-    "(root, said by the machine or the scheduler,": "（根本原因，由机器或调度器报告，",
-    "(root,": "（根本原因，",
-    "(killed from outside,": "（被外部终止，",
-    "(says what failed, not why,": "（只说明哪里失败，未说明原因，",
-    "(a failure of its own,": "（自身的失败，",
-    "(another process was lost,": "（另一进程失联，",
-    "(a timeout,": "（超时，",
-    "(the end of a process,": "（进程结束，",
+    "| cause | what it is | a restart can cure it |": "| 原因 | 说明 | 重启能否解决 |",
+    " | yes |": " | 能 |",
+    " | no |": " | 否 |",
+    "(certain;": "（确定；",
+    "(likely;": "（很可能；",
+    "(guess;": "（猜测；",
 }
 
 

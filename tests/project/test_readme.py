@@ -86,6 +86,19 @@ LAUNCHER_FLAGS |= {
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}
 # of vLLM and SGLang
 LAUNCHER_FLAGS |= {"--max-model-len", "--mem-fraction-static", "--context-length"}
+LAUNCHER_FLAGS |= {"--attention-backend", "--gpu-memory-utilization", "--max-num-seqs"}
+LAUNCHER_FLAGS |= {"--cuda-graph-max-bs", "--enforce-eager", "--tensor-parallel-size"}
+LAUNCHER_FLAGS |= {"--kv-cache-dtype", "--data-parallel-size-local", "--compilation-config"}
+# of Ray, mpirun, DeepSpeed, pip, docker, CANN and Megatron's builds
+LAUNCHER_FLAGS |= {"--resources", "--temp-dir", "--allow-run-as-root", "--hostfile", "--upgrade"}
+LAUNCHER_FLAGS |= {
+    "--index-url",
+    "--force-reinstall",
+    "--group-add",
+    "--net",
+    "--cxx_abi",
+    "--build",
+}
 LAUNCHER_FLAGS |= {"--runtime", "--rm"}  # of nvidia-ctk and docker
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {

@@ -21,7 +21,7 @@ from fake_runs import make_run
 from launching import ROOT, environment
 from rich.cells import cell_len
 
-from finetune.commands.diagnose.log_reading import decode
+from finetune.commands.diagnose.log_prefixes import decode
 from finetune.errors import DataError
 from finetune.plain_text import CONTROLS, mask_passwords, plain_lines, plain_text
 from finetune.runtime.terminal import filled

@@ -4,27 +4,35 @@ remedy.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
-from finetune.commands.diagnose.log_evidence import scan_log
-from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
+from finetune.commands.diagnose.knowledge import SURENESS, knowledge
+from finetune.commands.diagnose.log_lines import BLOCK_BYTES, LogFile, rank_in_name
+from finetune.commands.diagnose.log_prefixes import decode, year_in
+from finetune.commands.diagnose.log_scan import scan_log
 from finetune.commands.diagnose.run_evidence import RunFolder
-from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
-from finetune.commands.diagnose.symptoms.rules import RESTART_CURES
 from finetune.config.fields import Paths, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import DataError, ExitCode
-from finetune.runtime.language import _
+from finetune.runtime.language import _, spoken
 from finetune.runtime.terminal import write_filled
 
-__all__ = ["RESTART_CURES", "Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings"]
+__all__ = [
+    "Finding",
+    "FindingByPlace",
+    "diagnose_logs",
+    "knowledge",
+    "main",
+    "render_findings",
+]
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
@@ -47,62 +55,107 @@ def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
     >>> finetune.diagnose("runs/example")
     []
     """
-    return _diagnosed([paths] if isinstance(paths, str | Path) else paths)[0]
+    return _diagnosed([paths] if isinstance(paths, str | Path) else paths).findings
 
 
-def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | None]:
-    """The findings, and where there are none who stopped the run, or what it got over."""
-    logs: list[LogEvidence] = []
-    facts: dict[str, str] = {}
-    for path in paths:
-        if str(path) != "-" and Path(path).is_dir():
-            folder = RunFolder(Path(path))
-            logs.extend(read_log(log) for log in folder.logs())
-            logs.append(folder.evidence())
-            facts |= folder.facts()
-        else:
-            logs.append(read_log(path))
-    return rank_findings(logs, facts)
+@dataclass(frozen=True)
+class _Diagnosis:
+    """What logs show.
+
+    Attributes:
+        stopped: without findings, who stopped the run, or what it got over.
+        lines: that were read.
+        of_a_run: they look like the log of a run.
+    """
+
+    findings: list[Finding]
+    stopped: Finding | None
+    lines: int
+    of_a_run: bool
 
 
-def read_log(path: Path | str) -> LogEvidence:
+def _diagnosed(paths: Sequence[Path | str]) -> _Diagnosis:
+    folders = [RunFolder(Path(path)) for path in paths if _is_folder(path)]
+    files = [path for path in paths if not _is_folder(path)]
+    files += [log for folder in folders for log in folder.logs()]
+    # Lines that tell no year are of the year that another log of the run tells.
+    year = next(filter(None, map(_year_of, files)), None)
+    logs = [read_log(path, year) for path in files]
+    logs += [folder.evidence() for folder in folders]
+    facts = {name: value for folder in folders for name, value in folder.facts().items()}
+    findings, stopped = rank_findings(logs, facts)
+    of_a_run = bool(folders) or any(log.of_a_run for log in logs)
+    return _Diagnosis(findings, stopped, sum(log.lines for log in logs), of_a_run)
+
+
+def _is_folder(path: Path | str) -> bool:
+    return str(path) != "-" and Path(path).is_dir()
+
+
+def _year_of(path: Path | str) -> int | None:
+    if not Path(path).is_file():
+        return None
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        return year_in(decode(file.read(BLOCK_BYTES)))
+    return None
+
+
+def read_log(path: Path | str, year: int | None = None) -> LogEvidence:
     """What one log tells. Raises DataError where it is not there or cannot be read."""
     if str(path) == "-":
-        return scan_log(LogFile("-", sys.stdin.buffer))
+        return scan_log(LogFile("-", sys.stdin.buffer, year=year))
     try:
         with Path(path).open("rb") as file:
-            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path))))
+            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path)), year=year))
     except OSError as error:
         raise DataError(
             f"the log cannot be read: {error.strerror or error}", str(path), "give a log file"
         ) from error
 
 
-def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
-    """Findings for people, a block each; without any a sentence, and who stopped the run or what it
-    got over.
-    """
-    if not findings:
-        return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
+def render_findings(findings: Sequence[Finding]) -> str:
+    """Return findings for people, a block each."""
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))
 
 
 def _render(number: int, finding: Finding) -> str:
-    """A finding in lines; `log_evidence` knows their form, and skips them in a log."""
-    title = _("{number}. {cause}  (confidence {confidence:.2f})")
-    filled = title.format(number=number, cause=finding.cause, confidence=finding.confidence)
-    return "\n".join([filled, *_details(finding)])
+    """Return a finding in lines; `line_kinds.toml` knows their form, and skips them in a log."""
+    title = _("{number}. {title}  ({sure})").format(
+        number=number, title=_title(finding.cause), sure=_sureness(finding.confidence)
+    )
+    return "\n".join([title, *_details(finding)])
+
+
+def _title(cause: str) -> str:
+    return knowledge().titles[cause][spoken()]
+
+
+def _sureness(confidence: float) -> str:
+    if confidence >= SURENESS["certain"]:
+        return _("certain")
+    return _("likely") if confidence >= SURENESS["likely"] else _("a guess")
 
 
 def _details(finding: Finding) -> list[str]:
     lines = ["   " + _("why: {text}").format(text=finding.explanation)]
-    lines.append("   " + _("fix: {text}").format(text=finding.fix))
+    lines.append("   " + _("what to do:"))
+    steps = enumerate(finding.fix.splitlines(), 1)
+    lines.extend(f"     {number}. {step}" for number, step in steps)
     lines.extend("   " + _("seen: {text}").format(text=line) for line in finding.evidence)
     if finding.consequences:
-        lines.append(
-            "   " + _("follows from it: {text}").format(text=", ".join(finding.consequences))
-        )
+        titles = ", ".join(map(_title, finding.consequences))
+        lines.append("   " + _("follows from it: {text}").format(text=titles))
     return lines
+
+
+def _render_none(diagnosis: _Diagnosis) -> str:
+    """Return that no failure was found in what was read, and who stopped the run if anyone did."""
+    said = [_("No failure found (lines read: {lines}).").format(lines=diagnosis.lines)]
+    if not diagnosis.of_a_run:
+        said.append(
+            _("They do not look like the log of a run: give the log of the process that failed.")
+        )
+    return "\n".join([" ".join(said), *(_details(diagnosis.stopped) if diagnosis.stopped else ())])
 
 
 class DiagnoseOptions(SpokenOptions):
@@ -125,12 +178,13 @@ class DiagnoseOptions(SpokenOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings. 0: none; 1: some; 2: wrong usage, or a log that cannot be read."""
     options = read_options(DiagnoseOptions, argv)
-    findings, stopped = _diagnosed(options.logs)
+    diagnosis = _diagnosed(options.logs)
+    findings, stopped = diagnosis.findings, diagnosis.stopped
     if options.as_json:
         shown: dict[str, object] = {"findings": [asdict(f) for f in findings]}
-        name = "interrupted" if stopped and stopped.cause == INTERRUPTED.cause else "got_over"
+        name = "interrupted" if stopped and stopped.cause == "interrupted" else "got_over"
         shown |= {name: asdict(stopped)} if stopped else {}
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:
-        write_filled(render_findings(findings, stopped))
+        write_filled(render_findings(findings) if findings else _render_none(diagnosis))
     return int(ExitCode.FAILED if findings else ExitCode.DONE)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune.commands.diagnose.log_reading import LogLine, Moment
-from finetune.commands.diagnose.log_words import CODE_ONLY
-from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.knowledge import Symptom
+from finetune.commands.diagnose.log_lines import LogLine
 
 
-@dataclass
+@dataclass(eq=False)
 class Evidence:
     """A line that shows a symptom.
 
@@ -21,8 +20,7 @@ class Evidence:
         count: lines like it on this rank.
         quiet: its line calls itself a warning or information.
         ends_traceback: it is what a traceback ends with.
-        in_request: that traceback goes through the code of a server, and one had answered requests
-            before.
+        in_request: that traceback is a server's, which had answered requests before.
     """
 
     symptom: Symptom
@@ -35,48 +33,49 @@ class Evidence:
     in_request: bool = False
 
     @property
-    def code_only(self) -> bool:
-        """Whether the line tells a call and the number that it returned, not why."""
-        return CODE_ONLY.search(self.line.text) is not None
+    def is_unknown(self) -> bool:
+        """Whether no entry knows it by its words."""
+        return not self.symptom.patterns
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line that tells of work that was done, and whether its log ends with it."""
+
+    number: int
+    text: str
+    at_end: bool
 
 
 @dataclass
 class LogEvidence:
     """What one log tells.
 
+    The numbers say how many of `evidence` came before something was said; -1 if nothing said it.
+
     Attributes:
-        evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
+        lines: that are not empty.
         steps: logged training steps, by rank.
-        trained_until: since when each rank logged as many steps as show that it survived what came
-            before.
-        finished: how many of `evidence` came before the run reported that it was done.
-        done: when it, or a script around it, said so; None where none did.
-        trained: how many came before it said so; -1 where nothing did.
-        ended: how many came before anything in it said that something ended or went on well; -1
-            where nothing did.
-        preparing: the last progress of data being made ready, None where it came to its end.
-        batches: how many batches each rank said it has, or had when it was through.
-        served: how many came before a server answered a request for work; -1 where none did.
-        said_well: how many came before the last thing in it that said that all ended well; -1 where
-            nothing did.
-        result: among the last lines what tells of work that was done: its line's number, its text,
-            and whether the log ends with it.
-        left: how many came before a process, of a run that had said it was done, ended well; -1
-            where none did.
+        trained_until: by rank the time since which it logged enough steps to have survived.
+        done, done_at: it was said that the run is done, and when.
+        finished: the run reported it. trained: a trainer or a script said it.
+        ended: anything ended well or started again. left: a process ended well after `trained`.
+        served: a server answered a request for work.
+        result: among the last lines what tells of work that was done.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    lines: int = 0
+    of_a_run: bool = False
     steps: Mapping[int | None, int] = field(default_factory=dict)
-    trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
-    finished: int = 0
-    done: Moment | None = None
+    trained_until: Mapping[int | None, float] = field(default_factory=dict)
+    done: bool = False
+    done_at: float | None = None
+    finished: int = -1
     trained: int = -1
     ended: int = -1
+    left: bool = False
     served: int = -1
-    left: int = -1
-    said_well: int = -1
-    result: tuple[int, str, bool] | None = None
-    preparing: LogLine | None = None
-    batches: dict[int, int] = field(default_factory=dict)
+    result: Result | None = None

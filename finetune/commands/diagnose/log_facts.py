@@ -31,40 +31,28 @@ _FACT = re.compile(
     re.IGNORECASE,
 )
 
-# `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB
-# |` of nvidia-smi.
-_HOLDER = re.compile(
-    r"^\| +(?P<device>\d+) +(?:(?P<chip>\d+) +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)"
-    r"(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
-    r" +(?:\| +)?(?P<memory>\d{4,})(?: *MiB)? +\|$"
-)
+# What a log is about: the conditions of entries (`when`).
+FACTS = {
+    "npu": re.compile(
+        r"\b(?:torch_)?(?:npu|NPU)|[Aa]scend(?!ing|ed|s\b)|\bHCCL|\bhccl|\bCANN\b|\baclnn|davinci"
+        r"|\bE[1-9EHIJLZ]\d{4}\b|\bERR\d{5}\b"
+    ),
+    "cuda": re.compile(r"cuda|CUDA|\bNCCL\b|nvidia|NVIDIA|cuDNN|\bH[12]00\b|\bA100\b"),
+    "server": re.compile(
+        r"\bv[Ll][Ll][Mm]\b|vllm[/_]|sglang|lmdeploy|uvicorn|EngineCore|api_server|mindie"
+    ),
+    "training": re.compile(r"\b[Tt]rain(?:er|ing)?\b|trainer\.py|\bepoch\b|\bloss\b|optimizer"),
+}
 
 
-# Processes count the devices that they see from 0; the tables of smi count all, and NPUs of two
-# chips otherwise.
-_NUMBERING = re.compile(
-    r"(?P<set>VISIBLE_DEVICES)['\"]?\s*[=:]|^\| +\d+ +(?:(?P<chip>\d+) +\| +|N/A +N/A +)\d{2,}"
-    r" +[|CGM]"
-)
+def facts_of(text: str) -> frozenset[str]:
+    """Return the names of `FACTS` that a text tells.
 
-
-def holder_in(text: str) -> tuple[str, str] | None:
-    """Device and process of a row of npu-smi or nvidia-smi that shows one to hold GiB of memory,
-    Python's left out.
+    One of an NPU tells no "cuda", and one of training no "server": a trainer may start an engine.
     """
-    match = _HOLDER.match(text) if text.startswith("|") else None
-    return match and (
-        match["device"],
-        f"{match['pid']} ({match['name']}) has {match['memory']} MiB",
-    )
-
-
-def renumbers_devices(text: str) -> bool | None:
-    """Whether, by this line, devices have other numbers in processes than in smi's tables; None
-    where it tells none.
-    """
-    match = _NUMBERING.search(text)
-    return match and bool(match["set"] or (match["chip"] or "0") != "0")
+    found = {name for name, form in FACTS.items() if form.search(text)}
+    found -= {"cuda"} if "npu" in found else set()
+    return frozenset(found - {"server"} if "training" in found else found)
 
 
 def facts_in(text: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Literal
 
 from finetune.plain_text import plain_lines
 
@@ -34,12 +33,9 @@ _EPOCH = r"(?P<epoch>1[6-9]\d{8})\.(?P<fraction>\d{3,6})"
 _ALL = (_STAMP, _AMERICAN, _GLOG, _SYSLOG, _EPOCH)
 _FORMS = tuple(re.compile(rf"(?<![\w.]){form}") for form in _ALL)
 _STAMPS, _US, _GLOGS, _SYS, _SECONDS = (re.sub(r"\?P<\w+>", "?:", form) for form in _ALL)
-_TIMESTAMP = re.compile(rf"(?<![\w.])(?:{_STAMPS}|{_US}|{_GLOGS}|{_SYS}|{_SECONDS})")
-YEAR = re.compile(
+_YEAR = re.compile(
     r"(?<!\d)20\d\d(?=[-/]\d\d[-/]\d\d)|(?<=\d\d/\d\d/)20\d\d|(?<=:\d\d )20\d\d(?!\d)"
 )
-# What a line tells of when it was written: nothing, the time but not the year, all.
-Clock = Literal["", "time", "date"]
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,6})?"
 _UPTIME = r" *\d+\.\d{6}"  # the kernel's, in brackets
 _TIME_PREFIX = re.compile(
@@ -98,11 +94,15 @@ def strip_prefixes(text: str) -> tuple[str, int | None, str]:
     return text, rank, node
 
 
-def clock_in(text: str) -> Clock:
-    """Whether `read_time` may find a time, and whether that tells the year."""
-    if _TIMESTAMP.search(text) is None:
-        return ""
-    return "date" if YEAR.search(text) else "time"
+def tells_time(text: str) -> bool:
+    """Whether `read_time` may find a time."""
+    return any(form.search(text) for form in _FORMS)
+
+
+def year_in(text: str) -> int | None:
+    """Return the year of the first time in a text that tells one."""
+    match = _YEAR.search(text)
+    return int(match[0]) if match else None
 
 
 def read_time(text: str, year: int) -> float | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.diagnose.evidence import LogEvidence
-from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_facts import facts_of_config
-from finetune.commands.diagnose.log_reading import LogFile
+from finetune.commands.diagnose.log_lines import LogFile
+from finetune.commands.diagnose.log_scan import scan_log
 from finetune.errors import DataError, StateError
 from finetune.storage import durable_files
 from finetune.storage.run_folder import STATUS_NAME, describe_folder

@@ -217,7 +217,7 @@ class Supervisor:
             self.record.end()
 
     def _attempts(self) -> int:
-        from finetune.commands.diagnose.command import RESTART_CURES
+        from finetune.commands.diagnose.command import knowledge
 
         used, allowed = 0, self.spec.max_restarts
         while True:
@@ -228,7 +228,7 @@ class Supervisor:
             restart, why = decide_restart(
                 result,
                 causes,
-                RESTART_CURES,
+                knowledge().restart_cures,
                 progressed=self._logged_bytes() != step_bytes,
                 attempts_left=allowed - used,
             )

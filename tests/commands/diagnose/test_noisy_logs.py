@@ -18,7 +18,7 @@ import pytest
 from noisy_logs import SERIES, noisy, quiet, series
 
 from finetune.commands.diagnose.command import diagnose_logs
-from finetune.commands.diagnose.symptoms.base import Kind
+from finetune.commands.diagnose.knowledge import Kind
 
 FAILURES = (
     series("written")

@@ -124,25 +124,9 @@ FAILED = {
     "tests of which one failed": ("device_oom", {"ci.log": f"python -m pytest\n{OOM}1 failed, 2 passed in 3s\n"}),
     "after tests that passed": ("disk_full", {"ci.log": f"{PYTEST}{OOM}=== 2 passed in 3s ===\n{DISK}"}),
     "before tests that passed": ("device_oom", {"ci.log": f"python\n{OOM}{PYTEST}{DISK}=== 2 passed in 3s ===\n"}),
-    "before tests that trained": ("device_oom", {"ci.log": f"{OOM}{PYTEST}{steps(1, 9)}{DONE}2 passed in 3s\n"}),
-    "before tests that started again": (
-        "device_oom",
-        {"ci.log": f"{PYTEST}[WARNING] restart 1\n1 passed in 3s\n{OOM}{PYTEST}[WARNING] restart 1\n1 passed in 3s\n"},
-    ),
     "tests that do not show where they began": ("device_oom", {"ci.log": f"{OOM}=== 12 passed in 3.21s ===\n"}),
     "the same with a warning": ("device_oom", {"ci.log": f"python\n{OOM}3 passed, 1 warning in 2.2s\n"}),
     "after other tests, ended": ("device_oom", {"ci.log": f"{PYTEST}2 passed in 3s\n{OOM}2 passed in 3s\n"}),
-    "a run after tests that said they were done": (
-        "unknown",
-        {"ci.log": f"{PYTEST}{steps(1, 3)}[SUCCESS] done: 3 steps\n1 passed in 3s\n{steps(1, 20)}{steps(1, 2)[:-18]}"},
-    ),
-    "a kill after tests of kills": (
-        "peer_died",
-        {
-            "ci.log": f"{PYTEST}Unable to shutdown process 4245 via Signals.SIGTERM, forcefully exiting via "
-            "Signals.SIGKILL\n1 passed in 3s\nfailed (exitcode: -9) local_rank: 2 (pid: 4245)\n"
-        },
-    ),
     "a node that no one can log in to": ("permission_denied", {"run.log": "python\n" + REFUSED}),
     "a pod that no node takes": ("scheduler_refused", {"run.log": "python\n0/16 nodes are available: 9 Insufficient"}),
     "a limit, with no end told": ("preempted", {"run.log": steps(1, 20) + "training done\n" + LIMIT}),

@@ -1,1 +1,0 @@
-"""The rules of `diagnose`, a file per topic: patterns, causes and fixes. No reading of logs."""
