@@ -1,6 +1,4 @@
-"""`python -m finetune diagnose LOG...`: why a run failed, from its logs: causes with evidence and
-remedy.
-"""
+"""`python -m finetune diagnose LOG...`: why a run failed, with evidence and steps."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
 from finetune.commands.diagnose.knowledge import SURENESS, knowledge
 from finetune.commands.diagnose.log_lines import BLOCK_BYTES, LogFile, rank_in_name
+from finetune.commands.diagnose.log_paste import as_written
 from finetune.commands.diagnose.log_prefixes import decode, year_in
 from finetune.commands.diagnose.log_scan import scan_log
 from finetune.commands.diagnose.run_evidence import RunFolder
@@ -36,8 +35,7 @@ __all__ = [
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
-    """The causes that logs of one run show, best first, in the spoken language; none where nothing
-    failed.
+    """Return the causes that logs of one run show, best first, in the spoken language.
 
     Args:
         paths: logs of any launcher and rank, in any order, and run folders, or one of them; `-` is
@@ -76,7 +74,7 @@ class _Diagnosis:
 
 def _diagnosed(paths: Sequence[Path | str]) -> _Diagnosis:
     folders = [RunFolder(Path(path)) for path in paths if _is_folder(path)]
-    files = [path for path in paths if not _is_folder(path)]
+    files = list({Path(path).resolve(): path for path in paths if not _is_folder(path)}.values())
     files += [log for folder in folders for log in folder.logs()]
     # Lines that tell no year are of the year that another log of the run tells.
     year = next(filter(None, map(_year_of, files)), None)
@@ -106,7 +104,8 @@ def read_log(path: Path | str, year: int | None = None) -> LogEvidence:
         return scan_log(LogFile("-", sys.stdin.buffer, year=year))
     try:
         with Path(path).open("rb") as file:
-            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path)), year=year))
+            rank = rank_in_name(Path(path))
+            return scan_log(LogFile(str(path), as_written(file), rank=rank, year=year))
     except OSError as error:
         raise DataError(
             f"the log cannot be read: {error.strerror or error}", str(path), "give a log file"
@@ -155,7 +154,10 @@ def _render_none(diagnosis: _Diagnosis) -> str:
         said.append(
             _("They do not look like the log of a run: give the log of the process that failed.")
         )
-    return "\n".join([" ".join(said), *(_details(diagnosis.stopped) if diagnosis.stopped else ())])
+    space = "" if spoken() == "zh" else " "
+    return "\n".join(
+        [space.join(said), *(_details(diagnosis.stopped) if diagnosis.stopped else ())]
+    )
 
 
 class DiagnoseOptions(SpokenOptions):

@@ -17,10 +17,8 @@ class Evidence:
         values: for placeholders: what the line says, the rank, and of an error of this package
             where and fix.
         attempt: 0 for the log's first start, one more after every restart in it.
-        count: lines like it on this rank.
-        quiet: its line calls itself a warning or information.
-        ends_traceback: it is what a traceback ends with.
-        in_request: that traceback is a server's, which had answered requests before.
+        count: lines like it on this rank. quiet: its line calls itself a warning or information.
+        ends_traceback: it ends a traceback; in_request: of a server that had answered before.
     """
 
     symptom: Symptom

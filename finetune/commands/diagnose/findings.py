@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,8 @@ EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 # Below it a symptom explains what its own process reported later, not what it reported before.
 LEADING_CONFIDENCE = SURENESS["likely"]
-CERTAIN = SURENESS["certain"]
+# Causes that libraries also mention at their import, though nothing fails.
+REMARKS = ("missing_package", "package_mismatch", "flash_attn_missing")
 
 
 @dataclass
@@ -98,6 +100,7 @@ def rank_findings(
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         # the last attempt only waited for something that went wrong in an earlier one
         groups = _groups(standing)
+    groups = [group for group in groups if not any(_is_remark(group, o) for o in groups)]
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
     stopped = [group for group in kept if group.cause == "interrupted"]  # no failure
     kept = [group for group in kept if group not in stopped]
@@ -106,11 +109,9 @@ def rank_findings(
         kept = [group for group in kept if group.first.symptom.id != "ended_badly"]
     if any(group.kind < Kind.CASCADE for group in kept):
         kept = [group for group in kept if group.first.symptom.id != "retried"]
-    ended = [piece for group in kept for piece in group.evidence if piece.ends_traceback]
     kept.sort(
         key=lambda group: (
             group.confidence < LEADING_CONFIDENCE,
-            _is_remark(group, ended),
             _order(group.first),
         )
     )
@@ -127,19 +128,15 @@ def rank_findings(
     return findings, None
 
 
-def _is_remark(group: _Group, ended: Sequence[Evidence]) -> bool:
-    """Whether it is only what a library printed before its process ended in a surer traceback."""
-    if group.confidence >= CERTAIN or any(
+def _is_remark(group: _Group, other: _Group) -> bool:
+    """Whether a group is only what a library prints at its import, and the other an exception."""
+    first, last = group.first, other.evidence[-1]
+    if group.cause not in REMARKS or any(
         piece.ends_traceback or is_of("exception", piece.line.text) for piece in group.evidence
     ):
         return False
-    first = group.first
-    return any(
-        _process(piece) == _process(first)
-        and piece.line.number > first.line.number
-        and piece.symptom.confidence >= group.confidence
-        for piece in ended
-    )
+    ends = last.ends_traceback and last.symptom.kind <= Kind.UNEXPLAINED
+    return ends and _process(last) == _process(first) and last.line.number > first.line.number
 
 
 def _got_over(finding: Finding, log: LogEvidence) -> Finding:
@@ -274,17 +271,17 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     elsewhere.pop("rank", None)
     values = with_next_values(facts | elsewhere | clearest.values)
     why, do = symptom.texts()
-    steps = [step for step in (fill(text, values).strip() for text in do) if step][:STEPS_SHOWN]
+    steps = [step for step in (fill(text, values).strip() for text in do) if step]
     if "error_fix" in values and symptom.id != "explained_by_run":
-        steps.append(_("The run itself advises: {fix}").format(fix=values["error_fix"]))
+        steps.insert(0, _("The run itself advises: {fix}").format(fix=values["error_fix"]))
     rank = clearest.values.get("rank")
     return (FindingByPlace if symptom.id.startswith("place_") else Finding)(
         symptom.cause,
         group.confidence,
         [_quote(piece) for piece in [clearest, *others][:EVIDENCE_LINES]],
         mask_secrets(fill(why, values)),
-        mask_secrets("\n".join(steps)),
-        None if rank is None else int(rank),
+        mask_secrets("\n".join(steps[:STEPS_SHOWN])),
+        int(rank) if rank and re.fullmatch(r"\d{1,9}", rank) else None,
     )
 
 

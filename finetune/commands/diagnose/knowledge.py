@@ -79,8 +79,7 @@ class Symptom:
         in_training: it affects a run only from the first step on.
         en, zh: `why`, what happened, and `do`, steps to take, the surest first, in both languages;
             `{name}` is a placeholder, and `[[...]]` is left out if one inside has no value.
-        source: where these lines are known from.
-        example: a line that this entry answers.
+        source: where these lines are known from. example: a line that this entry answers.
         clean: a line near it that no entry may answer.
     """
 

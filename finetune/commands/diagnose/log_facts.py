@@ -1,6 +1,4 @@
-"""The run's own numbers: settings and sizes that logs and run.yaml mention, for the text of
-remedies.
-"""
+"""The run's own numbers, for the text of steps: what logs and run.yaml mention."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ FACT_WORDS = tuple(_NAMES) + tuple(name.replace("_", "-") for name in _NAMES if 
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _FACT = re.compile(
     rf"(?<![A-Za-z])(?P<name>{'|'.join(sorted((n.replace('_', '[_-]') for n in _NAMES), key=len, reverse=True))})"
-    rf"""["']?(?:\s*[=:]\s*|\s+|\s*\.{{3,}}\s*)["']?(?P<value>{_NUMBER}(?!\.?\w)|[\w.-]+(?=["',\s]|$))""",
+    rf"""["']?(?:\s*[=:]\s*|\s+|\s*\.{{3,40}}\s*)["']?(?P<value>{_NUMBER}(?!\.?\w)|[\w.-]{{1,100}}(?=["',\s]|$))""",
     re.IGNORECASE,
 )
 
@@ -79,7 +77,7 @@ def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
     made = dict(facts)
     for name in ("micro_batch_size", "cutoff_len"):
         number = facts.get(name, "")
-        if number.isdigit() and int(number) > 1:
+        if re.fullmatch(r"\d{1,9}", number) and int(number) > 1:
             made[f"half_{name}"] = str(int(number) // 2)
     if (own := _gib(facts.get("allocated", ""))) and own < _gib(facts.get("capacity", "")) / 3:
         made["own_share"] = f"{facts['allocated']} of {facts['capacity']}"
@@ -88,11 +86,11 @@ def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
     ):
         made["fragmented"] = facts["unallocated"]
     port = facts.get("port") or facts.get("master_port", "")
-    if port.isdigit() and int(port) < 65535:
+    if re.fullmatch(r"\d{1,5}", port) and int(port) < 65535:
         made["next_port"] = str(int(port) + 1)
     return made
 
 
 def _gib(text: str) -> float:
-    number, _, unit = text.partition(" ")
-    return float(number) * {"GiB": 1.0, "MiB": 2.0**-10}.get(unit, 0.0) if number else 0.0
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMG])iB", text)
+    return float(match[1]) * 2.0 ** {"G": 0, "M": -10, "K": -20}[match[2]] if match else 0.0

@@ -110,9 +110,8 @@ class LogFile:
 
     Attributes:
         head: its first lines, as text.
-        count: lines that are not empty, so far.
-        steps: logged training steps so far, by rank.
-        last: its last lines so far, with their numbers.
+        count: lines that are not empty. steps: logged training steps, by rank. last: its last
+            lines, with their numbers; all so far.
     """
 
     def __init__(

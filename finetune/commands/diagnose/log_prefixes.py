@@ -1,6 +1,4 @@
-"""What stands before a line: colours, times in the forms of several programs, ranks, nodes,
-containers.
-"""
+"""What stands before a line: colours, times, ranks, nodes, containers."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ _RANK_INSIDE = re.compile(r"\[(?:[^][]*\b)?Rank (\d{1,5})\b|RankID:(\d{1,5})\b")
 
 
 def decode(raw: bytes) -> str:
-    """Text without colour codes and whatever else a terminal would obey; what is not UTF-8 is
-    replaced.
-    """
+    """Return text without what a terminal would obey; what is not UTF-8 is replaced."""
     return plain_lines(raw.decode("utf-8", errors="replace"))
 
 

@@ -23,14 +23,11 @@ class Process:
     """What the lines of one process have been about so far.
 
     Attributes:
-        frames: of the traceback that is being printed, outermost first.
-        frame_at: the number of the line of its last frame.
+        frames: of the traceback that is being printed, outermost first; the last is at `frame_at`.
         code: the source line of its innermost frame.
         ignored: the exception that follows does not end the process.
         last: its last evidence, to which a following `where` or `fix` belongs.
-        failed: a failure of it was seen.
         chained: an unknown error that the next one is said to come from.
-        steps: logged before its last line.
     """
 
     frames: list[str] = field(default_factory=list)

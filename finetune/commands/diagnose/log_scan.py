@@ -42,10 +42,10 @@ def scan_log(file: LogFile) -> LogEvidence:
     found = scan.found
     found.lines, found.steps, found.trained_until = file.count, file.steps, file.trained_until()
     found.result = result_of(file.last)
-    if scan.error and not found.evidence and not _went_on(found, scan.error):
-        line = scan.error
+    told = scan.error or scan.last_frame  # a traceback may be pasted without its end
+    if told and not found.evidence and not _went_on(found, told):
         entry = knowledge().named["unexplained"]
-        found.evidence.append(Evidence(entry, line, {"line": line.text.strip()}, scan.attempt))
+        found.evidence.append(Evidence(entry, told, {"line": told.text.strip()}, scan.attempt))
     if (broken_off := file.broken_off()) and not found.done:
         entry = knowledge().named["broken_off"]
         found.evidence.append(Evidence(entry, broken_off, {}, scan.attempt))
@@ -68,6 +68,7 @@ class _Scan:
         self.found = LogEvidence()
         self.is_foreign = False
         self.error: LogLine | None = None  # the last line that speaks of one
+        self.last_frame: LogLine | None = None
         self._facts = facts_of(file.head)
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
@@ -101,7 +102,7 @@ class _Scan:
         if is_of("tests_passed", text):
             if self._tests_from is not None:
                 del self.found.evidence[self._tests_from :]
-            self._tests_from = self.error = None
+            self._tests_from = self.error = self.last_frame = None
             return
         if self._tests_from is None and is_of("tests_begin", text):
             self._tests_from = len(self.found.evidence)
@@ -122,6 +123,9 @@ class _Scan:
             process.chained = process.last if process.last and process.last.is_unknown else None
         elif is_of("ignored", text):
             process.ignored = True
+        elif is_of("frame", text):
+            process.relevant_part(line)
+            self.last_frame = line
         elif part := process.relevant_part(line):
             if is_of("error_word", part) and not any(
                 is_of(kind, part) for kind in ("quiet", "service", "tests_begin")
@@ -219,8 +223,9 @@ class _Scan:
         else:
             return
         process.ignored = False
-        # else it is a warning, or may pass
-        process.failed |= not (symptom.needs or symptom.passing)
+        # else it is a warning, what a library printed, or may pass
+        is_an_end = exception or symptom.kind <= Kind.KILLED and symptom.sure == "certain"
+        process.failed |= is_an_end and not (symptom.needs or symptom.passing)
         made = Evidence(symptom, line, values, self.attempt, quiet=quiet)
         made.ends_traceback = within and exception
         made.in_request = made.ends_traceback and self.found.served >= 0

@@ -37,10 +37,9 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
         text: how the traceback ends: `NAME: MESSAGE`.
     """
     named = knowledge().named
-    values = {"error": text.strip()}
-    if not frames:
-        return named["unexplained"], values
-    values |= {"frame": readable(frames[-1])} | ({"code": code} if code else {})
+    values = {"error": text.strip()} | ({"code": code} if code else {})
+    if frames:
+        values["frame"] = readable(frames[-1])
     if packages := packages_in(frames):
         values["packages"] = packages
     name = text.partition(":")[0].rpartition(".")[2].strip()
@@ -48,7 +47,7 @@ def symptom_of_place(frames: Sequence[str], code: str, text: str) -> tuple[Sympt
     for entry in places:
         if entry.exceptions and re.search(entry.exceptions, name):
             return entry, values
-    if _ELSEWHERE.search(text):
+    if not frames or _ELSEWHERE.search(text):
         return named["unexplained"], values
     for frame in reversed(frames):
         # A folder of one's own tells nothing.

@@ -1,6 +1,4 @@
-"""What a run folder tells about how its run ended: the logs of its last start, status, settings,
-out-of-memory note.
-"""
+"""What a run folder tells about how its run ended: logs, status, settings, out-of-memory note."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ def test_the_command_loads_no_torch_and_reads_standard_input():
     )
     assert (result.returncode, result.stdout.decode()) == (
         0,
-        "没有发现故障（已读 1 行）。 这些内容不像训练日志：请给出失败进程的日志。\n",
+        "没有发现故障（已读 1 行）。这些内容不像训练日志：请给出失败进程的日志。\n",
     ), result.stderr
 
 
@@ -475,3 +475,75 @@ def test_a_long_line_takes_no_quadratic_time() -> None:
         if re.search(r"(?<!\\)\.\*", pattern.pattern)
     ]
     assert not unbounded
+
+
+PASTED = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    x()\n'
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"My run fails with:\n```\n{PASTED}```\n",
+        "".join(f"> {line}\n" for line in PASTED.splitlines()),
+        "".join(f"    {line}\n" for line in PASTED.splitlines()),
+    ],
+    ids=["fenced", "quoted", "indented"],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb18030"])
+def test_a_paste_is_read_as_its_program_wrote_it(text: str, encoding: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(text.replace("My run fails", "训练失败").encode(encoding))
+    assert [finding.cause for finding in diagnose_logs([log])] == ["device_oom"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "foo: RuntimeError: something bad happened",
+        "- RuntimeError: boom",
+        "报错了：显存不足",
+        "exit status 1",
+        "npu-smi: command not found",
+        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    x',
+    ],
+)
+def test_text_that_speaks_of_an_error_is_quoted(text: str, tmp_path: Path) -> None:
+    assert causes_of_text(tmp_path, text + "\n") != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "evaluating\nword error rate: 0.12",
+        "epoch 1 train error 0.3 val error 0.4",
+        "Failed: 0\nSucceeded: 10",
+        "There was no error.",
+        "connection failed, will try again\nconnected\nmodel loaded",
+    ],
+)
+def test_text_that_only_names_errors_is_no_failure(text: str, tmp_path: Path) -> None:
+    assert causes_of_text(tmp_path, text + "\n") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Parameter indices which did not receive grad for rank {'1' * 5000}: 1 2",
+        f"micro_batch_size={'1' * 5000}\nCUDA out of memory. Tried to allocate 2.00 GiB",
+        f"failed to listen port: {'1' * 5000}, EADDRINUSE",
+        "CUDA out of memory. Tried to allocate 2.00GiB (GPU 0; 79.15GiB total capacity;"
+        " 70.0GiB already allocated; 1 free)",
+    ],
+)
+def test_odd_numbers_end_in_no_traceback(text: str, tmp_path: Path) -> None:
+    assert causes_of_text(tmp_path, text + "\n") != []
+
+
+def test_what_a_library_prints_at_its_import_is_no_cause_of_an_exception(tmp_path: Path) -> None:
+    notice = "Please install flash-attn for faster attention\n"
+    frame = 'Traceback (most recent call last):\n  File "/w/t.py", line 3, in <module>\n    x()\n'
+    text = f"{notice}{frame}IndexError: pop from empty list\n"
+    assert causes_of_text(tmp_path, text)[0] == "program_error"
