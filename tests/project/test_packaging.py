@@ -26,6 +26,8 @@ PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 DATA = (
     "py.typed",
     "locale/zh/LC_MESSAGES/finetune.mo",
+    "commands/diagnose/line_kinds.toml",
+    "commands/diagnose/entries/causes.toml",
     "commands/convert/tables/hugging_face.toml",
     "commands/convert/tables/llama_factory.toml",
     "config/deepspeed_names.json",
