@@ -29,6 +29,8 @@ from finetune.commands.diagnose.survival import result_of, was_only_said
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# Causes that libraries also mention at their import, though nothing fails.
+REMARKS = ("missing_package", "package_mismatch", "flash_attn_missing")
 # Lines between that an engine or Slurm ends all processes and that the shell says so.
 QUIT_LINES = 50
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
@@ -224,8 +226,8 @@ class _Scan:
             return
         process.ignored = False
         # else it is a warning, what a library printed, or may pass
-        is_an_end = exception or symptom.kind <= Kind.KILLED and symptom.sure == "certain"
-        process.failed |= is_an_end and not (symptom.needs or symptom.passing)
+        remark = not exception and symptom.cause in REMARKS
+        process.failed |= not (remark or symptom.needs or symptom.passing)
         made = Evidence(symptom, line, values, self.attempt, quiet=quiet)
         made.ends_traceback = within and exception
         made.in_request = made.ends_traceback and self.found.served >= 0
