@@ -14,7 +14,6 @@ from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
 from finetune.commands.diagnose.knowledge import SURENESS, knowledge
 from finetune.commands.diagnose.log_lines import BLOCK_BYTES, LogFile, rank_in_name
-from finetune.commands.diagnose.log_paste import as_written
 from finetune.commands.diagnose.log_prefixes import decode, year_in
 from finetune.commands.diagnose.log_scan import scan_log
 from finetune.commands.diagnose.run_evidence import RunFolder
@@ -105,7 +104,7 @@ def read_log(path: Path | str, year: int | None = None) -> LogEvidence:
     try:
         with Path(path).open("rb") as file:
             rank = rank_in_name(Path(path))
-            return scan_log(LogFile(str(path), as_written(file), rank=rank, year=year))
+            return scan_log(LogFile(str(path), file, rank=rank, year=year))
     except OSError as error:
         raise DataError(
             f"the log cannot be read: {error.strerror or error}", str(path), "give a log file"

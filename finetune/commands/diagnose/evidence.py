@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.knowledge import Symptom
+from finetune.commands.diagnose.line_kinds import is_of
 from finetune.commands.diagnose.log_lines import LogLine
+
+# Causes that libraries also mention at their import, though nothing fails.
+_REMARKS = ("missing_package", "package_mismatch", "flash_attn_missing")
 
 
 @dataclass(eq=False)
@@ -34,6 +38,15 @@ class Evidence:
     def is_unknown(self) -> bool:
         """Whether no entry knows it by its words."""
         return not self.symptom.patterns
+
+    @property
+    def is_exception(self) -> bool:
+        return self.ends_traceback or is_of("exception", self.line.text)
+
+    @property
+    def is_remark(self) -> bool:
+        """Whether it may be only what a library prints at its import."""
+        return self.symptom.cause in _REMARKS and not self.is_exception
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 # Below it a symptom explains what its own process reported later, not what it reported before.
 LEADING_CONFIDENCE = SURENESS["likely"]
-# Causes that libraries also mention at their import, though nothing fails.
-REMARKS = ("missing_package", "package_mismatch", "flash_attn_missing")
 
 
 @dataclass
@@ -109,12 +107,7 @@ def rank_findings(
         kept = [group for group in kept if group.first.symptom.id != "ended_badly"]
     if any(group.kind < Kind.CASCADE for group in kept):
         kept = [group for group in kept if group.first.symptom.id != "retried"]
-    kept.sort(
-        key=lambda group: (
-            group.confidence < LEADING_CONFIDENCE,
-            _order(group.first),
-        )
-    )
+    kept.sort(key=lambda group: (group.confidence < LEADING_CONFIDENCE, _order(group.first)))
     findings = [_finding(group, known) for group in kept or stopped]
     if not findings:
         return [], None
@@ -130,11 +123,9 @@ def rank_findings(
 
 def _is_remark(group: _Group, other: _Group) -> bool:
     """Whether a group is only what a library prints at its import, and the other an exception."""
-    first, last = group.first, other.evidence[-1]
-    if group.cause not in REMARKS or any(
-        piece.ends_traceback or is_of("exception", piece.line.text) for piece in group.evidence
-    ):
+    if not all(piece.is_remark for piece in group.evidence):
         return False
+    first, last = group.first, other.evidence[-1]
     ends = last.ends_traceback and last.symptom.kind <= Kind.UNEXPLAINED
     return ends and _process(last) == _process(first) and last.line.number > first.line.number
 

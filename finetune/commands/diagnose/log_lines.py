@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from finetune.commands.diagnose.log_paste import as_written
 from finetune.commands.diagnose.log_prefixes import (
     decode,
     read_time,
@@ -127,7 +128,7 @@ class LogFile:
         self.count = 0
         self.steps: dict[int | None, int] = {}
         self.last: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)
-        self._first = file.read(BLOCK_BYTES)
+        self._first = as_written(file.read(BLOCK_BYTES), file)
         self._file = file
         self.head = decode(self._first)
         self.year = year_in(self.head) or year or time.localtime().tm_year

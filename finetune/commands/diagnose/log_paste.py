@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 import textwrap
 from typing import BinaryIO
@@ -13,19 +12,21 @@ PASTE_BYTES = 64 << 10
 _FENCED = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*?\n(.*?)^\W{0,3}(?:```|~~~)\s*$", re.M | re.S)
 
 
-def as_written(file: BinaryIO) -> BinaryIO:
-    """Return a log as its program wrote it: in UTF-8, without quotes and common indentation."""
-    first = file.read(PASTE_BYTES)
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's
-        text = (first + file.read()).decode("utf-16", errors="replace")
-        return io.BytesIO(unquoted(text).encode())
-    if len(first) == PASTE_BYTES:
-        file.seek(0)
-        return file
+def as_written(first: bytes, file: BinaryIO) -> bytes:
+    """Return the first block of a log as its program wrote it: in UTF-8, without quotes.
+
+    Args:
+        first: what was read so far.
+        file: the rest, which is read too if the text has another encoding.
+    """
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in first:  # PowerShell's
+        return unquoted((first + file.read()).decode("utf-16", errors="replace")).encode()
+    if len(first) >= PASTE_BYTES:
+        return first
     for encoding in ("utf-8", "gb18030"):
         with contextlib.suppress(UnicodeDecodeError):
-            return io.BytesIO(unquoted(first.decode(encoding)).encode())
-    return io.BytesIO(first)
+            return unquoted(first.decode(encoding)).encode()
+    return first
 
 
 def unquoted(text: str) -> str:

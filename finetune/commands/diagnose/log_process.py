@@ -97,13 +97,6 @@ class Process:
         self._in_advice = cut is not None
         return text[: cut.start()] if cut else text
 
-    def add_error_detail(self, text: str, where: str, fix: str) -> None:
-        """Take where an error of this package was, or its fix, from the lines after it."""
-        if self.last is None:
-            return
-        name = "error_where" if text.startswith(where) else "error_fix"
-        self.last.values.setdefault(name, text.removeprefix(where).removeprefix(fix))
-
 
 def frame_of(match: re.Match[str]) -> str:
     """Return a frame in Python's form: `File "PATH", line N, in FUNCTION`."""

@@ -29,8 +29,6 @@ from finetune.commands.diagnose.survival import result_of, was_only_said
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
-# Causes that libraries also mention at their import, though nothing fails.
-REMARKS = ("missing_package", "package_mismatch", "flash_attn_missing")
 # Lines between that an engine or Slurm ends all processes and that the shell says so.
 QUIT_LINES = 50
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
@@ -109,8 +107,7 @@ class _Scan:
         if self._tests_from is None and is_of("tests_begin", text):
             self._tests_from = len(self.found.evidence)
         finished = self._note_end(line)
-        raises = is_of("exception", text) or matching_symptom(text, self._facts) is not None
-        if is_of("restart", text) and not raises:
+        if is_of("restart", text) and not self._raises(text):
             self.found.ended = len(self.found.evidence)
             self.attempt += 1
             self._processes.clear()
@@ -134,6 +131,9 @@ class _Scan:
             ):
                 self.error = line
             self._match(process, line, part)
+
+    def _raises(self, text: str) -> bool:
+        return is_of("exception", text) or matching_symptom(text, self._facts) is not None
 
     def _note_told(self, line: LogLine) -> None:
         """Note what the line tells that is no evidence by itself."""
@@ -177,10 +177,14 @@ class _Scan:
         return process
 
     def _add_error_detail(self, process: Process, text: str) -> None:
-        process.add_error_detail(text, OWN_WHERE, OWN_FIX)
+        """Take where an error of this package was, or its fix, from the lines after it."""
         last = process.last
-        if last is None or not text.startswith(OWN_FIX):
+        if last is None:
             return
+        if text.startswith(OWN_WHERE):
+            last.values.setdefault("error_where", text.removeprefix(OWN_WHERE))
+            return
+        last.values.setdefault("error_fix", text.removeprefix(OWN_FIX))
         own = match_of("own_error", last.line.text)
         if own and last.symptom.id in ("unexplained", "ended_badly"):
             last.symptom = knowledge().named["explained_by_run"]
@@ -225,12 +229,11 @@ class _Scan:
         else:
             return
         process.ignored = False
-        # else it is a warning, what a library printed, or may pass
-        remark = not exception and symptom.cause in REMARKS
-        process.failed |= not (remark or symptom.needs or symptom.passing)
         made = Evidence(symptom, line, values, self.attempt, quiet=quiet)
         made.ends_traceback = within and exception
         made.in_request = made.ends_traceback and self.found.served >= 0
+        # else it is a warning, what a library printed, or may pass
+        process.failed |= not (made.is_remark or symptom.needs or symptom.passing)
         self._keep(process, made)
 
     def _unknown(

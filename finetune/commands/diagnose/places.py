@@ -72,15 +72,9 @@ def packages_in(frames: Sequence[str]) -> str:
     return ", ".join([name for name in names if name != "torch"][:2])
 
 
-def frame_parts(frame: str) -> tuple[str, str, str]:
-    """File, `line N` and function of a frame: `File "PATH", line N, in FUNCTION`."""
+def readable(frame: str) -> str:
+    """Return `collate (train.py, line 41)` of `File "PATH", line N, in FUNCTION`."""
     file, _, rest = frame.removeprefix('File "').partition('", ')
     place, _, function = rest.partition(", in ")
-    function = function.partition(": ")[0]
-    return file, place, function
-
-
-def readable(frame: str) -> str:
-    """`collate (train.py, line 41)` of a frame."""
-    file, place, function = frame_parts(frame)
-    return f"{function or '<module>'} ({file.rpartition('-packages/')[2]}, {place})"
+    name = function.partition(": ")[0] or "<module>"
+    return f"{name} ({file.rpartition('-packages/')[2]}, {place})"

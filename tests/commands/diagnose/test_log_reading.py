@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -248,3 +250,15 @@ def test_a_log_that_breaks_off(last, cut):
     )
     log = LogFile("x.log", io.BytesIO(step % (1, 1) + step % (2, 2) + last + b"\n"))
     assert (scan_log(log).evidence != []) is cut
+
+
+@pytest.mark.parametrize(("quote", "lines"), [("> ", 2), ("", 5000)])
+def test_a_log_on_a_pipe(tmp_path, quote, lines):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = f"{quote}step 1: all is well\n" * lines + f"{quote}{OOM}\n"
+    writer = threading.Thread(target=pipe.write_text, args=(content,))
+    writer.start()
+    findings = diagnose_logs([pipe])
+    writer.join()
+    assert [finding.cause for finding in findings] == ["device_oom"]
