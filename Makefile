@@ -58,7 +58,7 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests
 
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
-CHECKED := finetune tests data_samples launchers benchmarks docs
+CHECKED := finetune tests exhaustive data_samples launchers benchmarks docs
 TYPED   := $(addprefix finetune/,runtime config storage batching data modeling planning training)
 check: $(READY)
 	$(BIN)/ruff check $(CHECKED)
@@ -80,7 +80,7 @@ lock:
 
 # The Chinese catalogue brought up to date, and what it lacks listed.
 translations: $(READY)
-	$(BIN)/python tests/translations.py
+	$(BIN)/python docs/translations.py
 
 # The site in English and Chinese, links checked: build/site/index.html.
 site: $(READY)
@@ -92,22 +92,22 @@ site-translations: $(READY)
 
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)
-	$(BIN)/python tests/grid.py
+	$(BIN)/python exhaustive/grid.py
 
 # The same on one NVIDIA GPU, whose table is docs/evidence/equivalence_grid_cuda.md; JOBS runs at a time.
 grid-cuda: $(READY)
-	$(BIN)/python tests/grid.py --device cuda --jobs $(or $(JOBS),1)
+	$(BIN)/python exhaustive/grid.py --device cuda --jobs $(or $(JOBS),1)
 
 crash: $(READY)
-	$(BIN)/python tests/crash.py
+	$(BIN)/python exhaustive/crash.py
 
 # A tiny model of each family that people bring, trained, resumed, merged and asked: docs/reference/models.md.
 models: $(READY)
-	$(BIN)/python tests/models.py
+	$(BIN)/python exhaustive/models.py
 
 # Faults put into the core on purpose: each must be caught by a test.
 faults: $(READY)
-	$(BIN)/python tests/faults.py
+	$(BIN)/python exhaustive/faults.py
 
 # What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/evidence/roofline.md.
 roofline: $(READY)
@@ -115,7 +115,7 @@ roofline: $(READY)
 
 # Sizes that users have, shown on a small machine: PART=checkpoints|data|start|long|storage|plan writes its section of docs/evidence/scale.md.
 scale: $(READY)
-	$(BIN)/python tests/scale/$(PART).py
+	$(BIN)/python exhaustive/scale/$(PART).py
 
 # Fine-tuning beside TRL and LLaMA-Factory, on a quiet machine: docs/evidence/benchmarks_sft.md. Ends within 9 minutes (making the peers'
 # environments, once, is apart from that) and goes on when called again. PART=fp32|bf16|vocab runs one; BENCH=... are more flags.

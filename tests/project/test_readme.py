@@ -100,7 +100,7 @@ LAUNCHER_FLAGS |= {
     "--build",
 }
 LAUNCHER_FLAGS |= {"--runtime", "--rm"}  # of nvidia-ctk and docker
-LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
+LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of exhaustive/grid.py
 LAUNCHER_FLAGS |= {
     "--machine_rank",
     "--main_process_ip",

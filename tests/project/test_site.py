@@ -57,12 +57,12 @@ def test_every_page_has_its_place_once() -> None:
 
 def test_links_out_of_the_site_become_names() -> None:
     text = (
-        "[a](../../README.md#x) [b](../reference/data.md#y) [c](../../tests/grid.py)"
+        "[a](../../README.md#x) [b](../reference/data.md#y) [c](../../exhaustive/grid.py)"
         " ![d](../images/e.svg)\n```\n[f](../x)\n```\n"
     )
     shown = build_site.with_links_here(text, GUIDE, NAMES)
     assert (
-        shown == "[a](../readme.md) [b](../reference/data.md#y) c (`tests/grid.py`)"
+        shown == "[a](../readme.md) [b](../reference/data.md#y) c (`exhaustive/grid.py`)"
         " ![d](../images/e.svg)\n```\n[f](../x)\n```\n"
     )
 

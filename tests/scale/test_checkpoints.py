@@ -7,11 +7,11 @@ from __future__ import annotations
 import importlib
 import sys
 from math import prod
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 
-sys.path.append(str(Path(__file__).parent))  # where its script finds what is beside it
+sys.path.append(str(ROOT / "exhaustive" / "scale"))  # where its script finds what is beside it
 scale = importlib.import_module("checkpoints")
 
 RANKS = 4

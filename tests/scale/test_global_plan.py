@@ -5,17 +5,17 @@ costs to wait.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 
 from finetune.batching import microbatch_schedule
 from finetune.batching.microbatch_schedule import schedule_microbatches
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(ROOT / "exhaustive" / "scale"))
 import plan
 from schedule_by_heap import schedule_by_heap
 

@@ -21,7 +21,7 @@ from finetune.runs.reader import open_run
 from finetune.runtime.language import speaking
 from finetune.training.results import RunResult
 
-sys.path.append(str(ROOT / "tests" / "scale"))
+sys.path.append(str(ROOT / "exhaustive" / "scale"))
 import long
 
 # Looks between saves and evaluations: of these steps every one is like any other.

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
 from finetune.errors import FinetuneError
 from finetune.runtime.collectives import broadcast_plain, largest_of_all, name_ranks
 from finetune.runtime.ports import LOOPBACK, hold_port
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(ROOT / "exhaustive" / "scale"))
 import start_cases as start
 from gloo_store import CountingStore, gloo_traffic, real_groups
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import ROOT
 from safetensors.numpy import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(ROOT / "exhaustive" / "scale"))
 
 from shared_folder import SharedFolder, why_not
 from storage import MISBEHAVIOURS, try_one

@@ -1,4 +1,4 @@
-"""A few kills of tests/crash.py; all of them are `make crash`."""
+"""A few kills of exhaustive/crash.py; all of them are `make crash`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few cells of the equivalence grid (tests/grid.py); all of them are `make grid`."""
+"""A few cells of the equivalence grid (exhaustive/grid.py); all of them are `make grid`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One contender of tests/scale/data.py in a process of its own, under the Python that has its
+"""One contender of exhaustive/scale/data.py in a process of its own, under the Python that has its
 library.
 
-    python tests/scale/data_process.py SETTINGS.json
+    python exhaustive/scale/data_process.py SETTINGS.json
 
 Each prepares the same rows as its users would before a training: from the file on disk to samples
 that can be drawn.

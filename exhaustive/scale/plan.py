@@ -1,7 +1,7 @@
 """The plan of a global batch at 1 to 10,000 devices: its time, how well it fills and balances, and
 what waiting costs.
 
-    python tests/scale/plan.py             # writes the section "Plan" of docs/evidence/scale.md, a few
+    python exhaustive/scale/plan.py             # writes the section "Plan" of docs/evidence/scale.md, a few
     minutes of one core
 
 Each device computes 32 conversations a step, so that the global batch grows with the machine. Times

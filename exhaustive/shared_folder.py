@@ -3,7 +3,7 @@ processes on them.
 
 The mounts are served by a process of their own, which also takes them away when the test is gone:
 
-    python tests/shared_folder.py FOLDER FLOCK NODE0 NODE1    # takes JSON, a line at a time, and
+    python exhaustive/shared_folder.py FOLDER FLOCK NODE0 NODE1    # takes JSON, a line at a time, and
     answers each
 """
 

@@ -3,7 +3,7 @@ reads the run.
 
 Trainer's loop, sampler, curriculum, logs, TensorBoard, evaluation and checkpoints are a run's own;
 the losses are made up, with a gradient for every parameter. On the way the clock jumps, and the
-rank's log is rotated from outside. `python tests/scale/long.py` (30 minutes on one core) writes its
+rank's log is rotated from outside. `python exhaustive/scale/long.py` (30 minutes on one core) writes its
 section of docs/evidence/scale.md.
 """
 
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "exhaustive"), str(ROOT / "tests")]
 
-import file_system_calls  # noqa: E402
-import psutil  # noqa: E402
-import run_helpers  # noqa: E402
-import run_patches  # noqa: E402
+import file_system_calls
+import psutil
+import run_helpers
+import run_patches
 
 WEEK_SECONDS = 7 * 86_400
 PROGRESS_SECONDS = 10  # between two lines of progress in a rank's log

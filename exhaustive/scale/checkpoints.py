@@ -1,6 +1,6 @@
 """Checkpoints of models of 32 and 235 billion parameters: what each rank writes, hashes and reads.
 
-    python tests/scale/checkpoints.py       # all layouts, and real files by real processes: writes
+    python exhaustive/scale/checkpoints.py       # all layouts, and real files by real processes: writes
     docs/evidence/scale.md
 
 The package's own code saves, publishes, rotates, verifies and loads; ranks are threads, files are
@@ -22,19 +22,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "exhaustive"), str(ROOT / "tests")]
 
-import torch  # noqa: E402
-from checkpoint_rates import PROCESSES, measure  # noqa: E402
-from counting_disk import CountingDisk  # noqa: E402
-from document import write_section  # noqa: E402
-from thread_ranks import Meeting, ThreadControl  # noqa: E402
+import torch
+from checkpoint_rates import PROCESSES, measure
+from counting_disk import CountingDisk
+from document import write_section
+from thread_ranks import Meeting, ThreadControl
 
-from finetune.storage.run_log import RunLog  # noqa: E402
-from finetune.training.checkpointer import Checkpointer  # noqa: E402
-from finetune.training.control import POLL_SECONDS  # noqa: E402
-from finetune.training.session import Session  # noqa: E402
-from finetune.training.state import Form, TrainingState  # noqa: E402
+from finetune.storage.run_log import RunLog
+from finetune.training.checkpointer import Checkpointer
+from finetune.training.control import POLL_SECONDS
+from finetune.training.session import Session
+from finetune.training.state import Form, TrainingState
 
 GB = 10**9
 NEWLINE = "\n"
@@ -287,7 +288,7 @@ def text_of(saves: list[str], resumes: list[str], real: dict[str, float]) -> str
     return f"""
 The package's own code saves, publishes, rotates, verifies and loads checkpoints. Ranks are threads and files are sparse
 files of the right size. Every byte written to or read from a file is counted for its rank
-(`tests/scale/counting_disk.py`). GB is 10^9 bytes. Columns marked "all" sum over the ranks; the others show the rank
+(`exhaustive/scale/counting_disk.py`). GB is 10^9 bytes. Columns marked "all" sum over the ranks; the others show the rank
 that moves the most. Seconds are computed from the bytes of that rank, at 50 MB/s and at 1 GB/s per rank.
 
 **Save.** Each rank writes 12 bytes per parameter that it holds, and hashes them while writing. Only the files of a

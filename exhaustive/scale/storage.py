@@ -1,11 +1,11 @@
 """Storage that is slow or shared: each misbehaviour with each thing that the product does with
 files.
 
-    python tests/scale/storage.py            # all of it, into docs/evidence/scale.md (`make scale
-    PART=storage`) python tests/scale/storage.py flock save # those with these words in their names,
+    python exhaustive/scale/storage.py            # all of it, into docs/evidence/scale.md (`make scale
+    PART=storage`) python exhaustive/scale/storage.py flock save # those with these words in their names,
     printed only
 
-The folder is a real network-like mount for every node (tests/shared_folder.py), which needs root
+The folder is a real network-like mount for every node (exhaustive/shared_folder.py), which needs root
 and /dev/fuse. Every cell is demanded: no checkpoint lost, none called gone or invalid that is not,
 no lock held twice.
 """
@@ -25,7 +25,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "exhaustive"), str(ROOT / "tests")]
 
 from document import write_section
 from shared_folder import SharedFolder, why_not
@@ -36,7 +37,7 @@ AT_ONCE = 4
 WITH_RUNS = ("nothing", "caches", "what a node", "flock: ENOLCK")
 INTRODUCTION = """
 Two nodes share a folder. Each node is a separate FUSE mount with the kernel's caches, and a server identifies files by
-their inodes, as NFS does (`tests/shared_folder.py`). The nodes are processes with their own host names. They run:
+their inodes, as NFS does (`exhaustive/shared_folder.py`). The nodes are processes with their own host names. They run:
 
 - the run lock: held, refused, killed
 - four saves by two ranks, with rotation

@@ -1,5 +1,5 @@
 """What the product does with files, each as nodes do it that share a folder
-(tests/shared_folder.py).
+(exhaustive/shared_folder.py).
 
 An operation is a function of a `Cluster`; it returns what happened, in words, and raises
 AssertionError where something is lost or a message is false.
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "exhaustive"), str(ROOT / "tests")]
 
 import shared_folder
 from shared_folder import SharedFolder

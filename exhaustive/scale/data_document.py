@@ -1,4 +1,4 @@
-"""The tables of tests/scale/data.py."""
+"""The tables of exhaustive/scale/data.py."""
 
 from __future__ import annotations
 

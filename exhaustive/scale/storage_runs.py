@@ -1,4 +1,4 @@
-"""A run of two ranks on two nodes that share its folder (tests/shared_folder.py): killed, and
+"""A run of two ranks on two nodes that share its folder (exhaustive/shared_folder.py): killed, and
 resumed elsewhere.
 """
 
@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "exhaustive"), str(ROOT / "tests")]
 
 import run_helpers as runs
 import run_patches

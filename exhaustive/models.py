@@ -1,7 +1,7 @@
 """Families of models through the whole chain: trained, resumed, merged, asked.
 
-    python tests/models.py              # all families, the table into docs/reference/models.md (`make
-    models`) python tests/models.py "Qwen3"      # those whose names begin so, printed only
+    python exhaustive/models.py              # all families, the table into docs/reference/models.md (`make
+    models`) python exhaustive/models.py "Qwen3"      # those whose names begin so, printed only
 
 Each is a tiny model of its family with random weights (model_families.py). With LoRA and in full it
 must learn, go on from a checkpoint bit-identically, and leave files of its base's names; packed and
@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import model_families
 import run_helpers as runs

@@ -1,7 +1,7 @@
 """The start of 128 and 1,024 ranks: what node 0's store is asked, what ranks tell each other, who
 is named when.
 
-    python tests/scale/start.py            # writes the section "Start" of docs/evidence/scale.md
+    python exhaustive/scale/start.py            # writes the section "Start" of docs/evidence/scale.md
 
 The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py,
 virtual_group.py); the connections of gloo are counted of real groups (gloo_store.py).
@@ -156,7 +156,7 @@ BEFORE: dict[str, dict[str, list[float]]] = json.loads("""
     """)
 TEXT = """\
 This section counts what happens from the launch to the first step on 16 nodes (128 ranks) and on 128 nodes (1,024
-ranks). The launch's rendezvous and the ranks' agreement run unchanged, in simulated time (tests/scale/virtual_time.py)
+ranks). The launch's rendezvous and the ranks' agreement run unchanged, in simulated time (exhaustive/scale/virtual_time.py)
 and against a store that counts requests. gloo's connections are counted in real groups. `make scale PART=start` writes
 this section.
 

@@ -1,6 +1,6 @@
-"""The equivalence grid on one device: `python tests/grid.py --device cuda [--jobs 10] [--every N]`.
+"""The equivalence grid on one device: `python exhaustive/grid.py --device cuda [--jobs 10] [--every N]`.
 
-The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the
+The cells of exhaustive/grid.py that are one process (NCCL takes one rank a device), each against the
 CPU's run of its model, and some in bfloat16 against the device's own: flash attention over document
 bounds runs only there. Every cell is a run in a process of its own, `--jobs` of them at a time.
 When every cell was run the table goes into docs/evidence/equivalence_grid_<device>.md.
@@ -136,7 +136,7 @@ def page(outcomes: list[Outcome], seconds: float, device: str, jobs: int) -> str
             f" {datetime.date.today()}), executed in"
         ),
         (
-            f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device}"
+            f"{len(outcomes)} ways, {jobs} at a time. `python exhaustive/grid.py --device {device}"
             f" --jobs {jobs}` writes this"
         ),
         "page. The default model is a Qwen3 with tied embeddings.",

@@ -1,7 +1,7 @@
 """Kill -9 at random moments of a run, resume, and compare with the run that was left alone.
 
-    python tests/crash.py             # all kills, the table into docs/evidence/crash_table.md (`make crash`)
-    python tests/crash.py 1           # one kill per kind of run, printed only
+    python exhaustive/crash.py             # all kills, the table into docs/evidence/crash_table.md (`make crash`)
+    python exhaustive/crash.py 1           # one kill per kind of run, printed only
 
 All ranks are killed at once, at a random moment: one kill in five while the run starts, the others
 up to half a second after a random step, so while it trains, evaluates, saves or writes its result.
@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import run_helpers as runs
 import run_patches

@@ -1,7 +1,7 @@
 """The preparation of 10 million conversations, for real, and the start after it: writes "Data" of
 docs/evidence/scale.md.
 
-    python tests/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
+    python exhaustive/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
 
 Memory is the sum over all processes of their share of each page (Pss), looked at every half second;
 "private" leaves out the pages of files, which the system takes back when it needs them. What is
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests" / "scale")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "exhaustive" / "scale")]
 
-import psutil  # noqa: E402
-from data_document import section  # noqa: E402
-from document import write_section  # noqa: E402
+import psutil
+from data_document import section
+from document import write_section
 
 SUBJECTS = (
     "router",
@@ -58,7 +58,7 @@ CUTOFF_LEN, PROCESSES, LOCAL_RANKS = 128, 2, 8
 ROWS_AT_ONCE = 10_000
 LOOK_SECONDS = 0.5
 LOST_SECONDS = 10  # of work on a shard that is not finished, when the process is killed
-PROCESS = ROOT / "tests" / "scale" / "data_process.py"
+PROCESS = ROOT / "exhaustive" / "scale" / "data_process.py"
 
 
 def write_rows(path: Path, rows: int) -> None:

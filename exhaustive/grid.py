@@ -1,9 +1,9 @@
 """The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in
 eight each; runs on preferences; and pretraining.
 
-    python tests/grid.py              # all cells, the table into docs/evidence/equivalence_grid.md (`make
-    grid`) python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
-    python tests/grid.py --device cuda --jobs 10    # on one device: tests/device_grid.py
+    python exhaustive/grid.py              # all cells, the table into docs/evidence/equivalence_grid.md (`make
+    grid`) python exhaustive/grid.py 4            # every 32nd cell or so: four of them, printed only
+    python exhaustive/grid.py --device cuda --jobs 10    # on one device: exhaustive/device_grid.py
 
 Each cell trains the same 20 steps in float32 and is compared with the first of its model, one
 process without DeepSpeed on packed rows: the samples of every step must be the same, losses within
@@ -22,6 +22,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import preference_rows
 import run_helpers as runs

@@ -1,6 +1,6 @@
 """Renew the Chinese catalogue, and list what is not translated.
 
-    python tests/translations.py      # after texts have changed (`make translations`)
+    python docs/translations.py      # after texts have changed (`make translations`)
 
 Texts marked by `_` and `N_` are extracted from the package, the catalogue takes new ones and drops
 what is gone, and its compiled form is written beside it. What has no Chinese is listed; it is shown
