@@ -24,7 +24,7 @@ from smi_tools import make_tools
 
 from finetune.commands.doctor import command as doctor
 from finetune.commands.doctor import config as run_config
-from finetune.commands.doctor import data_probe, devices
+from finetune.commands.doctor import data_probe, devices, host
 from finetune.commands.doctor.check import Check, worst
 from finetune.commands.doctor.command import (
     DoctorOptions,
@@ -33,7 +33,7 @@ from finetune.commands.doctor.command import (
     summary,
     to_json,
 )
-from finetune.commands.doctor.config import check_output, demands_of
+from finetune.commands.doctor.config import Demands, check_output, demands_of
 from finetune.commands.doctor.probe import Answer, answer_with
 from finetune.commands.doctor.versions import PAIRS
 from finetune.config.fields import flag
@@ -594,6 +594,24 @@ def test_demands_of_offload(tmp_path: Path):
     )
     assert (alone.deepspeed, alone.host_bytes) == (False, 2000)
     assert demands_of(None, "cpu", 1, 1).host_bytes == 0
+
+
+def test_operators_that_the_run_does_not_use_are_at_most_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("check_shared_memory_operator", "check_cpu_adam"):
+        monkeypatch.setattr(host, name, lambda *_, name=name: Check(name).fail("x", "y"))
+    machine = doctor.Machine({}, None, "cpu", 1, DoctorOptions(full=True), [])
+    assert [check.verdict for check in machine.operator_checks()] == ["warn", "warn"]
+    monkeypatch.setattr(doctor.Machine, "demands", Demands(deepspeed=True, cpu_adam=True))
+    machine.options = DoctorOptions()
+    assert [check.verdict for check in machine.operator_checks()] == ["fail", "fail"]
+    machine.device_type = "npu"
+    assert [check.name for check in machine.operator_checks()] == ["check_cpu_adam"]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert list(machine.operator_checks()) == []
+    machine.options = DoctorOptions(full=True)
+    assert [check.verdict for check in machine.operator_checks()] == ["skip"]
 
 
 def test_output_folders(tmp_path: Path):

@@ -565,6 +565,19 @@ def test_a_run_that_says_nothing_is_told(tmp_path: Path):
     assert "nothing written for 10:0" in without_styles(shown(view, 120, 30))
 
 
+def test_the_newest_warnings_are_shown(tmp_path: Path):
+    folder = make_run(tmp_path / "one")
+    with open(folder / "events.jsonl", "a") as events:
+        for number in range(11, 41):
+            skipped = {"event": "nonfinite", "time": time.time(), "step": number, "ids": []}
+            events.write(line(skipped))
+    view = open_run(folder).poll()
+    texts = [warning["text"] for warning in monitor.to_json(view, MACHINE)["warnings"]]
+    assert len(texts) == 20 and "step 40 " in texts[-1] and "step 21 " in texts[0]
+    picture = without_styles(shown(view, 120, 30))
+    assert "step 40 was skipped" in picture and "step 11 was" not in picture
+
+
 def test_a_chart_goes_through_its_points():
     rising = text_chart([(x, x) for x in range(64)], 8, 4)
     assert [len(row) for row in rising] == [8] * 4
