@@ -1,23 +1,26 @@
-"""Tools in records: the forms of calls and results, what is refused, and what is trained of
-them.
-"""
+"""Tools in records: the forms of calls and results, what is refused, and nulls that Arrow adds."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.reading.files import read_records
 from finetune.data.report import RecordProblem
 from finetune.data.tools import Call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+ANSWER = {"role": "assistant", "content": "It is sunny."}
 
 
-def read(record: dict[str, Any]) -> Conversation:
+def read(record: Any) -> Conversation:
     return to_conversation(record, detect_format(record))
 
 
@@ -35,175 +38,83 @@ def calling(*calls: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def result(content: str, identity: str | None = None) -> dict[str, Any]:
-    return {"role": "tool", "content": content} | (
-        {} if identity is None else {"tool_call_id": identity}
-    )
+    more = {} if identity is None else {"tool_call_id": identity}
+    return {"role": "tool", "content": content, **more}
 
 
-ANSWER = {"role": "assistant", "content": "It is sunny."}
-OPENAI = openai(
-    calling(call("weather", '{"city": "Bern", "days": 2}', "a"), call("clock", "", "b")),
-    result("12:00", "b"),
-    result("sun", "a"),
-    ANSWER,
-)
-SHAREGPT = {
-    "conversations": [
-        {"from": "human", "value": "q"},
-        {
-            "from": "function_call",
-            "value": json.dumps(
-                [
-                    {"name": "weather", "arguments": {"city": "Bern", "days": 2}},
-                    {"name": "clock", "arguments": {}},
-                ]
-            ),
-        },
-        {"from": "observation", "value": "sun"},
-        {"from": "observation", "value": "12:00"},
-        {"from": "gpt", "value": "It is sunny."},
-    ],
-    "tools": json.dumps([WEATHER["function"], CLOCK["function"]]),
-}
+def sharegpt(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    turns = (("human", "q"), *turns)
+    return {"conversations": [{"from": role, "value": text} for role, text in turns], **more}
 
 
 def test_both_forms_say_the_same():
-    ours, theirs = read(OPENAI), read(SHAREGPT)
-    assert ours.tools == theirs.tools == (WEATHER, CLOCK)
-    weather, clock = ours.messages[1].calls
-    assert (weather, clock) == (
-        Call("weather", {"city": "Bern", "days": 2}, "a"),
-        Call("clock", {}, "b"),
+    weather = Call("weather", {"city": "Bern", "days": 2}, "a")
+    calls = calling(call("weather", json.dumps(weather.arguments), "a"), call("clock", "", "b"))
+    ours = read(openai(calls, result("12:00", "b"), result("sun", "a"), ANSWER))
+    listed = [{"name": "weather", "arguments": weather.arguments}, {"name": "clock"}]
+    functions = json.dumps([WEATHER["function"], CLOCK["function"]])
+    results = (("observation", "sun"), ("observation", "12:00"))
+    theirs = read(
+        sharegpt(("function_call", json.dumps(listed)), *results, ("gpt", "a"), tools=functions)
     )
+    assert ours.tools == theirs.tools == (WEATHER, CLOCK)
+    assert ours.messages[1].calls == (weather, Call("clock", {}, "b"))
     assert [(found.name, found.arguments) for found in theirs.messages[1].calls] == [
-        (found.name, found.arguments) for found in (weather, clock)
+        (found.name, found.arguments) for found in ours.messages[1].calls
     ]
-    assert [(m.content, m.call_id, m.name) for m in ours.messages if m.role == "tool"] == [
+    assert [(m.content, m.call_id, m.name) for m in ours.messages[2:4]] == [
         ("12:00", "b", "clock"),
         ("sun", "a", "weather"),
     ]
-    # Without ids results answer in the order of the calls, and ids are made that every template
-    # takes.
-    results = [m for m in theirs.messages if m.role == "tool"]
-    assert [(m.content, m.name) for m in results] == [("sun", "weather"), ("12:00", "clock")]
-    assert all(len(m.call_id) == 9 and m.call_id.isalnum() for m in results)
-    assert len({m.call_id for m in results}) == 2
+    # Without ids results answer in the order of the calls, with ids that every template takes.
+    answers = theirs.messages[2:4]
+    assert [(m.content, m.name) for m in answers] == [("sun", "weather"), ("12:00", "clock")]
+    assert all(len(m.call_id) == 9 and m.call_id.isalnum() for m in answers)
+    assert answers[0].call_id != answers[1].call_id
 
 
-def test_older_names_and_one_call_alone():
-    record = {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {
-                "role": "assistant",
-                "content": None,
-                "function_call": {"name": "clock", "arguments": "{}"},
-            },
-            {"role": "function", "name": "clock", "content": "12:00"},
-            ANSWER,
-        ],
-        "functions": [CLOCK["function"]],
-    }
-    conversation = read(record)
+def test_older_names_one_call_alone_and_calls_at_the_end():
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "function_call": {"name": "clock", "arguments": "{}"}},
+        {"role": "function", "name": "clock", "content": "12:00"},
+        ANSWER,
+    ]
+    conversation = read({"messages": turns, "functions": [CLOCK["function"]]})
     assert conversation.tools == (CLOCK,)
     assert conversation.messages[2].call_id == conversation.messages[1].calls[0].id
     assert [m.role for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
-
-
-def test_a_conversation_may_end_with_a_call_and_an_answer_may_have_text_and_calls():
-    assert read(openai(calling(call("clock", {})))).messages[-1].calls
-    said = read(openai(calling(call("clock", {}), content="I look.")))
-    assert (said.messages[-1].content, len(said.messages[-1].calls)) == ("I look.", 1)
+    last = read(openai(calling(call("clock", {}), content="I look."))).messages[-1]
+    assert (last.content, len(last.calls)) == ("I look.", 1)
     # Calls that a record writes into the content itself stay as they are.
-    assert (
-        read(openai({"role": "assistant", "content": "<call>"}, result("r"), ANSWER, tools=()))
-        .messages[2]
-        .name
-        == ""
-    )
+    written = read(openai({**ANSWER, "content": "<call>"}, result("r"), ANSWER, tools=()))
+    assert written.messages[2].name == ""
 
 
+C, C_A, C_B = (call("clock", {}, identity) for identity in (None, "a", "b"))
 BAD = [
-    (
-        openai(calling(call("clock", {})), {"role": "user", "content": "?"}, ANSWER),
-        "call without result: the calls of",
-    ),
-    (
-        openai(calling(call("clock", {}), call("weather", {})), result("r"), ANSWER),
-        "call without result: .*turn 2: 2",
-    ),
-    (openai(calling(call("clock", {})), result("r"), result("s"), ANSWER), "result of no call"),
-    (
-        openai(calling(call("clock", {}, "a")), result("r", "b"), ANSWER),
-        "result of no call: .* has an id",
-    ),
-    (
-        openai(
-            calling(call("clock", {}, "a"), call("clock", {}, "a")),
-            result("r"),
-            result("s"),
-            ANSWER,
-        ),
-        "duplicate id",
-    ),
-    (
-        openai(
-            calling(call("clock", {}, "a"), call("clock", {}, "b")),
-            result("r", "a"),
-            result("s", "a"),
-            ANSWER,
-        ),
-        "duplicate id",
-    ),
-    (
-        openai(calling(call("clock", "{"))),
-        r"broken JSON: messages\[1\].tool_calls\[0\].arguments is a text",
-    ),
+    (openai(calling(C), {"role": "user", "content": "?"}, ANSWER), "call without result: the"),
+    (openai(calling(C, C), result("r"), ANSWER), "call without result: .*turn 2: 2"),
+    (openai(calling(C), result("r"), result("s"), ANSWER), "result of no call"),
+    (openai(calling(C_A), result("r", "b"), ANSWER), "result of no call: .* has an id"),
+    (openai(calling(C_A, C_A), result("r"), result("s"), ANSWER), "duplicate id"),
+    (openai(calling(C_A, C_B), result("r", "a"), result("s", "a"), ANSWER), "duplicate id"),
+    (openai(calling(call("clock", "{"))), r"broken JSON: .*\[0\].arguments is a text"),
     (openai(calling(call("clock", "[1]"))), r"wrong type: .*arguments is no object"),
-    (openai(calling({"function": {"arguments": {}}})), r"wrong type: .*has no name of a function"),
-    (openai(calling(call("clock", {}) | {"id": 7})), r"wrong type: .*id is not a text"),
-    (
-        openai(calling(call("clock", {}), function_call={"name": "clock"})),
-        "unsupported key: .*has tool_calls and func",
-    ),
-    (
-        openai({"role": "user", "content": "q", "tool_calls": [call("clock", {})]}, ANSWER),
-        "unsupported key",
-    ),
+    (openai(calling({"function": {}})), r"wrong type: .*has no name of a function"),
+    (openai(calling({**C, "id": 7})), r"wrong type: .*id is not a text"),
+    (openai({**ANSWER, "tool_calls": 7}), r"wrong type: .*is no list of calls"),
+    (openai(calling(C, function_call={"name": "clock"})), "unsupported key: .*has tool_calls and"),
+    (openai({"role": "user", "content": "q", "tool_calls": [C]}, ANSWER), "unsupported key"),
     (openai(calling()), r"no answer: messages\[1\] has no 'content'"),
-    (
-        openai(ANSWER, tools=[{"type": "retrieval", "name": "x"}]),
-        "unsupported key: .*is of type 'retrieval'",
-    ),
-    (
-        openai(ANSWER, tools=[{"type": "function"}]),
-        r"wrong type: 'tools'\[0\] is no function with a name",
-    ),
+    (openai(ANSWER, tools=[{"type": "retrieval", "name": "x"}]), "is of type 'retrieval'"),
+    (openai(ANSWER, tools=[{"type": "function"}]), r"'tools'\[0\] is no function with a name"),
     (openai(ANSWER, tools=[CLOCK, CLOCK]), "tool named twice: 'tools'"),
     ({**openai(ANSWER), "tools": "not JSON"}, "broken JSON: 'tools' is a text"),
     ({**openai(ANSWER), "tools": "7"}, "wrong type: 'tools' is no list"),
-    (
-        {**openai(ANSWER), "functions": [CLOCK["function"]]},
-        "unsupported key: the record has 'tools' and 'functions'",
-    ),
-    (
-        {
-            "conversations": [
-                {"from": "human", "value": "q"},
-                {"from": "function_call", "value": "{}"},
-            ]
-        },
-        "no answer",
-    ),
-    (
-        {
-            "conversations": [
-                {"from": "human", "value": "q"},
-                {"from": "function_call", "value": "call"},
-            ]
-        },
-        "broken JSON",
-    ),
+    ({**openai(ANSWER), "functions": [CLOCK]}, "the record has 'tools' and 'functions'"),
+    (sharegpt(("function_call", "{}")), "no answer: .* calls nothing"),
+    (sharegpt(("function_call", "call")), "broken JSON"),
 ]
 
 
@@ -211,3 +122,47 @@ BAD = [
 def test_bad_calls_results_and_tools_are_named(record: dict[str, Any], said: str):
     with pytest.raises(RecordProblem, match=said):
         read(record)
+
+
+# Nulls of Arrow, where a call has the arguments of all functions ------------------------------------------------------
+
+
+def with_schemas(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    schemas = {
+        "weather": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "object"}}},
+        "time": {"zone": {"type": ["string", "null"]}, "at": {"type": "object"}},
+        "date": {"of": {"anyOf": [{"type": "null"}, {"type": "string"}]}, "at": {"type": "object"}},
+    }
+    tools = [
+        {"name": name, "parameters": {"type": "object", "properties": properties}}
+        for name, properties in schemas.items()
+    ]
+    return openai(calling(call(function, arguments)), tools=tools)
+
+
+RECORDS = [
+    with_schemas("weather", {"city": "Bern", "days": [{"hour": 1}]}),
+    with_schemas("time", {"zone": "CET", "at": {"hour": 1}}),
+    with_schemas("time", {"zone": None, "at": {"hour": 2}}),
+    with_schemas("date", {"of": None, "at": {"hour": 3}}),
+]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_columns_give_the_conversations_of_json_lines(tmp_path: Path, suffix: str) -> None:
+    """A null that the function's schema allows stays, as do arguments and tools that are texts."""
+    as_text = with_schemas("weather", {})
+    as_text["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"zone": null}'
+    as_text["tools"] = json.dumps(as_text["tools"])
+    for records in (RECORDS, [as_text]):
+        table = pa.Table.from_pylist(records)
+        path = tmp_path / f"rows.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table)
+        found = [read(record) for _, record in read_records(path)]
+        assert found == [read(record) for record in records]
+    filled = pa.Table.from_pylist(RECORDS).to_pylist()[0]["messages"][1]["tool_calls"]
+    assert filled[0]["function"]["arguments"]["zone"] is None, "Arrow itself adds it"

@@ -1,5 +1,5 @@
-"""The same rows in every kind of file, compressed or not, give the same samples; and what is broken
-is said.
+"""Which files there are, and their records: the same rows in every kind of file, compressed or not,
+give the same samples, and what is broken is named.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ import csv
 import gzip
 import io
 import json
+import logging
 import lzma
+import pickle
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +21,22 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from chat_models import family
 from sample_rows import expand_paths
 from sample_rows import write_rows as write
 
+from finetune.config.fields import DataSource, with_common
 from finetune.data import parts
-from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.reading.files import read_records
 from finetune.data.records import RecordReader
-from finetune.data.report import RecordProblem
-from finetune.errors import DataError
+from finetune.data.report import ProblemLog, RecordProblem
+from finetune.data.samples import Samples
+from finetune.errors import DataError, Problems
 
+Prepare = Callable[..., Samples]
+ANSWERS = ["because " * (number % 5) + "end" for number in range(20)]
 ROWS = [
-    {
-        "prompt": f'"{number}", what?\n又',
-        "completion": "because " * (number % 5) + "end",
-        "system": "",
-    }
-    for number in range(20)
+    {"prompt": f'"{number}", what?\n又', "completion": answer, "system": ""}
+    for number, answer in enumerate(ANSWERS)
 ]
 
 
@@ -50,10 +52,10 @@ def csv_of(rows: list[dict[str, Any]]) -> bytes:
     return b"\xef\xbb\xbf" + text.getvalue().encode()
 
 
-def write_arrow(path: Path, rows: list[dict[str, Any]], *, stream: bool) -> None:
-    table = pa.Table.from_pylist(rows)
+def write_arrow(path: Path, table: pa.Table, *, stream: bool = True) -> Path:
     with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema) as writer:
         writer.write_table(table)
+    return path
 
 
 COMPRESS = {
@@ -72,114 +74,277 @@ def files(tmp_path: Path) -> dict[str, Path]:
     }
     for name, raw in (plain | packed).items():
         (tmp_path / name).write_bytes(raw)
-    pa.parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    write_arrow(tmp_path / "file.arrow", ROWS, stream=False)
-    write_arrow(tmp_path / "stream.arrow", ROWS, stream=True)
+    table = pa.Table.from_pylist(ROWS)
+    pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    write_arrow(tmp_path / "file.arrow", table, stream=False)
+    write_arrow(tmp_path / "stream.arrow", table)
     return {path.name: path for path in tmp_path.iterdir()}
 
 
-def prepared(path: Path, cache: Path, **options: Any) -> Samples:
-    return prepare_samples(
-        [path], family("gemma"), cutoff_len=64, cache_dir=cache, num_proc=1, **options
-    )
-
-
-def test_every_kind_gives_the_same_records_and_samples(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_kind_gives_the_same_records_whole_and_cut(
+    files: dict[str, Path], prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 200)
     monkeypatch.setattr(parts, "PART_RECORDS", 3)
-    assert len(files) == 18
-    expected = prepared(files["a.jsonl"], tmp_path / "cache")
+    expected = prepare(files["a.jsonl"])
+    first = prepare(DataSource(path=str(files["a.jsonl"]), max_samples=7))
+    assert len(files) == 18 and (len(first), first.report.records_read) == (7, 7)
     for name, path in files.items():
         assert [record for _, record in read_records(path)] == ROWS, name
         read = [
             entry for part in parts.parts_of([path], [RecordReader()]) for entry in part.read()[0]
         ]
         assert [record for _, record in read] == ROWS, name
+        for most in (1, 3, 4, 7, 19, 25):
+            reader = RecordReader(source=DataSource(path=str(path), max_samples=most))
+            cut = [entry for part in parts.parts_of([path], [reader]) for entry in part.read()[0]]
+            assert cut == list(read_records(path))[:most], (name, most)
         if name in ("a.jsonl.zst", "a.csv", "stream.arrow"):
-            assert prepared(path, tmp_path / "cache").fingerprint == expected.fingerprint, name
+            assert prepare(path).fingerprint == expected.fingerprint, name
+            cut = prepare(DataSource(path=str(path), max_samples=7))
+            assert cut.fingerprint == first.fingerprint, name
 
 
 def test_parts_of_what_cannot_be_cut_are_small(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part goes through a pipe: one of a large batch must not take all of it along."""
-    import pickle
-
     monkeypatch.setattr(parts, "PART_BYTES", 200)
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
     for name in ("a.jsonl.gz", "a.csv", "file.arrow", "stream.arrow"):
         found = list(parts.parts_of([files[name]], [RecordReader()]))
-        assert len(found) > 3 and [part.start == 1 for part in found] == [True] + [False] * (
-            len(found) - 1
-        )
+        assert [part.start for part in found] == list(range(1, 21, 2))
         assert sum(part.size_bytes for part in found) == files[name].stat().st_size
-    large = files["a.csv"].parent / "large.arrow"
-    write_arrow(large, ROWS * 500, stream=True)
-    assert (
-        max(len(pickle.dumps(part)) for part in parts.parts_of([large], [RecordReader()])) < 10_000
-    )
+    large = write_arrow(files["a.csv"].parent / "large.arrow", pa.Table.from_pylist(ROWS * 50))
+    found = parts.parts_of([large], [RecordReader()])
+    assert max(len(pickle.dumps(part)) for part in found) < 10_000
 
 
-def test_lines_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_streamed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"instruction": "q" * 1000, "output": "a"}] * 3_000)
+    tracemalloc.start()
+    rows = sum(1 for _ in read_records(path))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows == 3_000 and peak_bytes < path.stat().st_size / 20
+
+
+def test_first_records_of_an_entry_of_several_files(tmp_path: Path, prepare: Prepare) -> None:
+    """An entry's limit counts over its files, what follows is not read, and the other entry is as it
+    was.
+    """
+    (tmp_path / "books").mkdir()
+    for name, rows in (("a", ROWS[:4]), ("b", [*ROWS[4:7], "{broken"]), ("c", ROWS[7:10])):
+        write(tmp_path / "books" / f"{name}.jsonl", rows)
+    other = DataSource(path=str(write(tmp_path / "other.jsonl", ROWS[10:12])))
+    found = prepare(DataSource(path=str(tmp_path / "books"), max_samples=6), other)
+    expected = prepare(DataSource(path=str(write(tmp_path / "cut.jsonl", ROWS[:6]))), other)
+    assert found.fingerprint == expected.fingerprint and found.record_ids.tolist() == list(range(8))
+    assert found.location(5) == f"{tmp_path}/books/b.jsonl:2"
+    assert found.location(6) == f"{tmp_path}/other.jsonl:1"
+    with pytest.raises(DataError, match="broken JSON"):
+        prepare(DataSource(path=str(tmp_path / "books"), max_samples=8))
+    sources = with_common([DataSource(path="a", max_samples=3), DataSource(path="b")], None, 7)
+    assert [source.max_samples for source in sources] == [3, 7]
+
+
+# Lines, arrays and text -----------------------------------------------------------------------------------------------
+
+
+def raw_file(path: Path, raw: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw.encode() if isinstance(raw, str) else raw)
+    return path
+
+
+def test_lines_are_counted_and_broken_ones_are_rows_with_a_problem(tmp_path: Path) -> None:
+    bom = b"\xef\xbb\xbf"  # files that were joined have one in the middle
+    good = bom + b'{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n' + bom + b'{"a": 3}'
+    found = list(read_records(raw_file(tmp_path / "a.jsonl", good)))
+    assert found == [(1, {"a": 1}), (4, {"a": "\u2028"}), (5, {"a": 3})]
+    bad = b'{"a": 1}\n{"a": \n\xff\n[1, 2\n' + b"[" * 100_000 + b'\n{"a": 2}\n'
+    rows = list(read_records(raw_file(tmp_path / "b.jsonl", bad)))
+    assert [line for line, _ in rows] == [1, 2, 3, 4, 5, 6]
+    assert [str(row) for _, row in rows[1:4]] == [
+        "broken JSON: Expecting value at column 7",
+        "not UTF-8: byte 1 of the line",
+        "broken JSON: Expecting ',' delimiter at column 6",
+    ]
+    assert rows[4][1].kind == "broken JSON" and rows[5] == (6, {"a": 2})
+
+
+def test_gbk_is_named_and_the_fix_is_to_save_the_file_again(tmp_path: Path) -> None:
+    path = raw_file(tmp_path / "rows.jsonl", '{"text": "路由器"}\n'.encode("gbk"))
+    ((line, problem),) = read_records(path)
+    assert str(problem).endswith("it reads as GBK")
+    log = ProblemLog()
+    log.add((0, line), f"{path}:{line}", problem)
+    with pytest.raises(DataError) as caught:
+        log.refuse(1)
+    assert caught.value.fix.startswith("save the file as UTF-8 (iconv -f GBK")
+
+
+def test_lines_are_those_of_the_file(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 50)
-    rows = [*ROWS[:3], "{broken", ROWS[4]]
-    packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(gzip.compress(write(tmp_path / "a.jsonl", rows).read_bytes()))
-    for path in (tmp_path / "a.jsonl", packed):
-        with pytest.raises(DataError, match=rf"{path}:4: broken JSON"):
-            prepared(path, tmp_path / "cache")
-    table = tmp_path / "a.csv"
-    table.write_text('prompt,completion\nq,"two\nlines"\n\nq\nq,a\n', encoding="utf-8")
-    found = list(read_records(table))
-    assert [line for line, _ in found] == [2, 5, 6] and isinstance(found[1][1], RecordProblem)
-    with pytest.raises(DataError, match=rf"{table}:5: broken CSV: 1 fields under 2 names"):
-        prepared(table, tmp_path / "cache")
+    plain = write(tmp_path / "a.jsonl", [*ROWS[:3], "{broken", ROWS[4]])
+    packed = raw_file(tmp_path / "a.jsonl.gz", gzip.compress(plain.read_bytes()))
+    table = raw_file(tmp_path / "a.csv", 'prompt,completion\nq,"two\nlines"\n\nq\nq,a\n')
+    assert [line for line, _ in read_records(table)] == [2, 5, 6]
+    for path, said in (
+        (plain, "4: broken JSON"),
+        (packed, "4: broken JSON"),
+        (table, "5: broken CSV: 1 fields under 2 names"),
+    ):
+        with pytest.raises(DataError, match=f"1 of . records (.|\n)*{path}:{said}"):
+            prepare(path)
+
+
+def test_the_first_character_tells_an_array_from_lines(tmp_path: Path) -> None:
+    array = '\n[{"a": 1},\n\n  {"a":\n 2}\n,{"a": "]"} ]\n'
+    for text, expected in (
+        (array, [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]),
+        ('{"a": 1}\n{"a": 2}\n', [(1, {"a": 1}), (2, {"a": 2})]),
+        ("[]", []),
+        ("", []),
+    ):
+        for name in ("a.json", "a.jsonl"):
+            assert list(read_records(raw_file(tmp_path / name, text))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ('[{"a": 1},\n{"a": 2,}\n]', 2, "broken JSON"),
+        ('[{"a": 1}\n{"a": 2}]', 2, "a comma or ] is missing"),
+        ('[{"a": 1},\n]', 2, "Expecting value"),
+        ('[{"a": 1}', 1, "a comma or ] is missing"),
+        ('[{"a": 1}] []', 1, "text after the closing"),
+        ("[", 1, "Expecting value"),
+        (json.dumps({"data": ROWS}, indent=2), 1, "one JSON object over several lines"),
+    ],
+)
+def test_a_broken_array_cannot_go_on(tmp_path: Path, text: str, line: int, said: str) -> None:
+    path = raw_file(tmp_path / "a.json", text)
+    with pytest.raises(DataError, match=said) as caught:
+        list(read_records(path))
+    assert caught.value.where == f"{path}:{line}"
+
+
+@pytest.mark.parametrize("form", ["{}\n", "[{}]", '[{{"text": "a"}}, {}, {{"text": "b"}}]'])
+def test_a_key_given_twice_is_refused(tmp_path: Path, form: str) -> None:
+    for text, key in (
+        ('{"instruction": "q", "output": "1", "output": "2"}', "output"),
+        ('{"messages": [{"role": "user", "content": "q", "content": "r"}]}', "content"),
+    ):
+        read = [
+            record for _, record in read_records(raw_file(tmp_path / "a.json", form.format(text)))
+        ]
+        (problem,) = [record for record in read if isinstance(record, RecordProblem)]
+        assert str(problem) == f"key given twice: {key!r}; which one is meant?"
+        assert len(read) == form.count("{}") + form.count("{{")
+
+
+def test_lines_of_plain_text(tmp_path: Path, prepare: Prepare) -> None:
+    """Each line that is not blank is a text record, whatever its end."""
+    lines = ["\ufeffFirst line.", "", "  ", "  second, indented", "[1]", '{"text": "nor this"}']
+    records = [{"text": line.removeprefix("\ufeff")} for line in lines if line.strip()]
+    found = prepare(raw_file(tmp_path / "book.txt", "\r\n".join(lines)))
+    assert found.fingerprint == prepare(write(tmp_path / "book.jsonl", records)).fingerprint
+    assert found.location(1) == f"{tmp_path}/book.txt:4"
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare(raw_file(tmp_path / "book.txt", "\xe9t\xe9\n".encode("latin-1")))
+
+
+# What is broken -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
         ("a.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(lines_of(ROWS))[:-20],
-            "cannot be read: Compressed file ended",
-        ),
+        ("a.jsonl.gz", gzip.compress(lines_of(ROWS))[:-20], "cannot be read: Compressed file end"),
         ("a.jsonl.xz", b"plain", "cannot be read: Input format not supported"),
         ("a.jsonl.bz2", b"plain", "cannot be read: Invalid data"),
         ("a.jsonl.zst", b"plain", "cannot be read: ZSTD"),
         ("a.arrow", b"plain text", "is no Arrow file"),
         ("a.arrow", b"", "is no Arrow file|cannot be read"),
+        ("a.parquet", b"{}", "is no parquet file"),
         ("a.csv", b"", "has no header of different names"),
         ("a.csv", b"prompt,prompt\n", "has no header of different names"),
         ("a.csv", b'prompt,completion\nq,"open\n', "broken CSV"),
         ("a.csv", b"prompt,completion\nq,\xff\n", "is not UTF-8"),
         ("a.parquet.gz", b"", r"\.gz is not a known kind"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is UTF-16 text"),
+        ("a.csv", gzip.compress(b'{"text": "a"}\n'), "is compressed by gzip"),
+        ("a.jsonl", b"PK\x03\x04rest", "is a zip archive"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, name: str, raw: bytes, said: str) -> None:
-    (tmp_path / name).write_bytes(raw)
+def test_broken_files_are_named(
+    tmp_path: Path, prepare: Prepare, name: str, raw: bytes, said: str
+) -> None:
+    path = raw_file(tmp_path / name, raw)
     with pytest.raises(DataError, match=said) as caught:
-        prepared(tmp_path / name, tmp_path / "cache")
-    assert str(tmp_path / name) in caught.value.where
+        prepare(path)
+    assert str(path) in caught.value.where
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_time_that_python_has_not_is_said(tmp_path: Path, kind: str) -> None:
+def test_columns_that_cannot_be_read_are_said(tmp_path: Path, prepare: Prepare, kind: str) -> None:
+    """A time that Python has not, and two columns of one name."""
     times = pa.array([300_000_000_000], pa.timestamp("s"))
-    table = pa.table({"prompt": ["q"], "completion": ["a"], "when": times})
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pa.parquet.write_table(table, path)
-    else:
-        with pa.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table)
-    for read in (lambda: prepared(path, tmp_path / "cache"), lambda: list(read_records(path))):
-        with pytest.raises(DataError, match="has a value that cannot be read") as caught:
-            read()
-        assert caught.value.where == str(path)
+    for table, said in (
+        (pa.table({"prompt": ["q"], "when": times}), "has a value that cannot be read"),
+        (pa.table([["q"], ["1"], ["2"]], ["prompt", "a", "a"]), "has the column 'a' twice"),
+    ):
+        pa.parquet.write_table(table, path) if kind == "parquet" else write_arrow(path, table)
+        for read in (lambda: prepare(path), lambda: list(read_records(path))):
+            with pytest.raises(DataError, match=said) as caught:
+                read()
+            assert caught.value.where == str(path)
+
+
+# Which files there are ------------------------------------------------------------------------------------------------
+
+
+def test_files_folders_and_globs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in [
+        "b.jsonl",
+        "a.json",
+        "sub/c.parquet",
+        ".hidden.jsonl",
+        ".git/d.jsonl",
+        "README.md",
+        "e.txt",
+    ]:
+        raw_file(tmp_path / name, "x")
+    found = [path.relative_to(tmp_path).as_posix() for path in expand_paths([str(tmp_path)])]
+    assert found == ["a.json", "b.jsonl", "sub/c.parquet"], "a text beside data describes the data"
+    given = [str(tmp_path / name) for name in ("b.jsonl", "*.json", "**/*.parquet")]
+    assert [path.name for path in expand_paths(given)] == ["b.jsonl", "a.json", "c.parquet"]
+    literal = raw_file(tmp_path / "books" / "a[1].txt", "x")
+    assert expand_paths([literal]) == expand_paths([literal.parent]) == (literal,)
+    with caplog.at_level(logging.WARNING, "finetune"):
+        assert len(expand_paths([str(literal), str(literal.parent)])) == 2
+    assert "read more than once" in caplog.text
+
+
+def test_missing_files_are_reported_together(tmp_path: Path) -> None:
+    raw_file(tmp_path / "train.jsonl", "x")
+    raw_file(tmp_path / "notes.md", "x")
+    (tmp_path / "empty").mkdir()
+    names = ["trian.jsonl", "notes.md", "empty", "*.parquet"]
+    with pytest.raises(Problems) as caught:
+        expand_paths([str(tmp_path / name) for name in names])
+    missing, kind, folder, pattern = map(str, caught.value.problems)
+    assert "did you mean" in missing and "train.jsonl" in missing
+    assert ".md is not a known kind" in kind and ".txt" in kind
+    assert "holds no" in folder and "no data file matches" in pattern
+    assert caught.value.exit_code == 2
+    with pytest.raises(DataError, match="no data files were named"):
+        expand_paths([])
 
 
 def test_folders_that_datasets_saved(tmp_path: Path) -> None:
@@ -189,7 +354,7 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     assert [path.suffix for path in found] == [".arrow"] * 3
     assert [record for path in found for _, record in read_records(path)] == ROWS
     assert expand_paths([tmp_path]) == found, "what describes the data is not read as data"
-    write_arrow(tmp_path / "saved" / "cache-0.arrow", ROWS, stream=True)
+    write_arrow(tmp_path / "saved" / "cache-0.arrow", pa.Table.from_pylist(ROWS))
     assert expand_paths([tmp_path / "saved"]) == found, "what was computed of it is not either"
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "one")
     assert [record for _, record in read_records(*expand_paths([tmp_path / "one"]))] == ROWS

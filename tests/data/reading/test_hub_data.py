@@ -12,12 +12,10 @@ import datasets
 import huggingface_hub.constants
 import pyarrow as pa
 import pytest
-from chat_models import family
 from sample_rows import expand_paths
 
 from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
-from finetune.data.dataset import prepare_samples
 from finetune.data.reading.files import read_records
 from finetune.errors import DataError
 
@@ -55,24 +53,16 @@ def records(given: str) -> list[Any]:
     return [record for path in expand_paths([given]) for _, record in read_records(path)]
 
 
-def test_a_cached_data_set_is_read_by_name(cache: Path, tmp_path: Path) -> None:
+def test_a_cached_data_set_is_read_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert records("hub:owner/toy") == ROWS
     assert records(f"hub:owner/toy@{COMMIT}:test") == ROWS[:2]
-    samples = prepare_samples(
-        ["hub:owner/toy"],
-        family("gemma"),
-        cutoff_len=64,
-        cache_dir=tmp_path / "samples",
-        num_proc=1,
-    )
-    assert len(samples) == 5 and samples.location(0).endswith("toy-train.arrow:1")
-    assert (
-        check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir=str(tmp_path / "o")))
-        == []
-    )
-
-
-def test_subsets_are_told_apart(cache: Path) -> None:
+    assert check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir="o")) == []
+    tags = {"v1": COMMIT, "v2": COMMIT[::-1]}
+    found = lambda self, name, revision: SimpleNamespace(sha=tags[revision])  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", found)
+    assert records("hub:owner/toy@v1") == ROWS, "a tag is its commit"
+    with pytest.raises(DataError, match="revision v2 is not cached, another one is"):
+        expand_paths(["hub:owner/toy@v2"])
     cached(cache, "other", {"train": ROWS[3:]})
     assert records("hub:owner/toy/other") == ROWS[3:]
     with pytest.raises(DataError, match="the data set cannot be loaded: There are multiple"):
@@ -86,14 +76,9 @@ def test_subsets_are_told_apart(cache: Path) -> None:
         ("hub:owner/toy:train[:10%]", "is no name of a data set"),
         ("hub:owner/none", "the data set cannot be loaded: .*owner/none"),
         ("hub:owner/toy:valid", "the data set cannot be loaded: Unknown split"),
-        ("hub:owner/..", "is no name of a data set"),
         ("modelscope:./toy", "is no name of a data set"),
         ("hub:owner/toy@main", "the commit of revision main is not known"),
-        (f"hub:owner/toy@{COMMIT[:7]}", "the commit of revision 0123456 is not known"),
-        (
-            f"hub:owner/toy@{COMMIT[::-1]}",
-            "the data set cannot be loaded: revision .* is not cached",
-        ),
+        (f"hub:owner/toy@{COMMIT[::-1]}", "cannot be loaded: revision .* is not cached"),
     ],
 )
 def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
@@ -109,37 +94,22 @@ def test_a_local_folder_is_not_taken_for_a_data_set(
     (tmp_path / "owner" / "toy").mkdir(parents=True)
     (tmp_path / "owner" / "toy" / "rows.jsonl").write_text('{"text": "local"}\n')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        DataError, match="is also the name of a local file or folder: owner/toy"
-    ) as caught:
+    with pytest.raises(DataError, match="name of a local file or folder: owner/toy") as caught:
         expand_paths([f"{prefix}:owner/toy"])
     assert "./owner/toy" in caught.value.fix and records("./owner/toy") == [{"text": "local"}]
-
-
-def test_a_tag_is_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = {"v1": COMMIT, "v2": COMMIT[::-1]}
-    found = lambda self, name, revision: SimpleNamespace(sha=tags[revision])  # noqa: E731
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", found)
-    assert records("hub:owner/toy@v1") == ROWS
-    with pytest.raises(DataError, match="revision v2 is not cached, another one is"):
-        expand_paths(["hub:owner/toy@v2"])
-
-
-def test_modelscope_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "modelscope" else find(name)
-    )
-    with pytest.raises(DataError, match="is not installed") as caught:
-        expand_paths(["modelscope:owner/toy"])
-    assert caught.value.fix == "pip install modelscope"
 
 
 def test_modelscope_is_asked_as_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = datasets.Dataset.from_list(ROWS)
-    rows.save_to_disk(tmp_path / "saved")
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        without = lambda name: None if name == "modelscope" else find(name)  # noqa: E731
+        patch.setattr(importlib.util, "find_spec", without)
+        with pytest.raises(DataError, match="is not installed") as caught:
+            expand_paths(["modelscope:owner/toy"])
+    assert caught.value.fix == "pip install modelscope"
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     asked: list[Any] = []
 
     def load(name: str, **options: Any) -> Any:
