@@ -5,6 +5,7 @@ balanced, fast.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,27 +21,26 @@ from finetune.batching.microbatch_schedule import (
 from finetune.errors import DataError
 
 
+def rows_of(plan: MicrobatchSchedule) -> list[list[list[int]]]:
+    return [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches]
+
+
 def check(plan: MicrobatchSchedule, lengths: np.ndarray, world_size: int) -> None:
     """What holds for every plan, computed again from the microbatches."""
     assert plan.world_size == world_size == len(plan.microbatches)
     assert {len(rank) for rank in plan.microbatches} == {plan.micro_steps} and plan.micro_steps >= 1
     microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
     assert all(microbatch.dtype == np.int64 and microbatch.ndim == 1 for microbatch in microbatches)
-    assert sorted(
-        position for microbatch in microbatches for position in microbatch.tolist()
-    ) == list(range(len(lengths)))
+    assert sorted(np.concatenate(microbatches).tolist()) == list(range(len(lengths)))
     tokens = [[int(lengths[microbatch].sum()) for microbatch in rank] for rank in plan.microbatches]
     assert plan.microbatch_tokens.tolist() == tokens
     assert plan.tokens == int(lengths.sum())
     assert plan.padding_tokens == int(plan.computed_tokens.sum()) - plan.tokens >= 0
     assert 0 <= plan.packing_efficiency <= 1
     assert plan.imbalance >= 1 and plan.lockstep_imbalance >= plan.imbalance - 1e-12
-    # Microbatches of like weight share a micro-step: none is heavier than the lightest of the
-    # micro-step before.
+    # Microbatches of like weight share a micro-step: none is heavier than the lightest before.
     by_step = plan.computed_tokens.T.tolist()
-    assert all(
-        min(before) >= max(after) for before, after in zip(by_step, by_step[1:], strict=False)
-    )
+    assert all(min(before) >= max(after) for before, after in pairwise(by_step))
 
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(
@@ -48,7 +48,7 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 300))
 # two microbatches of 10 are all that fits: a bound that is loose shows
 @example(np.array([5, 3, 5, 3, 4]), 2, 5)
@@ -59,43 +59,31 @@ def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
     assert plan.microbatch_tokens.max() <= budget
     assert plan.padding_tokens == 0
     assert plan.capacity_tokens == budget * world_size * plan.micro_steps
-    # Not more microbatches than one sample each needs; how near the optimum it is, another test
-    # looks at by search.
     fewest = max(1, -(-_min_microbatches(np.sort(lengths)[::-1], budget) // world_size))
     assert plan.micro_steps <= max(1, -(-len(lengths) // world_size))
     assert plan.micro_steps <= 2 * fewest
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 12))
 def test_padded_plans(lengths: np.ndarray, world_size: int, samples_per_microbatch: int) -> None:
     plan = schedule_microbatches(lengths, world_size, samples_per_microbatch=samples_per_microbatch)
     check(plan, lengths, world_size)
     microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
-    assert max(len(microbatch) for microbatch in microbatches) <= samples_per_microbatch
+    filled = [microbatch for microbatch in microbatches if len(microbatch)]
+    assert max(map(len, microbatches)) <= samples_per_microbatch
     assert len(microbatches) == world_size * max(
         1, -(-len(lengths) // (samples_per_microbatch * world_size))
     )
-    assert (
-        sum(
-            len(microbatch) < samples_per_microbatch
-            for microbatch in microbatches
-            if len(microbatch)
-        )
-        <= 1
-    )
+    assert sum(len(microbatch) < samples_per_microbatch for microbatch in filled) <= 1
     paid = [
         [len(microbatch) * int(lengths[microbatch].max(initial=0)) for microbatch in rank]
         for rank in plan.microbatches
     ]
     assert plan.computed_tokens.tolist() == paid
     # Sorted by length: no microbatch reaches into the range of another.
-    spans = sorted(
-        (int(lengths[microbatch].min()), int(lengths[microbatch].max()))
-        for microbatch in microbatches
-        if len(microbatch)
-    )
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    spans = sorted((lengths[one].min(), lengths[one].max()) for one in filled)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 def fewest_by_search(items: list[int], budget: int) -> int:
@@ -122,7 +110,7 @@ def fewest_by_search(items: list[int], budget: int) -> int:
     return best
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 30))
 def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(
     items: list[int], room: int
@@ -130,46 +118,25 @@ def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(
     items, budget = sorted(items, reverse=True), max(items) + room
     best = fewest_by_search(items, budget)
     assert _min_microbatches(np.array(items), budget) <= best
-    assert (
-        best
-        <= schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps
-        <= best + 1
-    )
+    found = schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps
+    assert best <= found <= best + 1
 
 
-def test_longest_first_into_the_lightest_row_by_hand() -> None:
+def test_plans_by_hand() -> None:
     # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, largest first, every other micro-step
     # dealt backwards.
     plan = schedule_microbatches(np.array([1, 2, 3, 5, 6, 8, 9]), 2, token_budget=10)
     assert plan.microbatch_tokens.tolist() == [[9, 8], [9, 8]]
-    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
-        [[6], [2, 3]],
-        [[0, 5], [1, 4]],
-    ]
+    assert rows_of(plan) == [[[6], [2, 3]], [[0, 5], [1, 4]]]
     assert plan.packing_efficiency == 34 / 40
     assert plan.imbalance == plan.lockstep_imbalance == 1.0
-
-
-def test_padded_rows_by_hand() -> None:
-    plan = schedule_microbatches(np.array([1, 9, 2, 8, 3]), 2, samples_per_microbatch=2)
     # Microbatches 9+8, 3+2 and 1: padded 18, 6 and 1. The rank that had the 18 gets the empty one.
-    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
-        [[1, 3], []],
-        [[2, 4], [0]],
-    ]
+    plan = schedule_microbatches(np.array([1, 9, 2, 8, 3]), 2, samples_per_microbatch=2)
+    assert rows_of(plan) == [[[1, 3], []], [[2, 4], [0]]]
     assert plan.computed_tokens.tolist() == [[18, 0], [6, 1]]
-    assert plan.padding_tokens == 2
-    assert plan.packing_efficiency == 23 / 25
-
-
-def test_of_equal_lengths_the_earlier_comes_first_and_nothing_is_random() -> None:
-    plans = [schedule_microbatches(np.full(6, 5), 2, token_budget=10) for _ in range(3)]
-    microbatches = [
-        [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches]
-        for plan in plans
-    ]
-    assert microbatches[0] == microbatches[1] == microbatches[2]
-    assert microbatches[0][0][0] == [0, 4]
+    assert plan.padding_tokens == 2 and plan.packing_efficiency == 23 / 25
+    # of equal lengths the earlier comes first
+    assert rows_of(schedule_microbatches(np.full(6, 5), 2, token_budget=10))[0][0] == [0, 4]
 
 
 @pytest.mark.parametrize("way", [{"token_budget": 8}, {"samples_per_microbatch": 8}])
@@ -180,51 +147,42 @@ def test_fewer_samples_than_ranks_leave_empty_rows(way: dict[str, int]) -> None:
     assert sum(len(rank[0]) == 0 for rank in plan.microbatches) >= 2
     empty = schedule_microbatches(np.array([], dtype=np.int64), 3, **way)
     check(empty, np.array([], dtype=np.int64), 3)
-    assert (
-        empty.packing_efficiency == 0
-        and empty.imbalance == 1
-        and empty.largest_microbatch_tokens == 0
-    )
+    assert (empty.packing_efficiency, empty.imbalance) == (0, 1)
+    assert empty.largest_microbatch_tokens == 0
 
 
 def test_samples_above_the_budget_are_named() -> None:
     with pytest.raises(DataError) as caught:
         schedule_microbatches(np.array([5, 12, 3, 11]), 2, token_budget=10)
-    assert (
-        "position 1 with 12 tokens" in caught.value.where
-        and "position 3 with 11 tokens" in caught.value.where
-    )
+    assert caught.value.where == "position 1 with 12 tokens, position 3 with 11 tokens"
     assert "budget of a microbatch, 10" in caught.value.what
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("lengths", "world_size", "way"),
     [
-        {},
-        {"token_budget": 5, "samples_per_microbatch": 5},
-        {"token_budget": 0},
-        {"samples_per_microbatch": 0},
+        ([1, 2], 2, {}),
+        ([1, 2], 2, {"token_budget": 5, "samples_per_microbatch": 5}),
+        ([1, 2], 2, {"token_budget": 0}),
+        ([1, 2], 2, {"samples_per_microbatch": 0}),
+        ([1, 0], 2, {"token_budget": 5}),
+        ([1], 0, {"token_budget": 5}),
     ],
 )
-def test_calls_that_mean_nothing_are_refused(way: dict[str, int]) -> None:
+def test_calls_that_mean_nothing_are_refused(
+    lengths: list[int], world_size: int, way: dict[str, int]
+) -> None:
     with pytest.raises(ValueError, match="token_budget"):
-        schedule_microbatches(np.array([1, 2]), 2, **way)
-
-
-def test_a_length_or_world_size_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        schedule_microbatches(np.array([1, 0]), 2, token_budget=5)
-    with pytest.raises(ValueError, match="at least 1"):
-        schedule_microbatches(np.array([1]), 0, token_budget=5)
+        schedule_microbatches(np.array(lengths), world_size, **way)
 
 
 def long_tail(samples: int, most: int = 2048) -> np.ndarray:
     return np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, samples), 8, most).astype(np.int64)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8, 16])
+@pytest.mark.parametrize("world_size", [1, 16])
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_long_tails_are_packed_tightly_and_balanced(world_size: int, micro_batch: int) -> None:
+def test_long_tails_are_packed_tightly_balanced_and_fast(world_size: int, micro_batch: int) -> None:
     lengths, budget = long_tail(1024), 2048 * micro_batch
     plan = schedule_microbatches(lengths, world_size, token_budget=budget)
     # At most two microbatches in a hundred, or one micro-step, above what the tokens fill.
@@ -233,16 +191,10 @@ def test_long_tails_are_packed_tightly_and_balanced(world_size: int, micro_batch
     assert plan.imbalance < 1.001 and plan.lockstep_imbalance < 1.002
     padded = schedule_microbatches(lengths, world_size, samples_per_microbatch=micro_batch)
     assert padded.micro_steps >= 1.3 * plan.micro_steps
-
-
-@pytest.mark.parametrize(
-    "way", [{"token_budget": 2048}, {"token_budget": 8192}, {"samples_per_microbatch": 4}]
-)
-def test_a_global_batch_of_1024_takes_about_a_millisecond(way: dict[str, int]) -> None:
-    lengths, seconds = long_tail(1024), []
+    seconds = []
     for _ in range(30):
         start = time.perf_counter()
-        schedule_microbatches(lengths, 8, **way)
+        schedule_microbatches(lengths, world_size, token_budget=budget)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 2e-3  # 0.35 ms on the machine this was written on; room for slower ones
 
