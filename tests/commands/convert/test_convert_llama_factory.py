@@ -22,138 +22,102 @@ from converted_runs import (
 
 from finetune.commands.convert.command import main
 from finetune.config.fields import DataSource
-from finetune.data.formats import detect_format
 from finetune.errors import ConfigError, FinetuneError
+
+OF_THE_EXAMPLE = """
+model: Qwen/Qwen3-4B-Instruct-2507
+finetuning: lora
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.0
+lora_target_modules: all-linear
+cutoff_len: 2048
+max_samples: 1000
+micro_batch_size: 1
+global_batch_size: 32
+learning_rate: 0.0001
+lr_scheduler: cosine
+warmup_steps: 0.1
+weight_decay: 0.0
+num_epochs: 3.0
+dtype: bfloat16
+seed: 42
+use_curriculum: false
+on_bad_row: drop
+deepspeed: null
+logging_steps: 10
+save_steps: 500
+"""
 
 
 def test_the_example_of_lora(capsys: Any) -> None:
     config, text = converted(EXAMPLE, capsys, "--devices", "4")
-    expected = {
-        "model": "Qwen/Qwen3-4B-Instruct-2507",
-        "data": ("data/identity.json", "data/alpaca_en_demo.json"),
-        "finetuning": "lora",
-        "lora_r": 8,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-        "lora_target_modules": "all-linear",
-        "cutoff_len": 2048,
-        "micro_batch_size": 1,
-        "global_batch_size": 32,
-        "learning_rate": 1e-4,
-        "lr_scheduler": "cosine",
-        "warmup_steps": 0.1,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "num_epochs": 3.0,
-        "dtype": "bfloat16",
-        "seed": 42,
-        "use_curriculum": False,
-        "on_bad_row": "drop",
-        "deepspeed": None,
-        "logging_steps": 10,
-        "save_steps": 500,
-    }
+    expected = yaml.safe_load(OF_THE_EXAMPLE)
     assert {name: getattr(config, name) for name in expected} == expected
-    assert config.max_samples == 1000 and not section(text, TRAINED)
+    assert config.data == ("data/identity.json", "data/alpaca_en_demo.json")
+    assert not section(text, TRAINED) and "plot_loss true" in text
     assert "1 a device x 8 accumulated x 4 devices" in section(text, DIFFERS)
     assert "template qwen3_nothink" in section(text, DIFFERS)
-    assert "plot_loss true" in text and "do_train" not in text and "save_only_model" not in text
+    assert "do_train" not in text and "save_only_model" not in text
 
 
 def test_the_example_of_zero_3(capsys: Any) -> None:
     config, text = converted({**EXAMPLE, **ZERO3}, capsys, "--devices", "8")
-    assert (
-        config.deepspeed == {"zero_optimization": {"stage": 3}} and config.global_batch_size == 16
-    )
-    assert "the file is not here: ZeRO-3 is written" in text
+    assert config.deepspeed == {"zero_optimization": {"stage": 3}}
+    assert config.global_batch_size == 16 and "the file is not here: ZeRO-3 is written" in text
     Path("examples/deepspeed").mkdir(parents=True)
     Path(ZERO3["deepspeed"]).write_text(json.dumps(DEEPSPEED))
     config, text = converted({**EXAMPLE, **ZERO3}, capsys)
-    assert config.deepspeed is not None and config.deepspeed["zero_optimization"]["stage"] == 3
+    assert config.deepspeed["zero_optimization"]["stage"] == 3
     assert "the file is not here" not in text
+    ignored = {"comms_config": {"comms_logger": {"enabled": False}}, "monitor_config": {}}
+    config, text = converted(EXAMPLE | {"deepspeed": DEEPSPEED | ignored}, capsys)
+    assert not ignored.keys() & config.deepspeed.keys() and "zero_optimization" in config.deepspeed
+    assert "deepspeed: comms_config" in text and "deepspeed: monitor_config" in text
 
 
-def test_the_example_of_all_parameters(capsys: Any) -> None:
-    config, text = converted({**EXAMPLE, **FULL}, capsys)
+def test_the_examples_of_all_parameters_and_of_pretraining(capsys: Any) -> None:
+    config, text = converted({**EXAMPLE, **FULL, "output_dir": "o"}, capsys)
     assert (config.finetuning, config.learning_rate, config.global_batch_size) == ("full", 1e-5, 2)
-    assert config.deepspeed and "lora" not in text.partition("\nmodel:")[2].replace(
-        "saves/qwen3-4b/lora", ""
-    )
-
-
-def test_the_example_of_pretraining(capsys: Any) -> None:
+    assert config.deepspeed and "lora" not in text.partition("\nmodel:")[2]
     config, text = converted({**EXAMPLE, **PRETRAIN}, capsys)
     (source,) = config.sources
     assert (source.path, source.columns) == ("data/c4_demo.jsonl", {"text": "text"})
-    assert "texts are cut off" in section(text, DIFFERS) and "template" not in section(
-        text, DIFFERS
-    )
+    differs = section(text, DIFFERS)
+    assert "texts are cut off" in differs and "template" not in differs
 
 
 def test_defaults_of_theirs_are_written_out(capsys: Any) -> None:
-    config, text = converted(
-        {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}, capsys
-    )
+    run = {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}
+    config, text = converted(run, capsys)
     assert "bf16 not set: there the model's own format" in section(text, DIFFERS)
     assert (config.learning_rate, config.lr_scheduler, config.warmup_steps) == (5e-5, "linear", 0)
-    assert (config.lora_r, config.lora_alpha, config.global_batch_size, config.dtype) == (
-        8,
-        16,
-        8,
-        "bfloat16",
-    )
+    assert (config.lora_r, config.lora_alpha, config.global_batch_size) == (8, 16, 8)
 
 
 def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> None:
+    columns = {"prompt": "question", "query": "context", "response": "answer"}
+    turns = {"messages": "turns", "system": "rules", "tools": "functions", "images": "pictures"}
+    tags = {"role_tag": "role", "content_tag": "content", "assistant_tag": "oracle"}
     info = {
-        "a": {
-            "file_name": "a.jsonl",
-            "columns": {"prompt": "question", "query": "context", "response": "answer"},
-        },
-        "b": {
-            "file_name": "b.json",
-            "formatting": "sharegpt",
-            "columns": {
-                "messages": "turns",
-                "system": "rules",
-                "tools": "functions",
-                "images": "pictures",
-            },
-            "tags": {
-                "role_tag": "role",
-                "content_tag": "content",
-                "user_tag": "user",
-                "assistant_tag": "oracle",
-            },
-        },
+        "a": {"file_name": "a.jsonl", "columns": columns},
+        "b": {"file_name": "b.json", "formatting": "sharegpt", "columns": turns, "tags": tags},
         "c": {"hf_hub_url": "owner/name", "split": "test", "subset": "small", "num_samples": 7},
         "d": {"file_name": "d.json", "formatting": "openai"},
-        "pairs": {"file_name": "p.json", "ranking": True},
     }
     (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
-    changes = {
-        "dataset": "a, b,c",
-        "eval_dataset": "d",
-        "mix_strategy": "interleave_under",
-        "interleave_probs": "1,2,1",
-    }
+    changes = {"dataset": "a, b,c", "eval_dataset": "d"}
+    changes |= {"mix_strategy": "interleave_under", "interleave_probs": "1,2,1"}
     config, text = converted({**EXAMPLE, **changes}, capsys)
     first, second, third = config.sources
     assert first.columns == {"instruction": "question", "input": "context", "output": "answer"}
-    assert detect_format({"question": "?", "answer": "!", "instruction": "?"}) == "alpaca"
     assert second.columns == {"messages": "turns", "system": "rules", "tools": "functions"}
     assert (third.path, third.columns) == ("hub:owner/name/small:test", None)
     assert [source.max_samples for source in config.sources] == [1000, 1000, 7]
     assert [source.path for source in config.valid_sources] == ["data/d.json"]
     assert config.data_weights == (1.0, 2.0, 1.0)
     named = section(text, TRAINED)
-    for words in (
-        "b: images",
-        "b: assistant_tag oracle",
-    ):
-        assert words in named, words
-    with pytest.raises(ConfigError, match="rankings"):
-        converted({**EXAMPLE, "dataset": "pairs"}, capsys)
+    assert "b: images" in named and "b: assistant_tag oracle" in named
 
 
 @pytest.mark.parametrize(
@@ -167,109 +131,76 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
         ({"save_steps": "often"}, "a value that LLaMA-Factory does not take"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(
-    capsys: Any, changes: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_trained_is_refused(capsys: Any, changes, words) -> None:
     with pytest.raises(FinetuneError, match=words):
         converted({**EXAMPLE, **changes}, capsys)
     assert not Path("ours.yaml").exists()
 
 
 def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
-    changes = {
-        "quantization_bit": 3, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
-        "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
-        "pissa_convert": False,
-    }  # fmt: skip
-    config, text = converted({**EXAMPLE, **changes}, capsys)
+    changes = {"quantization_bit": 3, "neftune_noise_alpha": 5, "mask_history": True, "misspelt": 1}
+    changes |= {"lr_scheduler_type": "polynomial", "optim": "adafactor", "use_galore": True}
+    run = {**EXAMPLE, **changes, "flash_attn": "fa2", "pissa_convert": False}
+    config, text = converted(run, capsys)
     named = section(text, TRAINED)
-    for name in changes.keys() - {"flash_attn", "pissa_convert"}:
-        assert f"#   {name} " in named, name
+    assert all(f"#   {name} " in named for name in changes), named
     assert "flash_attn fa2" in text.replace(named, "") and "pissa_convert" not in text
     assert config.lr_scheduler == "cosine"
 
 
 def test_validation_best_and_early_stopping(capsys: Any) -> None:
-    changes = {
-        "val_size": 0.1,
-        "eval_strategy": "steps",
-        "eval_steps": 50,
-        "early_stopping_steps": 3,
-    }
-    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    config, _ = converted({**EXAMPLE, **changes}, capsys)
-    assert (config.valid_split, config.eval_steps, config.keep_best, config.early_stopping) == (
-        0.1,
-        50,
-        True,
-        3,
-    )
+    changes = {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50}
+    changes |= {"early_stopping_steps": 3, "load_best_model_at_end": True}
+    config, _ = converted({**EXAMPLE, **changes, "metric_for_best_model": "eval_loss"}, capsys)
+    assert (config.valid_split, config.eval_steps) == (0.1, 50)
+    assert (config.keep_best, config.early_stopping) == (True, 3)
 
 
-V1: dict[str, Any] = {
-    "model": "Qwen/Qwen3-4B",
-    "model_class": "llm",
-    "peft_config": {"name": "lora", "r": 16, "lora_dropout": 0.0, "target_modules": "all"},
-    "kernel_config": {"name": "auto"},
-    "dist_config": {"name": "fsdp2", "dcp_path": None},
-    "train_dataset": "data/sets.yaml",
-    "output_dir": "outputs/v1",
-    "micro_batch_size": 2,
-    "global_batch_size": 16,
-    "learning_rate": 1e-5,
-    "max_steps": 10,
-    "sample_backend": "hf",
-}
+V1 = yaml.safe_load("""
+model: Qwen/Qwen3-4B
+model_class: llm
+peft_config: {name: lora, r: 16, lora_dropout: 0.0, target_modules: all}
+kernel_config: {name: auto}
+dist_config: {name: fsdp2, dcp_path: null}
+train_dataset: data/sets.yaml
+output_dir: outputs/v1
+micro_batch_size: 2
+global_batch_size: 16
+learning_rate: 1.0e-5
+max_steps: 10
+sample_backend: hf
+""")
+SETS = """
+identity: {file_name: data/identity.json, converter: alpaca}
+more: {file_name: more.json, dataset_dir: data, num_samples: 500}
+hub: {path: owner/chats, split: train_sft, weight: 2.0}
+"""
 
 
-def v1_sets(folder: Path, sets: dict[str, Any] | None = None) -> None:
-    sets = sets or {
-        "identity": {"file_name": "data/identity.json", "converter": "alpaca"},
-        "more": {"file_name": "more.json", "dataset_dir": "data", "num_samples": 500},
-        "hub": {"path": "owner/chats", "split": "train_sft", "weight": 2.0},
-    }
-    (folder / "data" / "sets.yaml").write_text(yaml.safe_dump(sets, sort_keys=False))
-
-
-def test_the_new_form(capsys: Any, folder: Path) -> None:
-    v1_sets(folder)
+def test_the_new_form(capsys: Any) -> None:
+    Path("data/sets.yaml").write_text(SETS)
     config, text = converted(V1, capsys, "--devices", "4")
-    assert config.data == (
-        "data/identity.json",
-        DataSource(path="data/more.json", max_samples=500),
-        "hub:owner/chats:train_sft",
-    )
+    more = DataSource(path="data/more.json", max_samples=500)
+    assert config.data == ("data/identity.json", more, "hub:owner/chats:train_sft")
     assert (config.micro_batch_size, config.global_batch_size, config.max_steps) == (2, 16, 10)
-    # what is not given has LLaMA-Factory's own defaults: torch's AdamW, a constant rate, peft's alpha
+    # what is not given has LLaMA-Factory's defaults: torch's AdamW, a constant rate, peft's alpha
     assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (16, 16, 0.0)
-    assert (config.learning_rate, config.lr_scheduler, config.weight_decay) == (
-        1e-5,
-        "constant",
-        0.01,
-    )
-    assert (config.dtype, config.save_steps, config.gradient_checkpointing) == ("bfloat16", 0, True)
-    assert "weight 2.0" in section(text, TRAINED) and "#" in text
+    assert (config.learning_rate, config.lr_scheduler) == (1e-5, "constant")
+    assert (config.weight_decay, config.dtype, config.save_steps) == (0.01, "bfloat16", 0)
+    assert config.gradient_checkpointing and "weight 2.0" in section(text, TRAINED)
     assert "dist_config fsdp2" in text and "template not set" in section(text, DIFFERS)
 
 
-def test_the_new_form_with_all_parameters_and_deepspeed(capsys: Any, folder: Path) -> None:
-    v1_sets(folder, {"identity": {"file_name": "data/identity.json"}})
-    run = {name: value for name, value in V1.items() if name != "peft_config"} | {
-        "dist_config": {
-            "name": "deepspeed",
-            "config_file": "examples/deepspeed/ds_z3_offload_config.json",
-        },
-        "cp_size": 2,
-        "global_batch_size": None,
-        "optim_config": {"name": "muon"},
-    }
-    config, text = converted(run, capsys, "--devices", "8")
+def test_the_new_form_with_all_parameters_and_deepspeed(capsys: Any) -> None:
+    Path("data/sets.yaml").write_text("identity: {file_name: data/identity.json}\n")
+    zero = {"name": "deepspeed", "config_file": "examples/deepspeed/ds_z3_offload_config.json"}
+    run = V1 | {"peft_config": None, "global_batch_size": None, "optim_config": {"name": "muon"}}
+    config, text = converted(run | {"dist_config": zero, "cp_size": 2}, capsys, "--devices", "8")
     assert config.finetuning == "full" and config.global_batch_size == 2 * 8 // 2
-    inside = {name: value for name, value in run.items() if name != "cp_size"}
-    inside["dist_config"] = {"name": "fsdp2", "cp_size": 2}
-    assert converted(inside, capsys, "--devices", "8")[0].global_batch_size == 2 * 8 // 2
     assert config.deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu"}
     assert "optim_config" in section(text, TRAINED)
+    inside = run | {"dist_config": {"name": "fsdp2", "cp_size": 2}}
+    assert converted(inside, capsys, "--devices", "8")[0].global_batch_size == 2 * 8 // 2
 
 
 @pytest.mark.parametrize(
@@ -279,44 +210,30 @@ def test_the_new_form_with_all_parameters_and_deepspeed(capsys: Any, folder: Pat
         ({"model_class": "cls"}, "a model of class cls"),
         ({"global_batch_size": 15}, "no multiple of micro_batch_size 2 x 4 devices"),
         ({"train_dataset": "data/missing.yaml"}, "data/missing.yaml is not here"),
+        ({"train_dataset": "data/pairs.yaml"}, "options of v1's DPO are not read"),
         ({"train_dataset": None}, "names no dataset"),
     ],
-    ids=["freeze", "class", "batch", "sets", "no-data"],
 )
-def test_the_new_form_is_refused(change: dict[str, Any], words: str, folder: Path) -> None:
-    v1_sets(folder)
-    (folder / "theirs.yaml").write_text(yaml.safe_dump(V1 | change))
+def test_the_new_form_is_refused(change: dict[str, Any], words: str) -> None:
+    Path("data/sets.yaml").write_text(SETS)
+    Path("data/pairs.yaml").write_text("pairs: {path: owner/pairs, converter: pair}\n")
+    Path("theirs.yaml").write_text(yaml.safe_dump(V1 | change))
     with pytest.raises(ConfigError, match=words):
         main(["theirs.yaml", "--devices", "4", "--from", "llamafactory-v1"])
 
 
-def test_pairs_of_the_new_form_are_refused(folder: Path) -> None:
-    v1_sets(folder, {"pairs": {"path": "owner/pairs", "converter": "pair"}})
-    (folder / "theirs.yaml").write_text(yaml.safe_dump(V1))
-    with pytest.raises(ConfigError, match="options of v1's DPO are not read"):
-        main(["theirs.yaml"])
-
-
-def test_a_start_that_would_be_refused_is_no_success(capsys: Any, folder: Path) -> None:
+def test_a_start_that_would_be_refused_is_no_success(capsys: Any) -> None:
     """Records that the run's kind does not read, and a file that is not there."""
     run = {"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}
-    (folder / "theirs.yaml").write_text(yaml.safe_dump(run))
+    Path("theirs.yaml").write_text(yaml.safe_dump(run))
+    good = {"instruction": "q", "output": "a"}
     for content, words in (
         (None, "no such file or folder"),
         ([{"prompt": "q", "chosen": "a", "rejected": "b"}], "python -m finetune"),
-        ([{"instruction": "q", "output": "a"}], "[SUCCESS]"),
+        ([{"instruction": "q"}, good], "[SUCCESS]"),
     ):
         if content is not None:
-            (folder / "data" / "identity.json").write_text(json.dumps(content))
-        (folder / "ours.yaml").unlink(missing_ok=True)
-        assert main(["theirs.yaml", "--output", "ours.yaml"]) == 0
+            Path("data/identity.json").write_text(json.dumps(content))
+        assert main(["theirs.yaml"]) == 0
         said = capsys.readouterr().err
         assert words in said and ("[SUCCESS]" in said) != ("would be refused" in said)
-
-
-def test_keys_that_deepspeed_ignores_are_left_out_and_named(capsys: Any) -> None:
-    ignored = {"comms_config": {"comms_logger": {"enabled": False}}, "monitor_config": {}}
-    config, text = converted(EXAMPLE | {"deepspeed": DEEPSPEED | ignored}, capsys)
-    assert not ignored.keys() & config.deepspeed.keys()
-    assert "zero_optimization" in config.deepspeed
-    assert "deepspeed: comms_config" in text and "deepspeed: monitor_config" in text
