@@ -2,109 +2,84 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_models import family, make_tokenizer, marked, talk
+from sample_rows import write_rows as write
 
-from finetune.data.dataset import prepare_samples
 from finetune.data.encoding.render import Renderer, without_reasoning
 from finetune.data.encoding.spans import Rendering, Turn
 from finetune.data.formats import Conversation, Message, has_media, without_media
+from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.data.samples import Samples
 from finetune.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}
 PLAIN = {"messages": [QUESTION, ANSWER]}
+
+
+def asked(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, ANSWER], **more}
+
+
+TEXT = {"type": "text", "text": "q1"}
+SHAREGPT = [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a1"}]
+PROMPT = [{"role": "user", "content": [{"type": "input_audio"}, TEXT]}]
 WITH_MEDIA: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "<image>\nq1"}, ANSWER], "images": ["a.png"]},
-    {"messages": [{"role": "user", "content": "q1"}, ANSWER], "audios": ["a.wav"], "videos": []},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}},
-                                               {"type": "text", "text": "q1"}]}, ANSWER]},
-    {"messages": [{"role": "user", "content": "q1", "image": "a.png"}, ANSWER]},
-    {"conversations": [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a1"}], "video": "a.mp4"},
-    {"instruction": "<image>q1", "output": "a1", "image": "a.png"},
-    {"instruction": "<image>q1", "output": "a1", "image": {"bytes": None, "path": "a.png"}, "audios": [None]},
+    asked("<image>\nq1", images=["a.png"]),
+    asked("q1", audios=["a.wav"], videos=[]),
+    asked([{"type": "image_url", "image_url": {"url": "data:"}}, TEXT]),
+    asked([{"image": "cat.png"}, {"text": "<image>q1"}]),
+    {"messages": [{**QUESTION, "image": "a.png"}, ANSWER]},
+    {"conversations": SHAREGPT, "video": "a.mp4"},
+    {"instruction": "<image>q1", "output": "a1", "image": {"bytes": None, "path": "a.png"}},
     {"instruction": "q1", "output": "a1", "image": [[0, 0], [0, 0]]},
-    {"prompt": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "q1"}]}],
-     "completion": [ANSWER]},
-]  # fmt: skip
+    {"prompt": PROMPT, "completion": [ANSWER]},
+]
 NO_MEDIA: list[dict[str, Any]] = [
-    PLAIN,
     {**PLAIN, "images": [], "audios": "[]", "video": None},
-    {
-        **PLAIN,
-        "image": {"bytes": None, "path": None},
-        "images": [None],
-        "audios": [{"bytes": b"", "path": ""}],
-    },
+    {**PLAIN, "image": {"bytes": None, "path": None}, "images": [None]},
     {**PLAIN, "meta": [{"type": ["string", "null"]}, {"type": {"image": 1}}]},
-    {"messages": [{"role": "user", "content": "What is <image> in HTML?"}, ANSWER]},
-    {
-        **PLAIN,
-        "tools": [{"name": "draw", "parameters": {"properties": {"image": {"type": "string"}}}}],
-    },
+    asked("What is <image> in HTML?"),
+    {**PLAIN, "tools": [{"name": "f", "parameters": {"image": {"type": "string"}}}]},
 ]
 
 
-def prepared(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> Samples:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return prepare_samples(
-        [path],
-        family("chatml"),
-        cutoff_len=256,
-        cache_dir=tmp_path / "cache",
-        num_proc=1,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("record", WITH_MEDIA)
-def test_media_are_found_and_leave_the_text(tmp_path: Path, record: dict[str, Any]) -> None:
-    assert has_media(record)
-    assert not has_media(without_media(record))
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:1.*--on-media drop-row leaves such records out"
-    ):
-        prepared(tmp_path, [record])
-    samples, plain = (
-        prepared(tmp_path, [record], on_media="drop-media"),
-        prepared(tmp_path, [PLAIN]),
-    )
-    assert (
-        samples[0][0].tolist() == plain[0][0].tolist()
-        and samples[0][1].tolist() == plain[0][1].tolist()
-    )
-    assert samples.report.without_media == 1 and samples.report.left_out_media == 0
+def test_media_are_found_and_leave_the_text(record: dict[str, Any]) -> None:
+    assert has_media(record) and not has_media(without_media(record))
+    ((_, _, refused),) = RecordReader().conversations([(1, record)])
+    assert "--on-media drop-row leaves such records out" in str(refused)
+    ((_, _, found),) = RecordReader(on_media="drop-media").conversations([(1, record)])
+    assert isinstance(found, Conversation) and found.had_media
+    assert [turn.content for turn in found.messages] == ["q1", "a1"]
 
 
-@pytest.mark.parametrize("record", NO_MEDIA)
-def test_what_is_no_media(record: dict[str, Any]) -> None:
-    assert not has_media(record)
-
-
-def test_types_that_are_no_text_are_left_alone() -> None:
+def test_what_is_no_media() -> None:
+    for record in NO_MEDIA:
+        assert not has_media(record), record
     record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, {"type": {}}]}
     assert without_media(record) == {**PLAIN, "schema": record["schema"]}
 
 
-def test_records_with_media_are_left_out_and_counted(tmp_path: Path) -> None:
-    records = WITH_MEDIA[:4]
-    samples = prepared(tmp_path, [*records, PLAIN], on_media="drop-row")
-    assert len(samples) == 1 and samples.record_ids.tolist() == [4]
+def test_records_with_media_are_left_out_or_read_and_counted(
+    tmp_path: Path, prepare: Callable[..., Samples]
+) -> None:
+    path = write(tmp_path / "a.jsonl", [*WITH_MEDIA[:4], PLAIN])
+    samples = prepare(path, on_media="drop-row")
+    assert samples.record_ids.tolist() == [4] and samples.report.left_out_media == 4
     assert ("left out: images, video or sound", "4") in samples.report.lines()
-    with pytest.raises(DataError, match=r"no record is left .*4 with images"):
-        prepared(tmp_path, records, on_media="drop-row")
-
-
-def test_a_question_that_was_only_a_picture_is_still_wrong(tmp_path: Path) -> None:
-    record = {"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["a.png"]}
-    with pytest.raises(DataError, match="empty question"):
-        prepared(tmp_path, [record], on_media="drop-media")
+    read = prepare(path, on_media="drop-media")
+    assert (len(read), read.report.without_media, read.report.left_out_media) == (5, 4, 0)
+    path = write(tmp_path / "b.jsonl", [*WITH_MEDIA[:4], asked("<image>", images=["a.png"])])
+    with pytest.raises(DataError, match=r"no record is left .*5 with images"):
+        prepare(path, on_media="drop-row")
+    with pytest.raises(DataError, match="b.jsonl:5: empty question"):
+        prepare(path, on_media="drop-media")
 
 
 def shown(template: str, conversation: Conversation, train_thinking: bool) -> list[str]:
@@ -119,34 +94,18 @@ BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning
 INSIDE = talk("q1", "<think>\nt1\n</think>\n\na1")
 
 
-@pytest.mark.parametrize(
-    ("conversation", "trained", "context"),
-    [
-        (BESIDE, "«<think>\nt\n</think>\n\na<|im_end|>»", "<think>\nt\n</think>\n\n«a<|im_end|>»"),
-        (
-            INSIDE,
-            "«<think>\nt1\n</think>\n\na1<|im_end|>»",
-            "<think>\nt1\n</think>\n\n«a1<|im_end|>»",
-        ),
-        # The empty block of an answer without thinking would teach not to think.
-        (
-            talk("q1", "a1"),
-            "«<think>\n\n</think>\n\na1<|im_end|>»",
-            "<think>\n\n</think>\n\n«a1<|im_end|>»",
-        ),
-    ],
-)
-def test_think_blocks_as_context(conversation: Conversation, trained: str, context: str) -> None:
-    (with_thinking,), (without,) = (shown("qwen3", conversation, train) for train in (True, False))
-    assert with_thinking.rstrip().endswith(trained) and without.rstrip().endswith(context)
-    assert with_thinking.translate({171: None, 187: None}) == without.translate(
-        {171: None, 187: None}
-    )
-
-
-def test_a_block_in_the_middle_of_an_answer_stays_trained() -> None:
+def test_think_blocks_as_context() -> None:
+    """Also the empty block of an answer without thinking, which would teach not to think."""
     said = talk("q1", "First <think> is a tag, </think> ends it.")
-    assert shown("chatml", said, False) == shown("chatml", said, True)
+    assert shown("chatml", said, False) == shown("chatml", said, True), "in the middle it stays"
+    for conversation, block, answer in (
+        (BESIDE, "<think>\nt\n</think>\n\n", "a<|im_end|>"),
+        (INSIDE, "<think>\nt1\n</think>\n\n", "a1<|im_end|>"),
+        (talk("q1", "a1"), "<think>\n\n</think>\n\n", "a1<|im_end|>"),
+    ):
+        (trained,), (context,) = (shown("qwen3", conversation, train) for train in (True, False))
+        assert trained.rstrip().endswith(f"«{block}{answer}»")
+        assert context == trained.replace(f"«{block}", f"{block}«")
 
 
 def test_reasoning_in_another_form() -> None:
@@ -165,53 +124,28 @@ def test_reasoning_in_another_form() -> None:
 
 
 def turn_behind(prompt: str, written: str, content: str, reasoning: str | None = None) -> str:
-    messages = (Message("user", "q"), Message("assistant", content, reasoning=reasoning))
-    rendering = Rendering(
-        prompt + written, messages, (Turn(len(prompt), len(prompt + written), True),)
-    )
+    messages = (Message("user", "q"), Message("assistant", content, reasoning=reasoning or ""))
+    turn = Turn(len(prompt), len(prompt + written), True)
+    rendering = Rendering(prompt + written, messages, (turn,))
     (turn,) = without_reasoning(rendering).turns
     return rendering.text[turn.start : turn.end]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "written", "content", "reasoning", "left"),
-    [
-        ("A:", "<think>the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
-        ("A:<think>\n", "the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
-        (
-            "A:<think>\n",
-            "t\n</think>\n\nsay </think>.<e>",
-            "say </think>.",
-            "t",
-            "say </think>.<e>",
-        ),
-        (
-            "A:<think>\n",
-            "\n</think>\n\nsay </think>.<e>",
-            "say </think>.",
-            None,
-            "say </think>.<e>",
-        ),
+def test_a_tag_that_is_quoted_ends_no_block() -> None:
+    tag, said = "the </think> tag", "say </think>."
+    for prompt, written, content, reasoning, left in (
+        ("A:", f"<think>{tag}\n</think>\n\na<e>", "a", tag, "a<e>"),
+        ("A:<think>\n", f"{tag}\n</think>\n\na<e>", "a", tag, "a<e>"),
+        ("A:<think>\n", f"t\n</think>\n\n{said}<e>", said, "t", f"{said}<e>"),
+        ("A:<think>\n", f"\n</think>\n\n{said}<e>", said, None, f"{said}<e>"),
         ("A:<think>\n", "t\n</think>\n\na<e>", "<think>t</think>a", None, "a<e>"),
         ("A:<think>\n", "t\n</think>\n\na<e>", "t\n</think>\n\na", None, "a<e>"),
-    ],
-)
-def test_a_tag_that_is_quoted_ends_no_block(
-    prompt: str, written: str, content: str, reasoning: str | None, left: str
-) -> None:
-    assert turn_behind(prompt, written, content, reasoning) == left
-
-
-@pytest.mark.parametrize(
-    ("prompt", "written", "content", "reasoning"),
-    [
+    ):
+        assert turn_behind(prompt, written, content, reasoning) == left, written
+    for prompt, written, content, reasoning in (
         ("A:", "[THINK]T ONE[/THINK]ta<e>", "ta", "t one"),
         ("A:<think>\n", "T </think> two\n</think>\n\na<e>", "a", "t </think> two"),
-        ("A:<think>\n", "</think>Say </THINK>.<e>", "say </think>.", None),
-    ],
-)
-def test_thinking_that_is_not_told_is_refused(
-    prompt: str, written: str, content: str, reasoning: str | None
-) -> None:
-    with pytest.raises(RecordProblem, match="thinking not told from the answer"):
-        turn_behind(prompt, written, content, reasoning)
+        ("A:<think>\n", "</think>Say </THINK>.<e>", said, None),
+    ):
+        with pytest.raises(RecordProblem, match="thinking not told from the answer"):
+            turn_behind(prompt, written, content, reasoning)

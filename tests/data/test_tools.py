@@ -129,7 +129,10 @@ def test_bad_calls_results_and_tools_are_named(record: dict[str, Any], said: str
 
 def with_schemas(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
     schemas = {
-        "weather": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "object"}}},
+        "weather": {
+            "city": {"type": "string"},
+            "days": {"type": "array", "items": {"type": "object"}},
+        },
         "time": {"zone": {"type": ["string", "null"]}, "at": {"type": "object"}},
         "date": {"of": {"anyOf": [{"type": "null"}, {"type": "string"}]}, "at": {"type": "object"}},
     }
