@@ -40,86 +40,54 @@ class Example(SpokenOptions):
     note: Text | None = setting(None, group="options", description="A note.")
 
     def problems(self) -> list[tuple[str, str]]:
-        return (
-            [("quiet contradicts note", "leave one of the two out")]
-            if self.quiet and self.note
-            else []
-        )
+        both = self.quiet and self.note
+        return [("quiet contradicts note", "leave one of the two out")] if both else []
 
 
-def refused(*arguments: str) -> list[FinetuneError]:
+def refused(words: str) -> list[str]:
     with pytest.raises(FinetuneError) as caught:
-        read_options(Example, arguments)
+        read_options(Example, words.split())
     found = caught.value.problems if isinstance(caught.value, Problems) else [caught.value]
-    assert all(
-        isinstance(problem, ConfigError) and problem.what and problem.where and problem.fix
-        for problem in found
-    )
+    for problem in found:
+        assert isinstance(problem, ConfigError) and problem.what and problem.where and problem.fix
     assert caught.value.exit_code == 2
-    return found
-
-
-def test_positional_options_stand_in_their_order_and_the_last_takes_several() -> None:
-    options = read_options(Example, ["here", "a", "--depth", "2", "b", "c"])
-    assert (options.folder, options.files, options.depth) == (Path("here"), ("a", "b", "c"), 2)
-    assert options.quiet is False and options.as_json is False and options.lang is None
-
-
-def test_lists_of_a_repeated_flag_are_joined_and_of_other_flags_the_last_counts() -> None:
-    options = read_options(
-        Example, ["here", "--skip", "a", "b", "--skip", "c", "--depth=1", "--depth=2"]
-    )
-    assert (options.skip, options.depth) == (("a", "b", "c"), 2)
-    assert read_options(Example, ["here", "--skip=a", "--skip=b"]).skip == ("a", "b")
-
-
-@pytest.mark.parametrize("typed", ["--layers", "--Layers", "--depth"])
-def test_other_spellings_are_the_same_option(typed: str) -> None:
-    assert read_options(Example, ["here", typed, "7"]).depth == 7
+    return [str(problem) for problem in found]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["--quiet"], True), (["--quiet", "false"], False), (["--quiet=true"], True), ([], False)],
+    ("words", "expected"),
+    [
+        ("here a --depth 2 b c", {"folder": Path("here"), "files": ("a", "b", "c"), "depth": 2}),
+        ("here", {"quiet": False, "as_json": False, "lang": None, "files": ()}),
+        ("here --skip a b --skip c --depth=1 --depth=2", {"skip": ("a", "b", "c"), "depth": 2}),
+        ("here --Layers 7", {"depth": 7}),
+        ("here --quiet", {"quiet": True}),
+        ("here --quiet false", {"quiet": False}),
+        ("here --quiet=true", {"quiet": True}),
+        ("--depth 2 -- --quiet", {"folder": Path("--quiet"), "quiet": False}),
+    ],
 )
-def test_a_switch_stands_alone_or_takes_true_or_false(arguments: list[str], expected: bool) -> None:
-    assert read_options(Example, ["here", *arguments]).quiet is expected
+def test_what_options_are(words, expected):
+    options = read_options(Example, words.split())
+    assert {name: getattr(options, name) for name in expected} == expected
 
 
-def test_arguments_of_a_run_are_kept_in_their_order() -> None:
+def test_arguments_of_a_run_are_kept_in_their_order():
     class Mixed(Options):
         usage: ClassVar[str] = "mixed"
         summary: ClassVar[str] = ""
         depth: int = setting(3, group="options", description="How deep to look.")
 
-    arguments = [
-        "sft",
-        "--data",
-        "a",
-        "b",
-        "--depth",
-        "2",
-        "--packing=false",
-        "loose",
-        "--seed",
-        "1",
-    ]
-    options, rest = read_known_options(Mixed, arguments)
+    words = "sft --data a b --depth 2 --packing=false loose --seed 1"
+    options, rest = read_known_options(Mixed, words.split())
     assert options.depth == 2
-    assert rest == ["sft", "--data", "a", "b", "--packing=false", "loose", "--seed", "1"]
+    assert rest == words.replace("--depth 2 ", "").split()
     with pytest.raises(FinetuneError, match="unknown flag --data"):
         read_options(Mixed, ["--data", "a"])
 
 
-def test_what_follows_two_dashes_stands_alone() -> None:
-    assert read_options(Example, ["--depth", "2", "--", "--quiet"]).folder == Path("--quiet")
-
-
-def test_everything_wrong_is_told_together() -> None:
-    found = [
-        str(problem)
-        for problem in refused("--deph", "2", "--quiet=maybe", "--lang", "fr", "--skip")
-    ]
+def test_everything_wrong_is_told_together():
+    found = refused("--deph 2 --quiet=maybe --lang fr --skip")
     assert len(found) == 5
     for words in (
         "did you mean --depth?",
@@ -129,50 +97,37 @@ def test_everything_wrong_is_told_together() -> None:
         "give FOLDER",
     ):
         assert any(words in problem for problem in found), words
-    assert not any("null" in problem for problem in found), "an option is left out, not set to null"
+    assert "null" not in str(found), "an option is left out, not set to null"
+    assert len(refused("here --dpeth 2")) == 1, "one that is misspelt is not missing too"
+    assert "quiet contradicts note" in refused("here --quiet --note x")[0]
+    assert "unknown flag --folder" in refused("here --folder there")[0]
 
 
-def test_a_misspelt_option_is_not_missing_too() -> None:
-    assert len(refused("here", "--dpeth", "2")) == 1
-
-
-def test_contradictions_of_options_are_told() -> None:
-    assert [problem.what for problem in refused("here", "--quiet", "--note", "x")] == [
-        "quiet contradicts note"
-    ]
-
-
-def test_a_positional_option_is_no_flag() -> None:
-    assert "unknown flag --folder" in str(refused("here", "--folder", "there")[0])
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["here", "--help", "--nonsense"]])
-def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        read_options(Example, arguments)
-    assert end.value.code == 0
-    assert capsys.readouterr().out == options_help(Example)
-
-
-def test_the_help_shows_units_and_defaults_and_plain_switches_without_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_help_exits_with_0(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     text = options_help(Example)
+    for words in (["-h"], ["here", "--help", "--nonsense"]):
+        with pytest.raises(SystemExit) as end:
+            read_options(Example, words)
+        assert end.value.code == 0 and capsys.readouterr().out == text
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[0] == "usage: python -m finetune example FOLDER [FILE ...] [--depth N]"
-    assert "Shows what options are." in lines and lines[-1] == "Exit code 0: shown."
-    assert (
-        "FOLDER Where to look. [required]" in lines
-        and "FILE... Files to look at. [default none]" in lines
-    )
-    assert "--depth LAYERS How deep to look. [default 3; also --layers]" in lines
-    assert "--quiet Say nothing." in lines and "--json Write JSON instead of text." in lines
-    assert "--color [true|false] Use colors. [default true]" in lines
-    assert max(map(len, text.splitlines())) <= 120
+    expected = [
+        "usage: python -m finetune example FOLDER [FILE ...] [--depth N]",
+        "Shows what options are.",
+        "FOLDER Where to look. [required]",
+        "FILE... Files to look at. [default none]",
+        "--depth LAYERS How deep to look. [default 3; also --layers]",
+        "--quiet Say nothing.",
+        "--color [true|false] Use colors. [default true]",
+        "--json Write JSON instead of text.",
+        "Exit code 0: shown.",
+    ]
+    assert [line for line in expected if line not in lines] == []
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, options_help(Example).splitlines())) < 70
 
 
-def test_the_language_is_set_for_what_follows() -> None:
+def test_the_language_is_set_for_what_follows():
     with speaking("en"):
         read_options(Example, ["here", "--lang", "zh"])
         assert spoken() == "zh"
