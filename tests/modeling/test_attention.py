@@ -5,6 +5,7 @@ token.
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tiny_models import (
     outputs,
     tiny_config,
 )
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,8 +67,12 @@ def close_model(close_config) -> torch.nn.Module:
     return as_trained(close_config)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_other_documents_are_bit_equal_when_one_changes(close_model, packing):
+@pytest.fixture(params=[True, False], ids=["packed", "padded"])
+def packing(request) -> bool:
+    return request.param
+
+
+def test_documents_are_isolated_and_causal_bit_by_bit(close_model, packing):
     docs = documents()
     before = outputs(close_model, docs, packing=packing)
     for number, ids in enumerate(docs):
@@ -74,25 +80,20 @@ def test_other_documents_are_bit_equal_when_one_changes(close_model, packing):
         after = outputs(close_model, changed, packing=packing)
         for other in range(len(docs)):
             assert torch.equal(before[other], after[other]) == (other != number), (number, other)
-
-
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(close_model, packing):
-    docs = documents()
-    before = outputs(close_model, docs, packing=packing)
-    for position in range(len(docs[2])):
-        after = outputs(
-            close_model, [*docs[:2], other_tokens(docs[2], position), docs[3]], packing=packing
-        )
+    last = len(docs[2]) - 1
+    for position in (0, 1, 6, last):
+        changed = [*docs[:2], other_tokens(docs[2], position), docs[3]]
+        after = outputs(close_model, changed, packing=packing)
         assert torch.equal(before[2][:position], after[2][:position])
         assert not torch.equal(before[2][position], after[2][position])
-        if 0 < position < len(docs[2]) - 1:  # and later ones see it: attention is at work
+        if 0 < position < last:  # and later ones see it: attention is at work
             assert not torch.equal(before[2][position + 1], after[2][position + 1])
+    if not packing:
+        padded = outputs(close_model, docs, packing=False, pad_token_id=41)
+        assert all(map(torch.equal, padded, before)), "the padding is seen"
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_no_gradient_flows_into_another_document(close_model, packing):
-    docs = documents()
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,7 @@ def test_no_gradient_flows_into_another_document(close_model, packing):
 
     handle = close_model.get_input_embeddings().register_forward_hook(keep)
     try:
-        result = outputs(close_model, docs, packing=packing)
+        result = outputs(close_model, documents(), packing=packing)
     finally:
         handle.remove()
     result[2].logsumexp(dim=-1).sum().backward()
@@ -110,37 +111,25 @@ def test_no_gradient_flows_into_another_document(close_model, packing):
     assert [bool(part.any()) for part in by_document] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_a_row_gives_what_each_document_gives_alone(close_config, close_model, packing):
+def test_a_document_gives_what_it_gives_alone(close_config, close_model, packing):
     """The reference is transformers' eager attention, with its own masks."""
-    reference = make_model(close_config, "eager")
-    for ids, ours in zip(
-        documents(), outputs(close_model, documents(), packing=packing), strict=True
-    ):
-        wanted = alone(reference, ids)
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
-
-
-def test_the_padding_is_never_seen(close_model):
-    for first, second in zip(
-        outputs(close_model, documents(), packing=False, pad_token_id=0),
-        outputs(close_model, documents(), packing=False, pad_token_id=41),
-        strict=True,
-    ):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_only_the_kept_logits_are_computed_and_in_the_order_of_the_targets(close_model, packing):
-    microbatch = make_microbatch(documents(), packing=packing)
-    every = close_model(**{**microbatch.model_inputs(CPU), "logits_to_keep": 0}).logits
-    kept = close_model(**microbatch.model_inputs(CPU)).logits
+    reference, docs = make_model(close_config, "eager"), documents()
+    for ids, ours in zip(docs, outputs(close_model, docs, packing=packing), strict=True):
+        assert_near(ours, alone(reference, ids), 1e-5)
+    microbatch = make_microbatch(docs, packing=packing)
+    inputs = microbatch.model_inputs(CPU)
+    every, kept = close_model(**inputs | {"logits_to_keep": 0}).logits, close_model(**inputs).logits
     following = torch.roll(microbatch.input_ids, -1, dims=1)
     if packing:  # positions in the one line, not a mask
         assert kept.shape == (1, len(microbatch.targets), VOCABULARY)
         every, following = every[0], following[0]
     torch.testing.assert_close(kept.flatten(0, -2), every[microbatch.keep], rtol=1e-5, atol=1e-5)
     assert torch.equal(microbatch.targets, following[microbatch.keep])
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert wanted.abs().max() > 0
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * wanted.abs().max().item())
 
 
 # -------------------------------------------------------------- every model type that may be packed
@@ -164,74 +153,49 @@ def test_every_packable_type_is_isolated_and_right(model_type):
     """
     config = tiny_config(model_type)
     assert can_pack(config)
-    model, reference = as_trained(config), make_model(config, "eager")
-    docs = documents()
+    model, reference, docs = as_trained(config), make_model(config, "eager"), documents()
     ours = outputs(model, docs, packing=True)
     for ids, got in zip(docs, ours, strict=True):
-        wanted = alone(reference, ids)
-        assert wanted.abs().max() > 0
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item())
+        assert_near(got, alone(reference, ids), 2e-5)
     changed = outputs(model, [other_tokens(docs[0], slice(None)), *docs[1:]], packing=True)
     assert not torch.equal(changed[0], ours[0])
     for before, after in zip(ours[1:], changed[1:], strict=True):
-        torch.testing.assert_close(after, before, rtol=0, atol=2e-5 * before.abs().max().item())
-
-
-@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
-def test_a_chunked_head_returns_every_types_losses(model_type):
-    """Also where a forward scales or squashes logits behind it: Cohere's losses were multiplied
-    like its logits.
-    """
-    model = as_trained(tiny_config(model_type))
-    microbatch = make_microbatch(documents(), packing=True)
+        assert_near(after, before, 2e-5)
+    # A chunked head returns the same losses, or is not used where a forward scales logits behind it
+    microbatch = make_microbatch(docs, packing=True)
     plain = microbatch_losses(model, microbatch, CPU)
     head = make_chunked_head(model)
-    scaled = model_type in {"cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"}
-    assert (head is None) == scaled
+    assert (head is None) == (model_type in SCALED.split())
     if head is not None:
         head.logits_per_chunk = 4 * VOCABULARY
-        torch.testing.assert_close(
-            microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-4, atol=1e-4
-        )
+        losses = microbatch_losses(model, microbatch, CPU, head)
+        torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-4)
 
 
-RECURRENT = (
-    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba mamba2 minimax"
-    " nemotron_h olmo_hybrid qwen3_5_text qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba"
-    " zamba2 kimi_linear"
-)
+SCALED = "cohere cohere2 granite granitemoe granitemoeshared"
+MIXING = """
+    falcon_mamba jamba lfm2_moe lfm3 mamba mamba2 minimax recurrent_gemma rwkv xlstm zamba zamba2
+    kimi_linear bloom stablelm nemotron gpt_oss llama4_text
+"""
 
 
-@pytest.mark.parametrize(
-    "model_type", [*RECURRENT.split(), "bloom", "stablelm", "nemotron", "gpt_oss", "llama4_text"]
-)
-def test_models_whose_documents_would_mix_are_not_packed(model_type):
-    config = CONFIG_MAPPING[model_type]()
-    assert not can_pack(config)
-    assert choose_attention(config) is None
-
-
-def test_a_short_convolution_among_attention_layers_is_not_packed():
-    config = tiny_config("qwen3")
-    config.layer_types = ["full_attention", "conv", "full_attention", "full_attention"]
-    assert not can_pack(config)
+def test_which_attention_is_chosen():
+    for model_type in MIXING.split():
+        config = CONFIG_MAPPING[model_type]()
+        assert not can_pack(config) and choose_attention(config) is None, model_type
+    assert choose_attention(tiny_config("qwen3")) == ISOLATED
+    # not tested with ours, and SDPA has no softcap
+    assert choose_attention(tiny_config("vaultgemma")) == "eager"
+    convolving = tiny_config("qwen3")
+    convolving.layer_types = ["full_attention", "conv", "full_attention", "full_attention"]
+    assert not can_pack(convolving)
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "stablelm", "gpt_oss"])
 def test_a_type_that_is_not_packed_is_right_in_padded_batches(model_type):
-    config = tiny_config(model_type)
-    model = as_trained(config)
-    docs = documents()
+    model, docs = as_trained(tiny_config(model_type)), documents()
     for ids, ours in zip(docs, outputs(model, docs, packing=False), strict=True):
-        wanted = alone(model, ids)
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item())
-
-
-def test_which_attention_is_chosen():
-    assert choose_attention(tiny_config("qwen3")) == ISOLATED
-    assert choose_attention(tiny_config("gemma2")) == ISOLATED
-    # not tested with ours, and SDPA has no softcap
-    assert choose_attention(tiny_config("vaultgemma")) == "eager"
+        assert_near(ours, alone(model, ids), 2e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -260,11 +224,11 @@ def test_sixteen_bits_are_attended_in_float32_on_a_cpu(autocast, monkeypatch):
     wanted, _ = attention.isolated_attention(torch.nn.Module(), *exact, None, **documents)
     torch.testing.assert_close(output.double(), wanted, rtol=2**-8, atol=1e-6)
     direction = torch.randn_like(wanted).bfloat16()
-    found = torch.autograd.grad(output, given, direction)
-    for mine, theirs in zip(
-        found, torch.autograd.grad(wanted, exact, direction.double()), strict=True
+    ours = torch.autograd.grad(output, given, direction)
+    for mine, right in zip(
+        ours, torch.autograd.grad(wanted, exact, direction.double()), strict=True
     ):
-        torch.testing.assert_close(mine.double(), theirs, rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(mine.double(), right, rtol=2**-8, atol=1e-5)
 
 
 # ----------------------------------------------------- a stand-in for the flash kernel that refuses
@@ -276,54 +240,34 @@ class FlashKernel:
     """
 
     def __init__(self) -> None:
-        self.windows: set[tuple[int, int]] = set()
+        self.windows: set[int] = set()
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        *,
-        scale,
-        window_size_left,
-        window_size_right,
-    ):
-        assert query.dtype == key.dtype == value.dtype and query.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ), query.dtype
+    def __call__(self, query, key, value, bounds, bounds_k, max_q, max_k, *flags, scale, **window):
+        assert query.dtype == key.dtype == value.dtype and query.dtype in attention.HALF
         assert query.shape[2] == key.shape[2] == value.shape[2], "one head width"
         assert query.shape[2] % 8 == 0 and query.shape[2] <= 256, query.shape
-        assert query.shape[0] == key.shape[0] == value.shape[0] and key.shape == value.shape
+        assert query.shape[0] == key.shape[0] and key.shape == value.shape
         assert query.shape[1] % key.shape[1] == 0
-        assert dropout_p == 0.0 and return_debug_mask is False
         assert all(states.is_contiguous() for states in (query, key, value))
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.device == query.device
+        assert bounds.dtype == bounds_k.dtype == torch.int32 and bounds.device == query.device
         assert type(max_q) is int and max_q == max_k, (
-            "numbers of the host: the kernel's grid is made of them"
+            "numbers of the host: the grid is made of them"
         )
-        bounds = cu_seq_q.tolist()
-        assert bounds[0] == 0 and bounds[-1] == len(query) and bounds == sorted(bounds)
-        assert max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)) <= max_q
-        assert window_size_right == 0 and window_size_left >= -1, "causal"
-        assert is_causal == (window_size_left == -1), (
-            "the kernel takes no window where it is told of causality"
-        )
-        self.windows.add((window_size_left, window_size_right))
+        ends = bounds.tolist()
+        assert ends[0] == 0 and ends[-1] == len(query) and ends == sorted(ends)
+        assert max(end - begin for begin, end in pairwise(ends)) <= max_q
+        left = window["window_size_left"]
+        assert window["window_size_right"] == 0 and left >= -1, "causal"
+        # no dropout, no debug mask; the kernel takes no window where it is told of causality
+        assert flags == (0.0, left == -1, False)
+        self.windows.add(left)
         pieces = []
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in pairwise(ends):
             q, k, v = (states[begin:end].transpose(0, 1)[None] for states in (query, key, value))
             place = torch.arange(end - begin)
             distance = place[:, None] - place[None, :]
-            mask = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
-            seen = torch.nn.functional.scaled_dot_product_attention(
+            mask = (distance >= 0) & ((left < 0) | (distance <= left))
+            seen = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
             )
             pieces.append(seen[0].transpose(0, 1))
@@ -338,47 +282,39 @@ def kernel(monkeypatch) -> FlashKernel:
     return made
 
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
-# no kernel has its softcap
+# no kernel has gemma2's softcap
 @pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))
-def test_every_packable_type_gives_the_flash_kernel_what_it_takes(
-    model_type, weights, kernel, monkeypatch
-):
+def test_every_packable_type_gives_the_flash_kernel_what_it_takes(model_type, kernel, monkeypatch):
     """MLA's narrow values, windows, float32 weights under autocast; against the same model without
     the kernel.
     """
-    config = tiny_config(model_type)
-    model = make_model(config, choose_attention(config)).to(weights)
-    docs = documents()
-    with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
-        ours = outputs(model, docs, packing=True)
-        monkeypatch.setattr(attention, "has_flash", lambda device: False)
-        wanted = outputs(model, docs, packing=True)
-    assert kernel.windows, "the kernel was not called"
-    window = shortest_window(config)
-    if window is not None:
-        assert (window - 1, 0) in kernel.windows
-    # By token: where 16 bits round otherwise, a router here and there takes another expert; a wrong
-    # mask or scale shows in most tokens.
-    off = [
-        (a.float() - b.float()).norm(dim=1) / b.float().norm(dim=1)
-        for a, b in zip(ours, wanted, strict=True)
-    ]
-    assert torch.cat(off).median() < 0.02, f"{model_type}: {torch.cat(off)}"
+    config, docs = tiny_config(model_type), documents()
+    for weights in (torch.float32, torch.bfloat16) if model_type in CLOSE else (torch.float32,):
+        model = make_model(config, choose_attention(config)).to(weights)
+        kernel.windows.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+            ours = outputs(model, docs, packing=True)
+            with monkeypatch.context() as without:
+                without.setattr(attention, "has_flash", lambda device: False)
+                wanted = outputs(model, docs, packing=True)
+        window = shortest_window(config)
+        assert kernel.windows and (window is None or window - 1 in kernel.windows)
+        # By token: where 16 bits round otherwise, a router here and there takes another expert; a
+        # wrong mask or scale shows in most tokens.
+        pairs = zip(torch.cat(ours).float(), torch.cat(wanted).float(), strict=True)
+        off = torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
+        assert off.median() < 0.02, off
 
 
 def test_dropout_and_wide_heads_do_not_reach_the_flash_kernel(kernel):
     query = torch.randn(1, 2, 6, 16, dtype=torch.bfloat16)
-    lengths, bounds = (2, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
-    packed = {"document_lengths": lengths, "cu_seq_lens_q": bounds, "max_length_q": 4}
-    attention.isolated_attention(
-        torch.nn.Module(), query, query, query, None, dropout=0.1, **packed
-    )
     wide = torch.randn(1, 2, 6, 264, dtype=torch.bfloat16)
-    attention.isolated_attention(torch.nn.Module(), wide, wide, wide, None, **packed)
-    assert not kernel.windows
-    attention.isolated_attention(torch.nn.Module(), query, query, query, None, **packed)
-    assert kernel.windows == {(-1, 0)}
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    packed = {"document_lengths": (2, 4), "cu_seq_lens_q": bounds, "max_length_q": 4}
+    for states, dropout, windows in ((query, 0.1, set()), (wide, 0.0, set()), (query, 0.0, {-1})):
+        given = (torch.nn.Module(), states, states, states, None)
+        attention.isolated_attention(*given, dropout=dropout, **packed)
+        assert kernel.windows == windows
 
 
 def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
@@ -420,10 +356,8 @@ def test_varlen_attention_on_cuda(name, dtype):
     # By token: a wrong mask or scale shows in most, 16 bits in a few of this model's large logits.
     off = [(a.float() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(before, alike, strict=True)]
     assert torch.cat(off).median() < 0.03, torch.cat(off)
-    for number in range(len(docs)):
-        after = on_device(
-            [*docs[:number], other_tokens(docs[number], slice(None)), *docs[number + 1 :]]
-        )
+    for number, ids in enumerate(docs):
+        after = on_device([*docs[:number], other_tokens(ids, slice(None)), *docs[number + 1 :]])
         for other in range(len(docs)):
             assert torch.equal(before[other], after[other]) == (other != number), (number, other)
     after = on_device([*docs[:2], other_tokens(docs[2], 6), docs[3]])

@@ -47,73 +47,53 @@ class Kernels:
             raise ImportError("flash_attn_3/_C.so: undefined symbol")
         return SimpleNamespace(remove=lambda: None)
 
-    def is_3(self) -> bool:
-        return hook.current_flash_attention_impl() == "FA3"
-
-    def check(self, error: Any, *given: Any) -> None:
+    def note(self, way: str, error: Any, *given: Any) -> None:
+        """What torch's own checks of FlashAttention 3 refuse, it refuses."""
+        self.calls.append((way, is_3()))
+        if not is_3():
+            return
+        given = tuple(OnHopper(x) if isinstance(x, torch.Tensor) else x for x in given)
         with self.patch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(_fa3, "_get_device_major", lambda device: 9)
-            refused = error(*(OnHopper(x) if isinstance(x, torch.Tensor) else x for x in given))
+            refused = error(*given)
         assert refused is None, refused
 
     def weights(self, query, key, bounds, scale, window_size_left):
         """Softmax of a document's tokens over those before them, `(H, T, T)`, and the scale; in
         float64.
         """
-        if self.is_3():
+        if is_3():
             if self.fault == "cannot be launched":
                 raise RuntimeError("this build has no kernels for heads of 16\nmore")
             bounds = bounds[[0, -1]] if self.fault == "ignores ends" else bounds
             scale = query.shape[-1] ** -0.5 if self.fault == "ignores the scale" else scale
             window_size_left = -1 if self.fault == "ignores windows" else window_size_left
         place = torch.arange(len(query))
-        distance, document = (
-            place[:, None] - place[None, :],
-            torch.bucketize(place, bounds[1:], right=True),
-        )
+        document = torch.bucketize(place, bounds[1:], right=True)
+        distance = place[:, None] - place[None, :]
         seen = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
+        seen &= document[:, None] == document
         scores = torch.einsum("thd,shd->hts", query.double(), repeated(key, query)) * scale
-        return (
-            scores.masked_fill(~seen | (document[:, None] != document), float("-inf")).softmax(-1),
-            scale,
-        )
+        return scores.masked_fill(~seen, float("-inf")).softmax(-1), scale
 
     def forward(
         self, query, key, value, bounds, bounds_k, max_q, max_k, dropout, causal, debug, **given
     ):
-        self.calls.append(("forward", self.is_3()))
-        if self.is_3():
-            self.check(
-                _fa3._fa3_forward_support_error,
-                query,
-                key,
-                value,
-                dropout,
-                debug,
-                None,
-                None,
-                bounds,
-                *[None] * 3,
-            )
+        states = (query, key, value, dropout, debug)
+        error = _fa3._fa3_forward_support_error
+        self.note("forward", error, *states, None, None, bounds, None, None, None)
         weights, _ = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
         output = torch.einsum("hts,shd->thd", weights, repeated(value, query)).to(query.dtype)
-        numbers = torch.zeros(query.shape[1], len(query))
-        return (
-            output,
-            numbers,
-            torch.zeros(2, dtype=torch.uint64),
-            torch.zeros((), dtype=torch.uint64),
-            output[:0],
-        )
+        none = torch.zeros((), dtype=torch.uint64)
+        return output, torch.zeros(query.shape[1], len(query)), none.expand(2), none, output[:0]
 
     def backward(
         self, direction, query, key, value, output, numbers, bounds, bounds_k, *others, **given
     ):
-        self.calls.append(("backward", self.is_3()))
-        if self.is_3():
-            tensors = (direction, query, key, value, output, numbers)
-            self.check(_fa3._fa3_backward_support_error, *tensors, others[2], bounds, None, None)
+        tensors = (direction, query, key, value, output, numbers)
+        error = _fa3._fa3_backward_support_error
+        self.note("backward", error, *tensors, others[2], bounds, None, None)
         weights, scale = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
         of_weights = torch.einsum("thd,shd->hts", direction.double(), repeated(value, query))
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
@@ -123,8 +103,12 @@ class Kernels:
         of_key, of_value = (
             x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in (of_key, of_value)
         )
-        wrong = self.is_3() and self.fault == "wrong gradient"
+        wrong = is_3() and self.fault == "wrong gradient"
         return of_query.to(query.dtype), of_key * 1.05 if wrong else of_key, of_value
+
+
+def is_3() -> bool:
+    return hook.current_flash_attention_impl() == "FA3"
 
 
 def repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -142,12 +126,9 @@ def kernels(monkeypatch):
     on_card(monkeypatch, (9, 0))
     monkeypatch.setattr(attention, "has_flash", lambda device: True)
     monkeypatch.setattr(attention_check, "empty_cache", lambda device: None)
+    problem_of = kernel_check.problem_of
     monkeypatch.setattr(
-        attention_check,
-        "problem_of",
-        lambda comparison, device, dtype, tokens: kernel_check.problem_of(
-            comparison, CPU, dtype, tokens
-        ),
+        attention_check, "problem_of", lambda one, _, *given: problem_of(one, CPU, *given)
     )
     yield made
     if _registry.current_flash_attention_impl() is not None:
@@ -169,50 +150,35 @@ def on_card(monkeypatch, generation: tuple[int, int]) -> None:
 
 
 def model_of(model_type: str = "qwen3", **changes: Any) -> torch.nn.Module:
-    config = tiny_config(
-        model_type, **({} if model_type == "deepseek_v3" else {"head_dim": 16, **changes})
-    )
+    sizes = {} if model_type == "deepseek_v3" else {"head_dim": 16, **changes}
+    config = tiny_config(model_type, **sizes)
     return make_model(config, choose_attention(config))
 
 
-def check(
-    model: torch.nn.Module,
-    setting: str = "auto",
-    dtype: torch.dtype = torch.bfloat16,
-    tokens: int = 700,
-) -> str:
-    return check_attention(model, setting, device_type="cuda", dtype=dtype, tokens=tokens)
+def check(model: torch.nn.Module, setting: str = "auto", **given: Any) -> str:
+    given = {"dtype": torch.bfloat16, "tokens": 700, **given}
+    return check_attention(model, setting, device_type="cuda", **given)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 # mistral has windows, deepseek_v3 MLA
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [("qwen3", torch.float16), ("mistral", torch.bfloat16), ("deepseek_v3", torch.bfloat16)],
+)
 def test_where_it_agrees_it_is_used_forward_and_backward(model_type, dtype, kernels, caplog):
-    model = model_of(model_type)
+    model, both = model_of(model_type), {("forward", True), ("backward", True)}
     before = torch.get_rng_state()
     assert check(model, dtype=dtype) == USED and not caplog.records
-    assert (
-        hook.current_flash_attention_impl() == "FA3"
-        and model.config._attn_implementation == ISOLATED
-    )
-    assert set(kernels.calls) == {
-        ("forward", True),
-        ("backward", True),
-    }, "compared in both directions"
-    assert torch.equal(torch.get_rng_state(), before), (
-        "the run's random numbers are as they would be without"
-    )
+    assert is_3() and model.config._attn_implementation == ISOLATED
+    assert set(kernels.calls) == both, "compared in both directions"
+    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers stay"
     kernels.calls.clear()
     model.to(dtype).requires_grad_(True).train()
-    model(
-        **make_microbatch(documents(), packing=True).model_inputs(CPU)
-    ).logits.float().sum().backward()
-    assert set(kernels.calls) == {("forward", True), ("backward", True)}, "training takes it"
-    assert all(
-        bool(torch.isfinite(weight.grad).all())
-        for weight in model.parameters()
-        if weight.grad is not None
-    )
+    inputs = make_microbatch(documents(), packing=True).model_inputs(CPU)
+    model(**inputs).logits.float().sum().backward()
+    assert set(kernels.calls) == both, "training takes it"
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 FAULTS = {
@@ -234,26 +200,23 @@ def test_where_it_differs_or_raises_torchs_own_is_restored_with_one_warning(faul
     (record,) = caplog.records
     text = record.getMessage()
     assert f"{USED} is not used: {FAULTS[fault]}" in text and "--fused-layers off" in text
-    assert (
-        hook.current_flash_attention_impl() is None
-        and model.config._attn_implementation == ISOLATED
-    )
+    assert not is_3() and model.config._attn_implementation == ISOLATED
     kernels.calls.clear()
     model.to(torch.bfloat16)(**make_microbatch(documents(), packing=True).model_inputs(CPU))
     assert set(kernels.calls) == {("forward", False)}, "FlashAttention 2"
 
 
-def test_a_document_that_sees_its_neighbour_is_caught_in_one_microbatch_of_few_tokens(
-    kernels, caplog
-):
+def test_few_tokens_show_a_document_that_sees_its_neighbour(kernels, caplog):
     kernels.fault = "ignores ends"
     assert check(model_of(), tokens=9) == "torch's" and len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    "without", ["package", "Ampere", "Blackwell", "hook", "FA3 in torch", "off", "float32", "dropout", "wide heads"]
-    + ["softcap", "not packed"],
-)  # fmt: skip
+NOT_HERE = (
+    "package/Ampere/Blackwell/hook/FA3 in torch/off/float32/dropout/wide heads/softcap/not packed"
+)
+
+
+@pytest.mark.parametrize("without", NOT_HERE.split("/"))
 def test_where_it_is_not_here_or_refuses_nothing_is_said(without, kernels, monkeypatch, caplog):
     given: dict[str, Any] = {"model": model_of()}
     if without == "package":
@@ -276,24 +239,14 @@ def test_where_it_is_not_here_or_refuses_nothing_is_said(without, kernels, monke
     else:
         given["model"] = model_of({"softcap": "gemma2", "not packed": "stablelm"}[without])
     assert check(**given) == "torch's"
-    assert (
-        not caplog.records
-        and not kernels.calls
-        and _registry.current_flash_attention_impl() is None
-    )
+    assert not caplog.records and not kernels.calls
+    assert _registry.current_flash_attention_impl() is None
 
 
 def test_an_earlier_runs_kernel_does_not_reach_a_run_that_wants_none(kernels):
-    assert check(model_of()) == USED
-    assert (
-        check(model_of(), setting="off") == "torch's"
-        and hook.current_flash_attention_impl() is None
-    )
-    assert check(model_of()) == USED
-    assert (
-        check(model_of(attention_dropout=0.1)) == "torch's"
-        and hook.current_flash_attention_impl() is None
-    )
+    for given in ({"setting": "off"}, {"model": model_of(attention_dropout=0.1)}):
+        assert check(model_of()) == USED
+        assert check(**{"model": model_of(), **given}) == "torch's" and not is_3()
 
 
 @pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
@@ -311,14 +264,11 @@ def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_typ
         return plain(module, query, key, value, *arguments, dropout=dropout, **given)
 
     monkeypatch.setattr(attention, "isolated_attention", watched)
-    # which refuses dropout
-    given = {} if model_type == "diffllama" else tiny_config(model_type).to_dict()
-    changes = {
-        name: 0.1
-        for name, value in given.items()
-        if "drop" in name and isinstance(value, int | float)
-    }
-    config = tiny_config(model_type, **changes)
+    own = tiny_config(model_type).to_dict()
+    drops = [name for name in own if "drop" in name and isinstance(own[name], int | float)]
+    if model_type == "diffllama":  # which refuses dropout
+        drops = []
+    config = tiny_config(model_type, **dict.fromkeys(drops, 0.1))
     model = make_model(config, choose_attention(config)).train()
     model(**make_microbatch(documents(), packing=True).model_inputs(CPU))
     heads, keys, *widths = attention.head_sizes(config.get_text_config())
@@ -326,16 +276,15 @@ def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_typ
     keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)
     assert seen == {(heads, keys, *widths)}
     assert attention_check._drops_attention(config.get_text_config()) >= (max(dropped) > 0)
-    assert not attention_check._drops_attention(
-        tiny_config(model_type, **dict.fromkeys(changes, 0.0))
-    )
+    without = tiny_config(model_type, **dict.fromkeys(drops, 0.0))
+    assert not attention_check._drops_attention(without)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 33, 512, 513, 1300])
-def test_documents_fill_the_tokens_and_the_first_ones_are_whole(tokens):
-    lengths = document_lengths(tokens)
-    assert sum(lengths) == tokens and min(lengths) > 0
-    assert lengths[: len(LENGTHS)] == LENGTHS or tokens < sum(LENGTHS)
+def test_documents_fill_the_tokens_and_the_first_ones_are_whole():
+    for tokens in (1, 8, 33, 512, 513, 1300):
+        lengths = document_lengths(tokens)
+        assert sum(lengths) == tokens and min(lengths) > 0
+        assert lengths[: len(LENGTHS)] == LENGTHS or tokens < sum(LENGTHS)
 
 
 # ---------------------------------------------------------------- the kernels themselves
