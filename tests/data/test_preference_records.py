@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT
 
 from finetune.config.fields import DataSource
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.reader import Preference, PreferenceForm, PreferenceReader
+from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.data.selection import content_hash
 
-USER, GOOD, BAD = (
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "a"},
-    {"role": "assistant", "content": "b"},
-)
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+USER, GOOD, BAD = turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
 HUMAN, GPT_GOOD, GPT_BAD = (
-    {"from": "human", "value": "q"},
-    {"from": "gpt", "value": "a"},
-    {"from": "gpt", "value": "b"},
+    {"from": role, "value": text} for role, text in (("human", "q"), ("gpt", "a"), ("gpt", "b"))
 )
-SYSTEM = {"role": "system", "content": "s"}
-EARLIER = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-}
-RESULT = {"role": "tool", "content": "r"}
+SYSTEM, EARLIER = turn("system", "s"), [turn("user", "q0"), turn("assistant", "a0")]
+OTHER_USER, OTHER_SYSTEM = turn("user", "z"), turn("system", "z")
+TURNS = [SYSTEM, *EARLIER, USER]
+CALL = turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
+RESULT = turn("tool", "r")
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "x"}]
+TEXTS = {"chosen": "a", "rejected": "b"}
+WHOLE = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
 
 
 def read(record: Any, form: PreferenceForm = "pairs", **options: Any) -> Preference:
@@ -49,241 +49,190 @@ def written(turns: tuple[Message, ...]) -> str:
     )
 
 
-PAIRS: dict[str, dict[str, Any]] = {
-    "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
-    "turns": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-    "one turn": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
-    "whole": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "whole with prompt": {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "whole with the prompt's turns": {
-        "prompt": [USER],
-        "chosen": [USER, GOOD],
-        "rejected": [USER, BAD],
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "q", **TEXTS},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
+    WHOLE,
+    {"prompt": "q", **WHOLE},
+    {"prompt": [USER], **WHOLE},
+    {"prompt": "q", "messages": [USER, GOOD], **WHOLE},  # UltraFeedback
+    {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]},  # LLaMA-Factory v1
+    {"instruction": "q", "input": "", **TEXTS},
+    {"conversations": [HUMAN], "chosen": GPT_GOOD, "rejected": GPT_BAD},
+    {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+    {"messages": [USER, GOOD], "rejected_response": "b"},
+    {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+    {"prompt": "q", "response": "a", "rejected_response": "b"},
+    {"prompt": "q", **TEXTS, "rejected_response": None, "label": None},
+]
+WITH_HISTORY: list[dict[str, Any]] = [
+    {"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": TURNS, "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+    # the system turn is the prompt's
+    {"prompt": TURNS, "chosen": [*TURNS[1:], GOOD], "rejected": [*TURNS[1:], BAD]},
+    {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+    {"prompt": "q", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+    {"system": "s", "chosen": [*TURNS[1:], GOOD], "rejected": [*TURNS[1:], BAD]},
+    {"system": "s", "prompt": TURNS[1:], **TEXTS},
+    {"system": "s", "instruction": "q", "history": [["q0", "a0"]], **TEXTS},
+    {"system": "s", "conversations": TURNS[1:], "chosen": GPT_GOOD, "rejected": GPT_BAD},
+    {"messages": [*TURNS, GOOD], "rejected_response": "b"},
+    {
+        "messages": [*TURNS[:2], {**EARLIER[1], "weight": 0}, USER, GOOD],
+        "rejected_messages": [*TURNS, BAD],
     },
-    "ultrafeedback": {
-        "prompt": "q",
-        "messages": [USER, GOOD],
-        "chosen": [USER, GOOD],
-        "rejected": [USER, BAD],
-    },
-    "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-    "sharegpt": {"conversations": [HUMAN], "chosen": GPT_GOOD, "rejected": GPT_BAD},
-    "messages": {"messages": [USER], "chosen": GOOD, "rejected": BAD},
-    "rejected_response": {"messages": [USER, GOOD], "rejected_response": "b"},
-    "rejected_messages": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
-    "with prompt and response": {"prompt": "q", "response": "a", "rejected_response": "b"},
-    "empty columns": {
-        "prompt": "q",
-        "chosen": "a",
-        "rejected": "b",
-        "rejected_response": None,
-        "label": None,
-    },
-}
+]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_forms_of_pairs(name: str) -> None:
-    found = read(PAIRS[name])
-    assert (
-        written(found.messages) == "user:q *assistant:a"
-        and written(found.rejected) == "user:q *assistant:b"
+def test_forms_of_pairs() -> None:
+    for records, before in ((PAIRS, ""), (WITH_HISTORY, "system:s user:q0 assistant:a0 ")):
+        for record in records:
+            found = read(record)
+            assert written(found.messages) == f"{before}user:q *assistant:a", record
+            assert written(found.rejected) == f"{before}user:q *assistant:b", record
+            assert found.prompt_turns == len(found.messages) - 1 and found.label is None
+    hashes = {content_hash(read(record)) for record in PAIRS}
+    swapped = read({"prompt": "q", "chosen": "b", "rejected": "a"})
+    good, bad = (
+        read({"prompt": "q", "completion": "a", "label": label}, "labels")
+        for label in (True, False)
     )
-    assert found.prompt_turns == 1 and found.label is None
-
-
-def test_earlier_turns_and_system_texts_are_the_prompt() -> None:
-    shown = "system:s user:q0 assistant:a0 user:q *assistant:"
-    turns = [SYSTEM, *EARLIER, USER]
-    for record in (
-        {"prompt": turns, "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": turns, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]},
-        {
-            "prompt": turns,
-            "chosen": [*turns[1:], GOOD],
-            "rejected": [*turns[1:], BAD],
-        },  # the system turn is the prompt's
-        {"chosen": [*turns, GOOD], "rejected": [*turns, BAD]},
-        {"prompt": "q", "chosen": [*turns, GOOD], "rejected": [*turns, BAD]},
-        {"system": "s", "chosen": [*turns[1:], GOOD], "rejected": [*turns[1:], BAD]},
-        {"system": "s", "prompt": turns[1:], "chosen": "a", "rejected": "b"},
-        {
-            "system": "s",
-            "instruction": "q",
-            "history": [["q0", "a0"]],
-            "chosen": "a",
-            "rejected": "b",
-        },
-        {"system": "s", "conversations": turns[1:], "chosen": GPT_GOOD, "rejected": GPT_BAD},
-        {"messages": [*turns, GOOD], "rejected_response": "b"},
-        {"messages": [*turns, GOOD], "rejected_messages": [*turns, BAD]},
-        {
-            "messages": [*turns[:2], {**EARLIER[1], "weight": 0}, USER, GOOD],
-            "rejected_messages": [*turns, BAD],
-        },
-    ):
-        found = read(record)
-        assert (written(found.messages), written(found.rejected)) == (
-            shown + "a",
-            shown + "b",
-        ), record
+    others = (swapped, good, bad, Conversation(good.messages))
+    assert len(hashes) == 1 and len(hashes | set(map(content_hash, others))) == 5
 
 
 def test_turns_that_both_sides_begin_with_are_context() -> None:
-    tools = [{"name": "f"}]
-    found = read(
-        {
-            "tools": tools,
-            "prompt": [USER],
-            "chosen": [CALL, RESULT, GOOD],
-            "rejected": [CALL, RESULT, BAD],
-        }
-    )
-    assert (
-        written(found.rejected) == "user:q assistant: tool:r *assistant:b" and len(found.tools) == 1
-    )
+    steps = {"tools": [{"name": "f"}], "prompt": [USER], "chosen": [CALL, RESULT, GOOD]}
+    found = read({**steps, "rejected": [CALL, RESULT, BAD]})
+    assert written(found.rejected) == "user:q assistant: tool:r *assistant:b"
     assert found.prompt_turns == 3 and found.messages[2].call_id == found.messages[1].calls[0].id
-    found = read(
-        {"tools": tools, "prompt": [USER], "chosen": [CALL, RESULT, GOOD], "rejected": [BAD]}
-    )
+    found = read({**steps, "rejected": [BAD]})
     assert written(found.messages) == "user:q *assistant: tool:r *assistant:a"
-    assert (
-        read({"prompt": "q", "chosen": {**GOOD, "reasoning_content": "t"}, "rejected": GOOD})
-        .messages[1]
-        .reasoning
-    )
+    assert len(found.tools) == 1
+    thought = {**GOOD, "reasoning_content": "t"}
+    assert read({"prompt": "q", "chosen": thought, "rejected": GOOD}).messages[1].reasoning
 
 
-LABELS: dict[str, dict[str, Any]] = {
-    "texts": {"prompt": "q", "completion": "a", "label": True},
-    "turns": {"prompt": [USER], "completion": [GOOD], "label": True},
-    "messages": {"messages": [USER, GOOD], "label": True},
-    "sharegpt": {"conversations": [HUMAN, GPT_GOOD], "kto_tag": True},
-    "alpaca": {"instruction": "q", "output": "a", "kto_tag": True},
-    "csv": {"prompt": "q", "completion": "a", "response": None, "label": "True", "kto_tag": None},
-}
+LABELS: list[dict[str, Any]] = [
+    {"prompt": "q", "completion": "a", "label": True},
+    {"prompt": [USER], "completion": [GOOD], "label": True},
+    {"messages": [USER, GOOD], "label": True},
+    {"conversations": [HUMAN, GPT_GOOD], "kto_tag": True},
+    {"instruction": "q", "output": "a", "kto_tag": True},
+    {"prompt": "q", "completion": "a", "response": None, "label": "True", "kto_tag": None},
+]
 
 
-@pytest.mark.parametrize("name", LABELS)
-def test_forms_of_labels(name: str) -> None:
-    found = read(LABELS[name], "labels")
-    assert (
-        written(found.messages) == "user:q *assistant:a"
-        and found.label is True
-        and not found.rejected
-    )
-    key = "label" if "label" in LABELS[name] else "kto_tag"
-    assert read({**LABELS[name], key: False}, "labels").label is False
-
-
-def test_of_a_labelled_conversation_the_last_answer_is_judged() -> None:
-    found = read({"messages": [SYSTEM, *EARLIER, USER, GOOD], "label": False}, "labels")
+def test_forms_of_labels() -> None:
+    for record in LABELS:
+        found = read(record, "labels")
+        assert written(found.messages) == "user:q *assistant:a" and not found.rejected
+        key = "label" if "label" in record else "kto_tag"
+        assert found.label is True and read({**record, key: False}, "labels").label is False
+    # of a conversation the last answer is judged, with its steps
+    found = read({"messages": [*TURNS, GOOD], "label": False}, "labels")
     assert written(found.messages) == "system:s user:q0 assistant:a0 user:q *assistant:a"
-    steps = {
-        "tools": [{"name": "f"}],
-        "prompt": [*EARLIER, USER],
-        "completion": [CALL, RESULT, GOOD],
-        "label": True,
-    }
-    assert (
-        written(read(steps, "labels").messages)
-        == "user:q0 assistant:a0 user:q *assistant: tool:r *assistant:a"
-    )
+    steps = {"tools": [{"name": "f"}], "completion": [CALL, RESULT, GOOD], "label": True}
+    found = read({"prompt": [*EARLIER, USER], **steps}, "labels")
+    assert written(found.messages[2:]) == "user:q *assistant: tool:r *assistant:a"
 
 
-REFUSED: list[tuple[PreferenceForm, Any, str]] = [
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": "a"}, "equal answers"),
-    ("pairs", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "equal answers"),
-    ("pairs", {"prompt": "q", "chosen": "a"}, "missing side: no 'rejected'"),
-    ("pairs", {"prompt": "q", "rejected": "a"}, "missing side: no 'chosen'"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty answer: 'rejected': turn 2"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": []}, "no answer: 'rejected' is empty"),
-    ("pairs", {"prompt": " ", "chosen": "a", "rejected": "b"}, "empty question"),
-    ("pairs", {"chosen": "a", "rejected": "b"}, "no prompt: 'chosen' is an answer"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": 7}, "wrong type: 'rejected' is a number"),
-    ("pairs", {"prompt": 7, "chosen": "a", "rejected": "b"}, "wrong type: 'prompt' is a number"),
-    ("pairs", {"prompt": "other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt mismatch"),
-    ("pairs", {"prompt": [SYSTEM, USER], "chosen": [{**SYSTEM, "content": "z"}, USER, GOOD],
-               "rejected": [{**SYSTEM, "content": "z"}, USER, BAD]}, "prompt mismatch"),
-    ("pairs", {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "z"}, BAD]}, "prompt mismatch"),
-    ("pairs", {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, {**USER, "content": "z"}, GOOD]},
-     "prompt mismatch.*turn 3, where 'chosen' is by the user"),
-    ("pairs", {"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "no answer: 'chosen' has nothing behind"),
-    ("pairs", {"chosen": [USER, GOOD], "rejected": [USER]}, "no answer: 'rejected'"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": [{**BAD, "weight": 0}]}, "no answer: .*weight 0"),
-    ("pairs", {"messages": [USER, GOOD], "rejected_response": "b", "rejected_messages": [USER, BAD]}, "two answers"),
-    ("pairs", {"prompt": "q", "completion": "a", "label": True}, "a label, not a pair: .*--loss kto"),
-    ("pairs", {"prompt": "q", "completion": "a"}, "unknown format: .*'chosen' and 'rejected'"),
-    ("pairs", ["q"], "wrong type: the record is a list"),
-    ("pairs", {"prompt": "q", "chosen": {**GOOD, "images": ["x.png"]}, "rejected": "b"}, "unsupported key: .*images"),
-    ("labels", {"prompt": "q", "completion": "a", "label": 1}, "wrong type: the label is a number; it is true or"),
-    ("labels", {"prompt": "q", "completion": "a", "label": "good"}, "wrong type: the label is a text"),
-    ("labels", {"prompt": "q", "completion": "a"}, "no label"),
-    ("labels", {"prompt": "q", "completion": "a", "label": True, "kto_tag": True}, "two labels"),
-    ("labels", {"prompt": "q", "completion": "", "label": True}, "empty answer"),
-    ("labels", {"text": "a", "label": True}, "unknown format: a plain text"),
-    ("labels", {"prompt": "q", "chosen": "a", "rejected": "b"}, "a pair, not a label: .*--loss kto"),
-    ("labels", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, "a pair, not a label"),
-    ("labels", "q", "wrong type: the record is a text"),
-]  # fmt: skip
+REFUSED_PAIRS: list[tuple[Any, str]] = [
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal answers"),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "equal answers"),
+    ({"prompt": "q", "chosen": "a"}, "missing side: no 'rejected'"),
+    ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty answer: 'rejected': turn 2"),
+    ({"prompt": "q", "chosen": "a", "rejected": []}, "no answer: 'rejected' is empty"),
+    ({"prompt": " ", **TEXTS}, "empty question"),
+    (TEXTS, "no prompt: 'chosen' is an answer"),
+    ({"prompt": "q", "chosen": "a", "rejected": 7}, "wrong type: 'rejected' is a number"),
+    ({"prompt": 7, **TEXTS}, "wrong type: 'prompt' is a number"),
+    ({"prompt": "other", **WHOLE}, "prompt mismatch"),
+    (
+        {
+            "prompt": TURNS,
+            "chosen": [OTHER_SYSTEM, *TURNS[1:], GOOD],
+            "rejected": [OTHER_SYSTEM, *TURNS[1:], BAD],
+        },
+        "prompt mismatch",
+    ),
+    ({"chosen": [USER, GOOD], "rejected": [OTHER_USER, BAD]}, "prompt mismatch"),
+    (
+        {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, OTHER_USER, GOOD]},
+        "prompt mismatch.*turn 3, where 'chosen' is by the user",
+    ),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "'chosen' has nothing behind"),
+    ({"chosen": [USER, GOOD], "rejected": [USER]}, "no answer: 'rejected'"),
+    ({"prompt": "q", "chosen": "a", "rejected": [{**BAD, "weight": 0}]}, "no answer: .*weight 0"),
+    ({"messages": [USER, GOOD], "rejected_response": "b", "rejected_messages": [USER]}, "two answ"),
+    ({"prompt": "q", "completion": "a", "label": True}, "a label, not a pair: .*--loss kto"),
+    ({"prompt": "q", "completion": "a"}, "unknown format: .*finetune.sft trains on single answers"),
+    (["q"], "wrong type: the record is a list"),
+    (
+        {"prompt": "q", **TEXTS, "chosen": {**GOOD, "images": ["x.png"]}},
+        "unsupported key: .*images",
+    ),
+]
+REFUSED_LABELS: list[tuple[Any, str]] = [
+    ({"prompt": "q", "completion": "a", "label": 1}, "the label is a number; it is true or"),
+    ({"prompt": "q", "completion": "a", "label": "good"}, "wrong type: the label is a text"),
+    ({"prompt": "q", "completion": "a"}, "no label"),
+    ({"prompt": "q", "completion": "a", "label": True, "kto_tag": True}, "two labels"),
+    ({"prompt": "q", "completion": "", "label": True}, "empty answer"),
+    ({"text": "a", "label": True}, "unknown format: a plain text"),
+    ({"prompt": "q", **TEXTS}, "a pair, not a label: .*--loss kto"),
+    ("q", "wrong type: the record is a text"),
+]
 
 
-@pytest.mark.parametrize(("form", "record", "problem"), REFUSED)
-def test_what_is_refused(form: PreferenceForm, record: Any, problem: str) -> None:
-    with pytest.raises(RecordProblem, match=problem) as caught:
-        read(record, form)
-    # The same behind records that have shown the form.
-    reader = PreferenceReader(preference=form)
-    good = PAIRS["texts"] if form == "pairs" else LABELS["texts"]
-    *_, (_, _, found) = reader.conversations([(1, good), (2, record)])
-    assert isinstance(found, RecordProblem)
-    if caught.value.kind != "unknown format" and "text" not in record:
-        assert found.kind in (caught.value.kind, "unknown format", "missing side")
+@pytest.mark.parametrize("form", ["pairs", "labels"])
+def test_what_is_refused(form: PreferenceForm) -> None:
+    good, refused = (PAIRS[0], REFUSED_PAIRS) if form == "pairs" else (LABELS[0], REFUSED_LABELS)
+    for record, problem in refused:
+        with pytest.raises(RecordProblem, match=problem) as caught:
+            read(record, form)
+        # The same behind records that have shown the form.
+        reader = PreferenceReader(preference=form)
+        *_, (_, _, found) = reader.conversations([(1, good), (2, record)])
+        assert isinstance(found, RecordProblem)
+        if caught.value.kind != "unknown format":
+            assert found.kind in (caught.value.kind, "unknown format", "missing side")
+
+
+def test_records_of_another_kind_of_run_name_it() -> None:
+    for record, said in (
+        ({"prompt": "q", **TEXTS}, "for python -m finetune.dpo"),
+        ({"instruction": "q", **TEXTS}, "for python -m finetune.dpo"),
+        ({"messages": [USER], "chosen": GOOD}, "for python -m finetune.dpo"),
+        ({"prompt": "q", "completion": "a", "label": False}, "python -m finetune.dpo --loss kto"),
+    ):
+        ((_, _, problem),) = RecordReader().conversations([(1, record)])
+        assert isinstance(problem, RecordProblem) and said in str(problem)
+    record = {"prompt": "q", "completion": "a", "label": True}
+    ((_, _, found),) = RecordReader().conversations([(1, record)])
+    assert isinstance(found, Conversation)
 
 
 def test_columns_media_and_difficulty_are_read_as_for_fine_tuning() -> None:
-    record = {"question": "q", "good": "a", "bad": "b", "stage": "x"}
+    record = {"question": "q", "good": "a", "bad": "b", "stage": "x", "ok": False}
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
-    found = read(
-        record,
-        source=DataSource(path="a", columns=columns),
-        difficulties=("x",),
-        difficulty_field="stage",
-    )
+    source = DataSource(path="a", columns=columns)
+    found = read(record, source=source, difficulties=("x",), difficulty_field="stage")
     assert written(found.rejected) == "user:q *assistant:b" and found.difficulty == "x"
-    found = read(
-        record, source=DataSource(path="a", columns=columns, difficulty="y"), difficulties=("y",)
-    )
-    assert found.difficulty == "y"
+    source = DataSource(path="a", columns=columns, difficulty="y")
+    assert read(record, source=source, difficulties=("y",)).difficulty == "y"
     judged = {"prompt": "question", "completion": "good", "label": "ok"}
-    assert (
-        read({**record, "ok": False}, "labels", source=DataSource(path="a", columns=judged)).label
-        is False
-    )
-    seen = {"prompt": "<image>q", "chosen": {"role": "assistant", "content": [{"type": "text", "text": "a"},
-            {"type": "image_url", "image_url": "x"}]}, "rejected": "b"}  # fmt: skip
+    assert read(record, "labels", source=DataSource(path="a", columns=judged)).label is False
+    seen = {"prompt": "<image>q", "chosen": turn("assistant", IMAGE), "rejected": "b"}
     found = read(seen, on_media="drop-media")
     assert written(found.messages) == "user:q *assistant:a" and found.had_media
     with pytest.raises(RecordProblem, match="has images, video or sound"):
         read(seen, on_media="drop-row")
 
 
-def test_equal_records_are_those_that_say_the_same_in_any_form() -> None:
-    hashes = {content_hash(read(record)) for record in PAIRS.values()}
-    assert len(hashes) == 1
-    swapped = read({"prompt": "q", "chosen": "b", "rejected": "a"})
-    labels = [
-        read({"prompt": "q", "completion": "a", "label": label}, "labels")
-        for label in (True, False)
-    ]
-    plain = Conversation(labels[0].messages)
-    assert len(hashes | {content_hash(found) for found in (swapped, *labels, plain)}) == 5
-
-
 def test_the_rows_of_the_page_are_read() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "data.md").read_text(
-        encoding="utf-8"
-    )
+    page = (ROOT / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
     blocks = [block.split("```")[0] for block in page.split("```jsonl\n")[2:4]]
     pairs, labels = ([json.loads(line) for line in block.splitlines()] for block in blocks)
     found = [read(row) for row in pairs]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,24 @@ from chat_models import TEMPLATES, family, marked, talk, train_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
-from model_families import FAMILIES, Family
+from model_families import FAMILIES
 from model_families import make_tokenizer as make_family_tokenizer
 from sample_rows import write_rows as write
 from tokenizers import pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from finetune.data.dataset import PreferenceSamples, prepare_samples
+from finetune.data.dataset import prepare_samples
 from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.reader import Preference, PreferenceReader
 from finetune.data.preference.render import PreferenceRenderer
 from finetune.data.report import RecordProblem
+from finetune.data.samples import PreferenceSamples
+from finetune.data.selection import Selection
 from finetune.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n1.é什🙂"), min_size=1, max_size=8).filter(str.strip)
+LONG = " ".join(map(str, range(200)))
 
 
 def pair(
@@ -39,69 +43,50 @@ def pair(
     sides = [talk(*prompt, answer, system=system).messages for answer in (chosen, rejected)]
     shared = len(sides[0]) - 1
     history = [Message(turn.role, turn.content, trained=False) for turn in sides[0][:shared]]
-    return Preference(
-        (*history, sides[0][-1]), prompt_turns=shared, rejected=(*history, sides[1][-1])
-    )
+    answers = [(*history, side[-1]) for side in sides]
+    return Preference(answers[0], prompt_turns=shared, rejected=answers[1])
 
 
 def documents(sample: Rendered) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and targets of both."""
     cuts = [sample.first_length]
-    return list(
-        zip(np.split(sample.input_ids, cuts), np.split(sample.supervised, cuts), strict=True)
-    )
+    parts = np.split(sample.input_ids, cuts), np.split(sample.supervised, cuts)
+    return list(zip(*parts, strict=True))
 
 
 def prompt_of(ids: np.ndarray, supervised: np.ndarray) -> list[int]:
     return ids[: int(np.argmax(supervised))].tolist()
 
 
-def shown(name: str, preference: Preference, cutoff_len: int = 4096) -> list[str]:
-    (sample,) = PreferenceRenderer(family(name), cutoff_len)(preference)
+def shown(name: str, preference: Preference, **options: Any) -> list[str]:
+    (sample,) = PreferenceRenderer(family(name), 4096, **options)(preference)
     return [marked(family(name), *document) for document in documents(sample)]
 
 
-def test_masks_of_chatml() -> None:
-    head = (
-        "<|im_start|>system\nbe"
-        " kind<|im_end|>\n<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\na0<|im_end|>\n"
-    )
-    head += "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert shown("chatml", pair(("q0", "a0", "q"), "yes", "no, never", system="be kind")) == [
-        head + "«yes<|im_end|>»\n",
-        head + "«no, never<|im_end|>»\n",
-    ]
-
-
-def test_masks_of_qwen3() -> None:
-    """The empty think block is written by the template behind the generation prompt, as in
-    fine-tuning.
-    """
+def test_masks() -> None:
+    head = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nq0<|im_end|>\n"
+    head += "<|im_start|>assistant\na0<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+    head += "<|im_start|>assistant\n"
+    preference = pair(("q0", "a0", "q"), "yes", "no, never", system="be kind")
+    answers = ["«yes<|im_end|>»\n", "«no, never<|im_end|>»\n"]
+    assert shown("chatml", preference) == [head + answer for answer in answers]
+    # The template writes the empty think block behind the generation prompt, as in fine-tuning.
     head = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert shown("qwen3", pair(("q",), "yes", "<think>\nt\n</think>\n\nno")) == [
-        head + "«<think>\n\n</think>\n\nyes<|im_end|>»\n",
-        head + "«<think>\nt\n</think>\n\nno<|im_end|>»\n",
+    preference = pair(("q",), "yes", "<think>\nt\n</think>\n\nno")
+    blocks = ["<think>\n\n</think>\n\n", "<think>\nt\n</think>\n\n"]
+    assert shown("qwen3", preference) == [
+        f"{head}«{block}{answer}<|im_end|>»\n"
+        for block, answer in zip(blocks, ("yes", "no"), strict=True)
     ]
-    renderer = PreferenceRenderer(family("qwen3"), 4096, train_thinking=False)
-    (sample,) = renderer(pair(("q",), "yes", "<think>\nt\n</think>\n\nno"))
-    assert [marked(family("qwen3"), *document) for document in documents(sample)] == [
-        head + "<think>\n\n</think>\n\n«yes<|im_end|>»\n",
-        head + "<think>\nt\n</think>\n\n«no<|im_end|>»\n",
+    assert shown("qwen3", preference, train_thinking=False) == [
+        f"{head}{block}«{answer}<|im_end|>»\n"
+        for block, answer in zip(blocks, ("yes", "no"), strict=True)
     ]
-
-
-def test_masks_of_several_turns_behind_the_prompt() -> None:
-    """What follows the turns that both begin with is trained; a question among it is context."""
+    # What follows the turns that both begin with is trained; a question among it is context.
     long, short = talk("q", "a", "q1", "a1").messages, talk("q", "b").messages
-    (found,) = [
-        PreferenceRenderer(family("chatml"), 4096)(
-            Preference(long, prompt_turns=1, rejected=short)
-        )[0]
-    ]
-    first = marked(family("chatml"), *documents(found)[0])
-    assert first.endswith(
-        "«a<|im_end|>»\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«a1<|im_end|>»\n"
-    )
+    (found, _) = shown("chatml", Preference(long, prompt_turns=1, rejected=short))
+    between = "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
+    assert found.endswith(f"«a<|im_end|>»\n{between}«a1<|im_end|>»\n")
 
 
 def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes() -> None:
@@ -115,7 +100,7 @@ def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes() -> None:
         assert sample.supervised.tolist() == plain.supervised.tolist() and sample.first_length == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
     history=st.lists(TEXT, max_size=4),
@@ -126,47 +111,44 @@ def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes() -> None:
 def test_whatever_is_said_both_documents_begin_with_the_same_tokens(
     name: str, history: list[str], question: str, answers: tuple[str, str], shorter: int
 ) -> None:
-    prompt = (*history[: len(history) // 2 * 2], question)
-    preference = pair(prompt, *answers)
+    preference = pair((*history[: len(history) // 2 * 2], question), *answers)
+    tokenizer = family(name)
     try:
-        (sample,) = PreferenceRenderer(family(name), 4096)(preference)
+        (sample,) = PreferenceRenderer(tokenizer, 4096)(preference)
     except RecordProblem as problem:  # the template takes off the white space in which they differ
         assert problem.kind == "equal answers" and answers[0].strip() == answers[1].strip()
         return
     chosen, rejected = documents(sample)
     assert prompt_of(*chosen) == prompt_of(*rejected)
     for document, answer in ((chosen, preference.messages), (rejected, preference.rejected)):
-        alone = Renderer(family(name), 4096)(Conversation(answer))[0]
-        decoded = [
-            family(name).decode(ids[mask])
-            for ids, mask in (document, (alone.input_ids, alone.supervised))
-        ]
-        assert decoded[0] == decoded[1]
-        assert family(name).decode(document[0]) == family(name).decode(alone.input_ids)
+        alone = Renderer(tokenizer, 4096)(Conversation(answer))[0]
+        trained = alone.input_ids[alone.supervised]
+        assert tokenizer.decode(document[0][document[1]]) == tokenizer.decode(trained)
+        assert tokenizer.decode(document[0]) == tokenizer.decode(alone.input_ids)
     # And cut, down to what is hardly more than the template's own tokens.
     limit = max(20, max(len(chosen[0]), len(rejected[0])) - shorter)
     try:
-        cut = PreferenceRenderer(family(name), limit)(preference)
+        cut = PreferenceRenderer(tokenizer, limit)(preference)
     except DataError:
         return
     for one in cut:
-        pieces = documents(one)
-        assert all(len(ids) <= limit for ids, _ in pieces)
-        if one.first_length and all(mask.any() for _, mask in pieces):
-            assert prompt_of(*pieces[0]) == prompt_of(*pieces[1])
-            assert (
-                one.first_targets == pieces[0][1].sum()
-                and pieces[0][0].tolist() != pieces[1][0].tolist()
-            )
+        first, second = documents(one)
+        assert max(len(first[0]), len(second[0])) <= limit
+        if one.first_length and first[1].any() and second[1].any():
+            assert prompt_of(*first) == prompt_of(*second)
+            assert one.first_targets == first[1].sum()
+            assert first[0].tolist() != second[0].tolist()
 
 
-@pytest.mark.parametrize("model_family", FAMILIES, ids=lambda found: found.name)
-def test_every_family_of_models_gives_one_prompt(model_family: Family, tmp_path: Path) -> None:
-    renderer = PreferenceRenderer(make_family_tokenizer(model_family, tmp_path), 4096)
-    for answers in (("a router", "1 hub"), ("什么", "A  b\n\nc"), ("I", "It")):
-        (sample,) = renderer(pair(("What is it?",), *answers))
-        chosen, rejected = documents(sample)
-        assert prompt_of(*chosen) == prompt_of(*rejected) and chosen[1].any() and rejected[1].any()
+def test_every_family_of_models_gives_one_prompt(tmp_path: Path) -> None:
+    for model_family in FAMILIES:
+        (tmp_path / model_family.name).mkdir()
+        tokenizer = make_family_tokenizer(model_family, tmp_path / model_family.name)
+        renderer = PreferenceRenderer(tokenizer, 4096)
+        for answers in (("a router", "1 hub"), ("什么", "A  b\n\nc"), ("I", "It")):
+            (sample,) = renderer(pair(("What is it?",), *answers))
+            first, second = documents(sample)
+            assert prompt_of(*first) == prompt_of(*second) and first[1].any() and second[1].any()
 
 
 def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it() -> None:
@@ -191,14 +173,8 @@ def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it() -> None:
     assert prompt_of(*chosen) == prompt_of(*rejected) == prompts[1]
 
 
-# Truncation ---------------------------------------------------------------------------------------------------------
-
-LONG = " ".join(map(str, range(200)))
-
-
 def test_the_longer_document_decides_what_both_prompts_lose() -> None:
-    renderer = PreferenceRenderer(family("chatml"), 160)
-    (sample,) = renderer(pair((LONG,), "yes", "no " * 30))
+    (sample,) = PreferenceRenderer(family("chatml"), 160)(pair((LONG,), "yes", "no " * 30))
     chosen, rejected = documents(sample)
     assert prompt_of(*chosen) == prompt_of(*rejected)
     assert len(rejected[0]) == 160 > len(chosen[0])
@@ -208,178 +184,134 @@ def test_the_longer_document_decides_what_both_prompts_lose() -> None:
     # A short document alone would have kept more.
     (alone,) = Renderer(family("chatml"), 160)(talk(LONG, "yes"))
     assert len(alone.input_ids) > len(chosen[0])
-
-
-def test_an_answer_that_does_not_fit_is_cut_and_the_other_stays() -> None:
+    # An answer that does not fit is cut, and the other stays.
     (sample,) = PreferenceRenderer(family("chatml"), 100)(pair((LONG,), "yes", "no " * 300))
     chosen, rejected = documents(sample)
     assert sample.cut_answer and len(rejected[0]) == 100 and rejected[1][-1]
-    assert (
-        prompt_of(*chosen) == prompt_of(*rejected) and chosen[1].sum() == sample.first_targets > 1
-    )
+    assert prompt_of(*chosen) == prompt_of(*rejected)
+    assert chosen[1].sum() == sample.first_targets > 1
 
 
-def test_answers_that_differ_only_behind_the_cutoff_are_no_sample() -> None:
+def test_answers_without_difference_and_prompts_that_differ() -> None:
     renderer = PreferenceRenderer(family("chatml"), 100)
     assert renderer(pair(("q",), "no " * 300 + "a", "no " * 300 + "b")) == []
     with pytest.raises(RecordProblem, match="equal answers"):
         PreferenceRenderer(family("gemma"), 100)(pair(("q",), "a", "a "))  # whose template trims
-
-
-def test_prompts_that_depend_on_the_answers_are_refused() -> None:
-    """Mistral's system text stands before the last question, wherever that is."""
+    for special in ("<|im_end|>", "plain"):
+        found = [pair(("q",), *answers) for answers in (("a", special), (special, "a"))]
+        assert {renderer.has_control_tokens(one) for one in found} == {special != "plain"}
+    # Mistral's system text stands before the last question, wherever that is.
     sides = [talk("q", *turns, system="s").messages for turns in (("a", "q1", "a1"), ("b",))]
+    preference = Preference(sides[0], prompt_turns=2, rejected=sides[1])
     with pytest.raises(RecordProblem, match="several samples of one side"):
-        PreferenceRenderer(family("mistral"), 99)(
-            Preference(sides[0], prompt_turns=2, rejected=sides[1])
-        )
+        PreferenceRenderer(family("mistral"), 99)(preference)
 
 
-# On disk ------------------------------------------------------------------------------------------------------------
+# On disk --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
     return [
-        {
-            "prompt": f"{number} what is it?",
-            "chosen": "a router " * (number % 5 + 1),
-            "rejected": f"{number} hubs",
-        }
-        for number in range(count)
+        {"prompt": f"{n} what?", "chosen": "a router " * (n % 5 + 1), "rejected": f"{n} hubs"}
+        for n in range(count)
     ]
 
 
-def prepare(path: Path, **options: Any) -> PreferenceSamples:
-    options = {
-        "cutoff_len": 64,
-        "cache_dir": path.parent / "cache",
-        "num_proc": 1,
-        "preference": "pairs",
-    } | options
-    found = prepare_samples([path], family("chatml"), **options)
-    assert isinstance(found, PreferenceSamples)
-    return found
+@pytest.fixture
+def pairs(prepare: Callable[..., Any]) -> Callable[..., PreferenceSamples]:
+    return lambda *sources, **options: prepare(*sources, **{"preference": "pairs"} | options)
 
 
-def test_samples_on_disk_are_pairs(tmp_path: Path) -> None:
+def test_samples_on_disk_are_pairs(tmp_path: Path, pairs: Callable[..., PreferenceSamples]) -> None:
     rows = rows_of(30)
-    samples = prepare(write(tmp_path / "a.jsonl", rows))
+    path = write(tmp_path / "a.jsonl", rows)
+    samples = pairs(path)
     renderer = PreferenceRenderer(family("chatml"), 64)
     for index, (_, _, found) in enumerate(PreferenceReader().conversations(enumerate(rows))):
         assert isinstance(found, Preference)
         (expected,) = renderer(found)
         ids, supervised = samples[index]
-        assert (
-            ids.tolist() == expected.input_ids.tolist()
-            and supervised.tolist() == expected.supervised.tolist()
-        )
+        assert ids.tolist() == expected.input_ids.tolist()
+        assert supervised.tolist() == expected.supervised.tolist()
         first = int(samples.first_lengths[index])
         assert first == expected.first_length and 0 < first < samples.lengths[index] == len(ids)
-        assert (
-            samples.first_supervised[index]
-            == supervised[:first].sum()
-            < samples.supervised_counts[index]
-        )
-    assert (
-        samples.first_lengths.dtype == samples.first_supervised.dtype == np.int32
-        and samples.labels.dtype == np.int8
-    )
-    assert set(samples.labels.tolist()) == {-1} and samples.report.pairs == 30
-    assert ("pairs", "30") in samples.report.lines()
+        first_targets = supervised[:first].sum()
+        assert samples.first_supervised[index] == first_targets < samples.supervised_counts[index]
+    arrays = (samples.first_lengths, samples.first_supervised, samples.labels)
+    assert [array.dtype for array in arrays] == [np.int32, np.int32, np.int8]
+    assert set(samples.labels.tolist()) == {-1} and ("pairs", "30") in samples.report.lines()
     copy = pickle.loads(pickle.dumps(samples))
-    assert (
-        isinstance(copy, PreferenceSamples)
-        and copy.first_lengths.tolist() == samples.first_lengths.tolist()
-    )
-
-
-def test_samples_on_disk_have_labels(tmp_path: Path) -> None:
-    rows = [{"prompt": str(n), "completion": "a", "label": n % 3 == 0} for n in range(9)]
-    samples = prepare(write(tmp_path / "a.jsonl", rows), preference="labels")
-    assert samples.labels.tolist() == [1, 0, 0] * 3 and not samples.first_lengths.any()
-    assert ("labels", "3 true, 6 false") in samples.report.lines()
-    other = prepare(
-        write(tmp_path / "b.jsonl", [{**row, "label": True} for row in rows]), preference="labels"
-    )
-    assert other.fingerprint != samples.fingerprint  # labels are part of the content
-
-
-def test_processes_and_splits_give_the_same_pairs(tmp_path: Path) -> None:
-    from finetune.data.selection import Selection
-
-    path = write(tmp_path / "a.jsonl", rows_of(60) + rows_of(10))
-    alone = prepare(path)
-    assert prepare(path, num_proc=2, cache_dir=tmp_path / "other").fingerprint == alone.fingerprint
+    assert isinstance(copy, PreferenceSamples)
+    assert copy.first_lengths.tolist() == samples.first_lengths.tolist()
+    assert pairs(path, num_proc=2, cache_dir=tmp_path / "b").fingerprint == samples.fingerprint
+    write(path, rows + rows[:10])
     sides = [
-        prepare(path, selection=Selection(side, 0.3, drop_duplicates=True)).record_ids.tolist()
+        pairs(path, selection=Selection(side, 0.3, drop_duplicates=True)).record_ids.tolist()
         for side in ("train", "valid")
     ]
-    assert sorted(sides[0] + sides[1]) == list(range(60))
+    assert sorted(sides[0] + sides[1]) == list(range(30))
 
 
-def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path: Path) -> None:
-    same = "so " * 100
-    bad = [
-        {"prompt": "q", "chosen": "a", "rejected": "a"},
-        {"prompt": "q", "chosen": "a"},
-        {"prompt": "q", "completion": "a", "label": True},
-        {"prompt": "q", "chosen": "a", "rejected": "a", "x": 1},
-    ]
+def test_samples_on_disk_have_labels(
+    tmp_path: Path, pairs: Callable[..., PreferenceSamples]
+) -> None:
+    rows = [{"prompt": str(n), "completion": "a", "label": n % 3 == 0} for n in range(9)]
+    samples = pairs(write(tmp_path / "a.jsonl", rows), preference="labels")
+    assert samples.labels.tolist() == [1, 0, 0] * 3 and not samples.first_lengths.any()
+    assert ("labels", "3 true, 6 false") in samples.report.lines()
+    good = write(tmp_path / "b.jsonl", [{**row, "label": True} for row in rows])
+    assert pairs(good, preference="labels").fingerprint != samples.fingerprint
+
+
+def test_bad_pairs_are_refused_by_file_and_line_or_counted(
+    tmp_path: Path, pairs: Callable[..., PreferenceSamples]
+) -> None:
+    equal = {"prompt": "q", "chosen": "a", "rejected": "a"}
+    bad = [equal, {"prompt": "q", "chosen": "a"}, {"prompt": "q", "completion": "a", "label": True}]
     path = write(tmp_path / "a.jsonl", rows_of(3) + bad)
-    with pytest.raises(DataError, match="4 of 7 records cannot be trained on") as caught:
-        prepare(path)
-    text = str(caught.value)
-    assert (
-        f"{path}:4: equal answers" in text
-        and f"{path}:5: missing side" in text
-        and f"{path}:6: a label" in text
-    )
+    with pytest.raises(DataError, match="3 of 6 records cannot be trained on") as caught:
+        pairs(path)
+    for line, said in ((4, "equal answers"), (5, "missing side"), (6, "a label")):
+        assert f"{path}:{line}: {said}" in str(caught.value)
     assert not list((tmp_path / "cache").glob("*/meta.json"))
     # Equal only in the template, and equal within the cutoff: the one is a bad record, the other
     # has no room.
-    late = [{"prompt": "q", "chosen": same + "a", "rejected": same + "b"}]
-    samples = prepare(write(tmp_path / "b.jsonl", rows_of(3) + bad[:1] + late), on_bad_row="drop")
+    same = "so " * 100
+    late = {"prompt": "q", "chosen": same + "a", "rejected": same + "b"}
+    samples = pairs(write(tmp_path / "b.jsonl", [*rows_of(3), equal, late]), on_bad_row="drop")
     assert samples.report.dropped == {"equal answers": 1, "answers equal within cutoff_len": 1}
-    assert any(
-        "pairs differ only behind the cutoff" in warning for warning in samples.report.warnings()
-    )
+    assert "1 of 5 pairs differ only behind the cutoff" in "".join(samples.report.warnings())
     assert len(samples) == samples.report.records_kept == 3
 
 
-def test_samples_of_fine_tuning_are_as_before(tmp_path: Path) -> None:
-    """Neither arrays nor fingerprint of other samples know of preferences; the hash is that of the
-    version before.
-    """
+def test_samples_of_fine_tuning_know_nothing_of_preferences(
+    tmp_path: Path, prepare: Callable[..., Any]
+) -> None:
+    """Neither arrays nor fingerprint; the hash is that of the version before."""
     rows = [
-        {"instruction": f"what is {number}?", "output": "a number " * (number % 4 + 1)}
-        for number in range(20)
+        {"instruction": f"what is {n}?", "output": "a number " * (n % 4 + 1)} for n in range(20)
     ]
-    path = write(tmp_path / "a.jsonl", rows)
-    samples = prepare_samples(
-        [path], family("chatml"), cutoff_len=64, cache_dir=tmp_path / "cache", num_proc=1
-    )
+    samples = prepare(write(tmp_path / "a.jsonl", rows))
     (meta,) = (tmp_path / "cache").glob("*/meta.json")
-    assert sorted(file.stem.split("-")[0] for file in meta.parent.glob("*.*")) == [
-        "files", "lengths", "levels", "lines", "meta", "offsets", "order", "row_ids",
-        "supervised", "supervised_counts", "tokens",
-    ]  # fmt: skip
+    names = "files lengths levels lines meta offsets order row_ids supervised supervised_counts"
+    found = sorted(file.stem.split("-")[0] for file in meta.parent.glob("*.*"))
+    assert found == [*names.split(), "tokens"]
     assert "preference" not in json.loads(meta.read_text())["parts"]["options"]
-    assert samples.fingerprint == FINGERPRINT_BEFORE
-
-
-FINGERPRINT_BEFORE = "e5bf4ecfe4038fa5459b35fd184b06216efd10850f3c8ae48ee1612111afc5bc"
+    before = "e5bf4ecfe4038fa5459b35fd184b06216efd10850f3c8ae48ee1612111afc5bc"
+    assert samples.fingerprint == before
 
 
 def test_how_much_of_a_pair_is_there_twice(tmp_path: Path):
-    """What docs/guides/preferences.md says of the bundled pairs: a quarter of the tokens are the second
-    copy of a prompt.
+    """What docs/guides/preferences.md says of the bundled pairs: a quarter of the tokens are the
+    second copy of a prompt.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data_samples" / "tiny-qwen3")
-    data = [str(ROOT / "data_samples" / "preference_train.jsonl")]
+    folder = ROOT / "data_samples"
     samples = prepare_samples(
-        data, tokenizer, cutoff_len=2048, cache_dir=str(tmp_path), preference="pairs"
+        [folder / "preference_train.jsonl"],
+        AutoTokenizer.from_pretrained(folder / "tiny-qwen3"),
+        cutoff_len=2048,
+        cache_dir=tmp_path,
+        preference="pairs",
     )
     twice = 0
     for number, first in enumerate(samples.first_lengths.tolist()):
