@@ -64,26 +64,21 @@ def config(output_dir: Path, model: str = NAME, **changes: Any) -> RunConfig:
     return RunConfig(model=model, data=("unused",), output_dir=str(output_dir), lora_r=2, **changes)
 
 
-@pytest.mark.parametrize(
-    ("model", "parts"),
-    [
+def test_a_name_stands_for_one_commit(cache, tmp_path):
+    for model, parts in (
         ("owner/name@v1.0", ("owner/name", "v1.0")),
-        ("name", ("name", None)),
         ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
         ("./folder@home/model", ("./folder@home/model", None)),
         ("/a/b@c", ("/a/b@c", None)),
-    ],
-)
-def test_a_revision_stands_behind_the_name(model, parts):
-    assert split_revision(model) == parts
-
-
-def test_a_name_stands_for_one_commit(cache, tmp_path):
-    assert with_model_found(config(tmp_path / "run")).model == f"{NAME}@{FIRST}"
-    assert with_model_found(config(tmp_path / "run", f"{NAME}@v2")).model == f"{NAME}@{SECOND}"
-    assert (
-        with_model_found(config(tmp_path / "run", f"{NAME}@{SECOND}")).model == f"{NAME}@{SECOND}"
-    )
+    ):
+        assert split_revision(model) == parts
+    for asked, commit in ((NAME, FIRST), (f"{NAME}@v2", SECOND), (f"{NAME}@{SECOND}", SECOND)):
+        assert with_model_found(config(tmp_path / "run", asked)).model == f"{NAME}@{commit}"
+    missing = with_model_found(config(tmp_path / "run", f"{NAME}@v9"))
+    with pytest.raises(ConfigError, match="configuration cannot be read"):
+        load_model_config(missing.model)
+    with pytest.raises(DataError, match="tokenizer cannot be loaded"):
+        read_tokenizer(missing.model)
 
 
 def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
@@ -107,27 +102,20 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
 
 def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_path):
     found = with_model_found(config(tmp_path / "run", f"{NAME}@v2"))
-    model = load_model(found, model_dtype=torch.float32, zero3=False)
-    expected = load_model(
-        config(tmp_path, str(models[SECOND])), model_dtype=torch.float32, zero3=False
-    )
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
-    )
+    given = {"model_dtype": torch.float32, "zero3": False}
+    model = load_model(found, **given)
+    expected = list(load_model(config(tmp_path, str(models[SECOND])), **given).parameters())
+    assert all(map(torch.equal, model.parameters(), expected))
     assert len(read_tokenizer(found.model)) == len(read_tokenizer(str(models[SECOND])))
-    adapted = add_adapter(model, found, one_dtype=False)
-    (tmp_path / "adapter").mkdir()
+    adapted, folder = add_adapter(model, found, one_dtype=False), tmp_path / "adapter"
+    folder.mkdir()
     adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(
-        tmp_path / "adapter"
+        folder
     )
-    source = find_source(str(tmp_path / "adapter"))
+    source = Source(find_source(str(folder)).base, None)
     assert source.base == f"{NAME}@{SECOND}"
-    again = load_weights(
-        Source(source.base, None), torch.device("cpu"), "float32", trust_remote_code=False
-    )
-    assert all(
-        torch.equal(a, b) for a, b in zip(again.parameters(), expected.parameters(), strict=True)
-    )
+    again = load_weights(source, torch.device("cpu"), "float32", trust_remote_code=False)
+    assert all(map(torch.equal, again.parameters(), expected))
 
 
 def use_cache(rank: int, home: str) -> None:
@@ -166,32 +154,18 @@ def use_cache_and_stop(rank: int, home: str) -> None:
     run_patches.signal_self(rank, 0, 2, signal.SIGTERM)
 
 
-def test_what_is_not_there_is_refused_in_words(cache, tmp_path):
-    missing = with_model_found(config(tmp_path / "run", f"{NAME}@v9"))
-    with pytest.raises(ConfigError, match="configuration cannot be read"):
-        load_model_config(missing.model)
-    with pytest.raises(DataError, match="tokenizer cannot be loaded"):
-        read_tokenizer(missing.model)
-
-
 # ---------------------------------------------------------------- ModelScope
 
 
 @pytest.fixture
-def modelscope(models, monkeypatch) -> list[dict[str, Any]]:
+def modelscope(models, monkeypatch) -> list[tuple[str, str, bool]]:
     """A module that behaves as its documented `snapshot_download`; the calls that it got."""
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[str, str, bool]] = []
 
     def snapshot_download(
-        model_id: str,
-        revision: str = "master",
-        cache_dir: str | None = None,
-        user_agent: Any = None,
-        local_files_only: bool = False,
+        model_id: str, revision: str = "master", *, local_files_only: bool = False
     ) -> str:
-        calls.append(
-            {"model_id": model_id, "revision": revision, "local_files_only": local_files_only}
-        )
+        calls.append((model_id, revision, local_files_only))
         if revision not in ("master", "v2"):
             raise LookupError(f"The specified branch or tag : {revision} not exist!")
         return str(models[FIRST if revision == "master" else SECOND])
@@ -204,30 +178,17 @@ def modelscope(models, monkeypatch) -> list[dict[str, Any]]:
 
 def test_a_model_of_modelscope_is_a_folder(modelscope, models, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert with_model_found(config(tmp_path, hub="modelscope")).model == str(models[FIRST])
-    assert with_model_found(config(tmp_path, f"{NAME}@v2", hub="modelscope")).model == str(
-        models[SECOND]
-    )
-    assert modelscope == [
-        {"model_id": NAME, "revision": "master", "local_files_only": True},
-        {"model_id": NAME, "revision": "v2", "local_files_only": True},
-    ]
-    assert with_model_found(config(tmp_path, str(models[FIRST]), hub="modelscope")).model == str(
-        models[FIRST]
-    )
+    first, second = str(models[FIRST]), str(models[SECOND])
+    for asked, folder in ((NAME, first), (f"{NAME}@v2", second), (first, first)):
+        assert with_model_found(config(tmp_path, asked, hub="modelscope")).model == folder
+    assert modelscope == [(NAME, "master", True), (NAME, "v2", True)]
     with pytest.raises(ConfigError, match="ModelScope does not give owner/tiny@v9: .*not exist"):
         from_modelscope(f"{NAME}@v9", "modelscope")
-
-
-def test_the_variable_chooses_where_the_setting_is_auto(modelscope, models, monkeypatch):
+    # where the setting is auto, the variable chooses
     assert from_modelscope(NAME) == NAME
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
-    assert from_modelscope(NAME) == str(models[FIRST])
+    assert from_modelscope(NAME) == find_source(NAME).base == first
     assert from_modelscope(NAME, "huggingface") == NAME
-    assert find_source(NAME).base == str(models[FIRST])
-
-
-def test_without_its_package_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(ConfigError, match="not installed") as caught:
         from_modelscope(NAME, "modelscope")
@@ -245,13 +206,8 @@ def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
     def width(name: str) -> int:
         return shape_of_base_model(config(tmp_path / "run", name)).intermediate
 
-    assert [width(f"{NAME}{end}") for end in ("", f"@{FIRST}", f"@{SECOND}", "@v2", "@main")] == [
-        64,
-        64,
-        96,
-        96,
-        64,
-    ]
+    widths = {"": 64, f"@{FIRST}": 64, f"@{SECOND}": 96, "@v2": 96, "@main": 64}
+    assert {end: width(f"{NAME}{end}") for end in widths} == widths
     for unknown in (f"{NAME}@v3", str(tmp_path / "no/such/folder")):
         with pytest.raises(ConfigError, match="sizes of .* are not known here"):
             width(unknown)
@@ -270,6 +226,5 @@ def test_a_name_that_is_nearly_a_folders_is_answered_with_it(
         load_model_config("mymodle")
     assert caught.value.where == "mymodle, which is no folder here; did you mean 'mymodel'?"
     # Said before the hub is asked, which takes a minute where there is none.
-    assert (
-        "mymodle is no folder here; did you mean 'mymodel'? The hub is asked for it" in caplog.text
-    )
+    said = "mymodle is no folder here; did you mean 'mymodel'? The hub is asked for it"
+    assert said in caplog.text

@@ -9,7 +9,8 @@ import logging
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,145 +40,106 @@ from finetune.modeling.layers import (
 # layers (read in transformers' files): Gemma's norms add 1 to the weight, NanoChat's have none;
 # Cohere, ERNIE, GLM, Helium, DeepSeek rotate neighbours; GLM and Phi-3 join gate and up; experts
 # are one tensor; SeedOss drops out in its MLP.
-FUSABLE = {
-    "afmoe": (25, 4, 4),
-    "apertus": (17, 4, 0),
-    "arcee": (9, 4, 0),
-    "bitnet": (17, 4, 0),
-    "cohere": (0, 0, 4),
-    "cohere2": (0, 0, 4),
-    "cwm": (9, 4, 4),
-    "deepseek_v2": (17, 0, 4),
-    "deepseek_v3": (17, 4, 4),
-    "diffllama": (9, 4, 4),
-    "ernie4_5": (9, 0, 4),
-    "ernie4_5_moe": (9, 0, 4),
-    "exaone4": (17, 4, 4),
-    "exaone_moe": (17, 4, 4),
-    "flex_olmo": (17, 4, 0),
-    "gemma": (0, 4, 0),
-    "gemma2": (0, 4, 0),
-    "gemma3_text": (0, 4, 0),
-    "glm": (9, 0, 0),
-    "glm4": (17, 0, 0),
-    "glm4_moe": (9, 4, 4),
-    "glm4_moe_lite": (17, 4, 4),
-    "gpt2": (0, 0, 0),
-    "gpt_bigcode": (0, 0, 0),
-    "gpt_neox": (0, 4, 0),
-    "granite": (9, 4, 4),
-    "granitemoe": (9, 4, 0),
-    "granitemoeshared": (9, 4, 0),
-    "helium": (9, 0, 4),
-    "hunyuan_v1_dense": (17, 4, 4),
-    "hunyuan_v1_moe": (17, 4, 4),
-    "internlm3": (9, 4, 4),
-    "jetmoe": (9, 4, 0),
-    "lfm2": (13, 2, 0),
-    "lfm2_value": (13, 2, 0),
-    "llama": (9, 4, 4),
-    "longcat_flash": (17, 0, 4),
-    "minicpm3": (17, 4, 4),
-    "minimax_m2": (17, 4, 0),
-    "ministral": (9, 4, 4),
-    "ministral3": (9, 4, 4),
-    "mistral": (9, 4, 4),
-    "mixtral": (9, 4, 0),
-    "nanochat": (0, 0, 0),
-    "olmo": (0, 4, 4),
-    "olmo2": (17, 4, 4),
-    "olmo3": (17, 4, 4),
-    "olmoe": (17, 4, 0),
-    "opt": (0, 0, 0),
-    "persimmon": (0, 4, 0),
-    "phi": (0, 4, 0),
-    "phi3": (9, 4, 0),
-    "qwen2": (9, 4, 4),
-    "qwen3": (17, 4, 4),
-    "qwen3_moe": (17, 4, 0),
-    "seed_oss": (9, 4, 0),
-    "smollm3": (9, 4, 4),
-    "starcoder2": (0, 4, 0),
+COUNTS = {
+    (25, 4, 4): "afmoe",
+    (17, 4, 0): "apertus bitnet flex_olmo minimax_m2 olmoe qwen3_moe",
+    (9, 4, 0): "arcee granitemoe granitemoeshared jetmoe mixtral phi3 seed_oss",
+    (0, 0, 4): "cohere cohere2",
+    (9, 4, 4): "cwm diffllama glm4_moe granite internlm3 llama ministral ministral3 mistral qwen2"
+    " smollm3",
+    (17, 0, 4): "deepseek_v2 longcat_flash",
+    (17, 4, 4): "deepseek_v3 exaone4 exaone_moe glm4_moe_lite hunyuan_v1_dense hunyuan_v1_moe"
+    " minicpm3 olmo2 olmo3 qwen3",
+    (9, 0, 4): "ernie4_5 ernie4_5_moe helium",
+    (0, 4, 0): "gemma gemma2 gemma3_text gpt_neox persimmon phi starcoder2",
+    (9, 0, 0): "glm",
+    (17, 0, 0): "glm4",
+    (0, 0, 0): "gpt2 gpt_bigcode nanochat opt",
+    (13, 2, 0): "lfm2 lfm2_value",
+    (0, 4, 4): "olmo",
 }
+FUSABLE = {kind: counts for counts, kinds in COUNTS.items() for kind in kinds.split()}
 # By their configuration these rotate a part of each head, or (MLA) neighbours by another function:
 # with their own code.
 OWN_ROTATION = {"glm4_moe", "gpt_neox", "deepseek_v3", "glm4_moe_lite"}
 
 
-def counted(ops: Mapping[str, Operation]) -> tuple[dict[str, Operation], dict[str, int]]:
-    """The operations, and how often each was called."""
-    calls = dict.fromkeys(ops, 0)
+def counted() -> tuple[dict[str, Operation], Counter[str]]:
+    """The plain operations, and how often each was called."""
+    calls: Counter[str] = Counter()
 
-    def count(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            calls[name] += 1
-            return ops[name](*arguments)
+    def call(name: str, *arguments: Any) -> Any:
+        calls[name] += 1
+        return PLAIN[name](*arguments)
 
-        return call
+    return {name: partial(call, name) for name in PLAIN}, calls
 
-    return {name: count(name) for name in calls}, calls
+
+def packed(*, packing: bool = True) -> dict[str, Any]:
+    inputs = make_microbatch(documents(), packing=packing).model_inputs(CPU)
+    return {**inputs, "logits_to_keep": 0}
 
 
 def backward(
     model: torch.nn.Module, *, packing: bool = True
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    inputs = make_microbatch(documents(), packing=packing).model_inputs(CPU)
-    logits = model(**{**inputs, "logits_to_keep": 0}).logits
+    logits = model(**packed(packing=packing)).logits
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(logits.float().logsumexp(-1).sum(), weights, allow_unused=True)
     return logits.detach(), [torch.zeros(1) if g is None else g for g in gradients]
+
+
+def assert_near(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
+    for mine, right in zip(found, wanted, strict=True):
+        largest = max(1.0, right.abs().max().item())
+        torch.testing.assert_close(mine, right, rtol=10 * tolerance, atol=tolerance * largest)
 
 
 def test_every_packable_type_is_listed():
     assert set(FUSABLE) == ISOLATED_MODEL_TYPES
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", sorted(FUSABLE))
-def test_what_is_replaced_computes_the_same(kind, dtype):
+def test_what_is_replaced_computes_the_same(kind):
     """Logits and every gradient against the model as transformers made it; dtypes too, in the
     middle and at the end.
     """
     config = tiny_config(kind)
-    own = make_model(config, choose_attention(config)).to(dtype).requires_grad_(True)
+    own = make_model(config, choose_attention(config)).requires_grad_(True)
     fused = copy.deepcopy(own)
-    ops, calls = counted(PLAIN)
+    ops, calls = counted()
     counts = use_fused_layers(fused, ops)
     assert tuple(counts.values()) == FUSABLE[kind]
     (logits, gradients), (wanted, wanted_gradients) = backward(fused), backward(own)
-    assert logits.dtype == wanted.dtype and torch.isfinite(wanted).all()
-    exact = dtype == torch.float32
-    if exact:
-        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
-        for mine, theirs in zip(gradients, wanted_gradients, strict=True):
-            torch.testing.assert_close(
-                mine, theirs, rtol=1e-4, atol=1e-5 * max(1.0, theirs.abs().max().item())
-            )
-    else:  # OLMo rounds elsewhere, and a router then takes another expert here and there
-        off = (logits.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
-        assert off.median() < 0.02
+    assert torch.isfinite(wanted).all()
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+    assert_near(gradients, wanted_gradients, 1e-5)
     for name, count in counts.items():
         assert (calls[name] > 0) == (count > 0) or (name == "rotary" and kind in OWN_ROTATION)
+    # in 16 bits OLMo rounds elsewhere, and a router then takes another expert here and there
+    logits, wanted = (model.bfloat16()(**packed()).logits for model in (fused, own))
+    assert logits.dtype == wanted.dtype
+    off = (logits.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
+    assert off.median() < 0.02
 
 
 def test_only_this_model_is_changed_and_a_copy_of_it_is_whole():
     config = tiny_config("qwen3")
     model, other = make_model(config, "eager"), make_model(config, "eager")
-    ops, calls = counted(PLAIN)
+    ops, calls = counted()
     use_fused_layers(model, ops)
     backward(other.requires_grad_(True), packing=False)
     assert not any(calls.values())
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.model.norm.weight.mul_(2)
-    inputs = make_microbatch(documents(), packing=False).model_inputs(CPU)
-    assert not torch.equal(twin(**inputs).logits, model(**inputs).logits), (
-        "the copy's norm reads its own weight"
-    )
-    torch.testing.assert_close(model(**inputs).logits, other(**inputs).logits)
-    assert use_fused_layers(model, ops) == {"rms_norm": 0, "rotary": 0, "swiglu": 0}, (
-        "replaced once"
-    )
+    copied, changed, own = (one(**packed(packing=False)).logits for one in (twin, model, other))
+    assert not torch.equal(copied, changed), "the copy's norm reads its own weight"
+    torch.testing.assert_close(changed, own)
+    assert not any(use_fused_layers(model, ops).values()), "replaced once"
+    # Under ZeRO-3 the weights lie on other ranks when the model is looked at.
+    counts = Counter(layer.operation for layer in find_fusable(other.to("meta")))
+    assert (counts["rms_norm"], counts["rotary"], counts["swiglu"]) == FUSABLE["qwen3"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
@@ -188,9 +150,8 @@ def test_adapters_and_hooks_in_the_mlp_and_attention_are_called(checkpointing):
     made = []
     for _ in range(2):
         torch.manual_seed(1)
-        model = get_peft_model(
-            make_model(config, "sdpa"), LoraConfig(r=4, target_modules=names, lora_alpha=8)
-        )
+        lora = LoraConfig(r=4, target_modules=names, lora_alpha=8)
+        model = get_peft_model(make_model(config, "sdpa"), lora)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -198,19 +159,16 @@ def test_adapters_and_hooks_in_the_mlp_and_attention_are_called(checkpointing):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         made.append(model.train())
     own, fused = made
-    ops, calls = counted(PLAIN)
+    ops, calls = counted()
     use_fused_layers(fused, ops)
     seen: list[str] = []
-    fused.base_model.model.model.layers[0].mlp.gate_proj.register_forward_hook(
-        lambda *_: seen.append("hook")
-    )
-    (logits, gradients), (wanted, wanted_gradients) = (
-        backward(model, packing=False) for model in (fused, own)
-    )
+    gate = fused.base_model.model.model.layers[0].mlp.gate_proj
+    gate.register_forward_hook(lambda *_: seen.append("hook"))
+    logits, gradients = backward(fused, packing=False)
+    wanted, wanted_gradients = backward(own, packing=False)
     torch.testing.assert_close(logits, wanted)
     assert len(gradients) == 2 * 4 * len(names) and all(g.any() for g in wanted_gradients)
-    for mine, theirs in zip(gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert_near(gradients, wanted_gradients, 1e-5)
     assert seen and calls["swiglu"] == (8 if checkpointing else 4)
 
 
@@ -226,26 +184,7 @@ def test_weights_that_are_wider_than_the_states_give_the_dtypes_of_the_model():
         assert model.model.norm(x).dtype == wanted
 
 
-def test_parts_of_a_model_on_no_device_are_told_apart():
-    """Under ZeRO-3 the weights lie on other ranks when the model is looked at."""
-    found = find_fusable(make_model(tiny_config("qwen3"), "eager").to("meta"))
-    counts = Counter(layer.operation for layer in found)
-    assert (counts["rms_norm"], counts["rotary"], counts["swiglu"]) == FUSABLE["qwen3"]
-
-
 # ---------------------------------------------------------------- the comparison at the start
-
-
-def wrong_eps(x, weight, eps):
-    return plain_rms_norm(x, weight, eps * 10)
-
-
-def weight_off_by_one(x, weight, eps):
-    return plain_rms_norm(x, 1 + weight, eps)
-
-
-def forgets_the_weights_gradient(x, weight, eps):
-    return plain_rms_norm(x, weight.detach(), eps)
 
 
 def neighbours(q, k, cos, sin):
@@ -254,22 +193,6 @@ def neighbours(q, k, cos, sin):
         return x * cos.unsqueeze(1) + other * sin.unsqueeze(1)
 
     return turned(q), turned(k)
-
-
-def forgets_the_keys(q, k, cos, sin):
-    return plain_rotary(q, k, cos, sin)[0], k
-
-
-def gate_and_up_swapped(gate, up):
-    return plain_swiglu(up, gate)
-
-
-def no_gradient_for_up(gate, up):
-    return plain_swiglu(gate, up.detach())
-
-
-def half_a_gradient(gate, up):
-    return plain_swiglu(gate, (up + up.detach()) / 2)
 
 
 class Stale:
@@ -312,53 +235,54 @@ def wrong_from_256_tokens_on(x, weight, eps):
     return torch.cat((plain_rms_norm(x[:, :-1], weight, eps), x[:, -1:]), dim=1)
 
 
-def other_dtype(gate, up):
-    return plain_swiglu(gate, up).double()
-
-
-def not_a_number(gate, up):
-    return plain_swiglu(gate, up) * torch.nan
-
-
 def raises(gate, up):
     raise RuntimeError("no kernel image is available\nfor this device")
 
 
-FAULTS = {
-    "wrong eps": ("rms_norm", lambda: wrong_eps, "off by"),
-    "weight off by one": ("rms_norm", lambda: weight_off_by_one, "off by"),
-    "weight without gradient": ("rms_norm", lambda: forgets_the_weights_gradient, "missing"),
-    "wrong for many tokens": ("rms_norm", lambda: wrong_from_256_tokens_on, "300 tokens"),
-    "neighbours instead of halves": ("rotary", lambda: neighbours, "output 1"),
-    "keys not rotated": ("rotary", lambda: forgets_the_keys, "output 2"),
-    "gate and up swapped": ("swiglu", lambda: gate_and_up_swapped, "off by"),
-    "gradient missing": (
-        "swiglu",
-        lambda: no_gradient_for_up,
-        "the gradient of input 2 is missing",
+def wrong_eps(x, weight, eps):
+    return plain_rms_norm(x, weight, eps * 10)
+
+
+# What is wrong: operation, the wrong one or its class, what is said.
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    "wrong eps": ("rms_norm", wrong_eps, "off by"),
+    "weight off by one": ("rms_norm", lambda x, w, eps: plain_rms_norm(x, 1 + w, eps), "off by"),
+    "weight without gradient": (
+        "rms_norm",
+        lambda x, weight, eps: plain_rms_norm(x, weight.detach(), eps),
+        "missing",
     ),
-    "half a gradient": ("swiglu", lambda: half_a_gradient, "the gradient of input 2"),
+    "wrong for many tokens": ("rms_norm", wrong_from_256_tokens_on, "300 tokens"),
+    "neighbours instead of halves": ("rotary", neighbours, "output 1"),
+    "keys not rotated": ("rotary", lambda q, k, *t: (plain_rotary(q, k, *t)[0], k), "output 2"),
+    "gate and up swapped": ("swiglu", lambda gate, up: plain_swiglu(up, gate), "off by"),
+    "half a gradient": (
+        "swiglu",
+        lambda gate, up: plain_swiglu(gate, (up + up.detach()) / 2),
+        "the gradient of input 2",
+    ),
     "stale output": ("swiglu", Stale, "output 1"),
     "output in a shared buffer": ("swiglu", SharedBuffer, "output 1"),
-    "another dtype": ("swiglu", lambda: other_dtype, "torch.float64"),
-    "not a number": ("swiglu", lambda: not_a_number, "nan"),
-    "raises": ("swiglu", lambda: raises, "RuntimeError: no kernel image is available"),
+    "another dtype": ("swiglu", lambda *given: plain_swiglu(*given).double(), "torch.float64"),
+    "not a number": ("swiglu", lambda *given: plain_swiglu(*given) * torch.nan, "nan"),
+    "raises": ("swiglu", raises, "RuntimeError: no kernel image is available"),
 }
 
 
 def compare(
-    ops: Mapping[str, Operation], dtype: torch.dtype, tokens: int = 300
+    ops: Mapping[str, Operation], dtype: torch.dtype, tokens: int = 300, kind: str = ""
 ) -> Mapping[str, Operation]:
-    model = make_model(
-        tiny_config("qwen3", head_dim=16, hidden_size=64, intermediate_size=96), "eager"
-    )
+    sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96}
+    model = make_model(tiny_config("qwen3", **sizes), "eager")
     comparisons = compare_layers(ops, find_fusable(model), model.config)
+    rotation = "rotary position embedding of 4 heads of 16"
     assert [c.what for c in comparisons] == [
         "RMSNorm of 16",
         "RMSNorm of 64",
-        "rotary position embedding of 4 heads of 16",
+        rotation,
         "SwiGLU of 96",
     ]
+    comparisons = [c for c in comparisons if kind in c.kind]
     return agreeing_ops("faulty", ops, comparisons, device=CPU, dtypes=[dtype], tokens=tokens)
 
 
@@ -369,36 +293,29 @@ def test_right_operations_pass_the_comparison(dtype, caplog):
     def once(function):
         def call(*arguments):
             wide = [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
-            results = function(*wide)
-            to = arguments[0].dtype
-            return (
-                results.to(to)
-                if isinstance(results, torch.Tensor)
-                else tuple(x.to(to) for x in results)
-            )
+            results, to = function(*wide), arguments[0].dtype
+            return results.to(to) if function is not plain_rotary else [x.to(to) for x in results]
 
         return call
 
-    for ops in (
-        PLAIN,
-        {name: once(operation) for name, operation in PLAIN.items()},
-    ):
-        for tokens in (1, 20, 300):
-            assert compare(ops, dtype, tokens) == ops
+    rounding_once = {name: once(operation) for name, operation in PLAIN.items()}
+    for ops, tokens in ((PLAIN, 1), (PLAIN, 20), (rounding_once, 300)):
+        assert compare(ops, dtype, tokens) == ops
     assert not caplog.records
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_operation_is_refused_with_one_warning(fault, dtype, caplog):
-    kind, make, told = FAULTS[fault]
-    ops = {**PLAIN, kind: make()}
-    with caplog.at_level(logging.WARNING, "finetune"):
-        kept = compare(ops, dtype)
-    assert kept == {name: ops[name] for name in ops if name != kind}, "the others stay"
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert "faulty is not used" in text and told in text and "--fused-layers off" in text
+def test_a_wrong_operation_is_refused_with_one_warning(fault, caplog):
+    kind, wrong, told = FAULTS[fault]
+    for dtype in (torch.float32, torch.bfloat16):
+        ops = {**PLAIN, kind: wrong() if isinstance(wrong, type) else wrong}
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "finetune"):
+            kept = compare(ops, dtype, kind=kind)
+        assert kept == {name: ops[name] for name in ops if name != kind}, "the others stay"
+        (record,) = caplog.records
+        text = record.getMessage()
+        assert "faulty is not used" in text and told in text and "--fused-layers off" in text
 
 
 def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypatch, caplog):
@@ -409,9 +326,7 @@ def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypa
     before = torch.get_rng_state()
     said = fuse_layers(model, "auto", device_type="cpu", dtypes=[torch.float32], tokens=64)
     assert said == "wrong: 4 rotary, 4 swiglu" and len(caplog.records) == 1
-    assert torch.equal(torch.get_rng_state(), before), (
-        "the run's random numbers are as they would be without"
-    )
+    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers stay"
     assert "forward" not in vars(model.model.norm) and "forward" in vars(model.model.layers[0].mlp)
 
 
@@ -426,36 +341,22 @@ def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypa
         ("auto", "cuda", False, False, None),
         ("auto", "npu", False, True, "npu"),
         ("auto", "cpu", False, True, None),
-        ("auto", "mps", False, False, None),
         ("off", "cuda", True, True, None),
-        ("off", "npu", False, True, None),
         ("liger", "cuda", True, True, "liger"),
-        ("compile", "cuda", True, True, "compile"),
         ("compile", "cpu", False, False, "compile"),
-        ("compile", "npu", False, False, "compile"),
         ("npu", "npu", False, False, "npu"),
+        ("liger", "cuda", True, False, "not installed"),
+        ("liger", "npu", True, False, "no operations for npu"),
+        ("npu", "cuda", True, False, "no operations for cuda"),
     ],
 )
 def test_who_provides(setting, device_type, compiles, liger, provider, monkeypatch):
-    monkeypatch.setattr(
-        layers.importlib.util, "find_spec", lambda name: object() if liger else None
-    )
-    assert choose_provider(setting, device_type, compiles=compiles) == provider
-
-
-@pytest.mark.parametrize(
-    ("setting", "device_type", "said"),
-    [
-        ("liger", "cuda", "not installed"),
-        ("liger", "npu", "no operations for npu"),
-        ("liger", "cpu", "no operations for cpu"),
-        ("npu", "cuda", "no operations for cuda"),
-    ],
-)
-def test_a_provider_that_is_not_here_is_refused(setting, device_type, said, monkeypatch):
-    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=said):
-        choose_provider(setting, device_type, compiles=True)
+    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: True if liger else None)
+    if provider is not None and " " in provider:
+        with pytest.raises(ConfigError, match=provider):
+            choose_provider(setting, device_type, compiles=compiles)
+    else:
+        assert choose_provider(setting, device_type, compiles=compiles) == provider
 
 
 def liger_stub(monkeypatch) -> list[str]:
@@ -493,42 +394,31 @@ def liger_stub(monkeypatch) -> list[str]:
             b.data.copy_(db)
             return a, b
 
-    def liger_rms_norm(
-        X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
-    ):
+    def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
         calls.append("rms_norm")
         assert (offset, casting_mode, in_place) == (0.0, "llama", False) and X.dtype == W.dtype
         return plain_rms_norm(X, W, eps)
 
     def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         calls.append("rope")
-        assert (
-            position_ids is None
-            and unsqueeze_dim == 1
-            and cos.dim() == 3
-            and q.transpose(1, 2).is_contiguous()
-        )
+        assert (position_ids, unsqueeze_dim, rotary_dim) == (None, 1, None)
+        assert cos.dim() == 3 and q.transpose(1, 2).is_contiguous()
         return Rope.apply(q, k, cos, sin)
 
     def liger_swiglu(a, b):
         calls.append("swiglu")
         return SiLUMul.apply(a, b)
 
-    functional = types.ModuleType("liger_kernel.transformers.functional")
-    vars(functional).update(
+    transformers = types.ModuleType("liger_kernel.transformers")
+    transformers.functional = types.SimpleNamespace(
         liger_rms_norm=liger_rms_norm, liger_rope=liger_rope, liger_swiglu=liger_swiglu
     )
-    transformers = types.ModuleType("liger_kernel.transformers")
-    transformers.functional = functional
-    for name, module in {
-        "liger_kernel": types.ModuleType("liger_kernel"),
-        transformers.__name__: transformers,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, transformers.__name__, transformers)
     return calls
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "olmo2", "glm4_moe"])
 def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_not_read(
     kind, monkeypatch, caplog
 ):
@@ -543,17 +433,13 @@ def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_no
     use_fused_layers(fused, ops)
     (logits, gradients), (wanted, wanted_gradients) = backward(fused), backward(own)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item())
-        )
+    assert_near(gradients, wanted_gradients, 1e-4)
     assert set(calls) == {"rms_norm", "rope", "swiglu"}
 
 
-def test_compiled_operations_agree_on_the_cpu(caplog):
-    """The provider of CUDA devices without liger, here through the compiler's C++ back end."""
-    ops = provided_ops("compile")
-    assert compare(ops, torch.bfloat16) == ops, caplog.text
+def test_the_compiler_gets_each_operation_with_symbolic_sizes(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: (function, dynamic))
+    assert provided_ops("compile") == {name: (plain, True) for name, plain in PLAIN.items()}
 
 
 @pytest.mark.gpu
@@ -564,9 +450,8 @@ def test_fused_operations_agree_on_cuda(provider, dtype, caplog):
     if provider == "liger":
         pytest.importorskip("liger_kernel", reason="needs liger-kernel")
     ops = provided_ops(provider)
-    model = make_model(
-        tiny_config("qwen3", head_dim=128, hidden_size=4096, intermediate_size=12288), "eager"
-    )
+    sizes = {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288}
+    model = make_model(tiny_config("qwen3", **sizes), "eager")
     comparisons = compare_layers(ops, find_fusable(model), model.config)
     given = {"device": torch.device("cuda"), "dtypes": [dtype], "tokens": 2048}
     assert agreeing_ops(provider, ops, comparisons, **given) == ops, caplog.text
