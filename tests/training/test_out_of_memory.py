@@ -1,25 +1,26 @@
-"""Out of memory at a chosen step and rank: the run ends with the ids and losses of the run that had
-memory enough.
-"""
+"""Out of memory at a chosen step and rank: the run ends with the ids and losses of the run that had enough."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import run_helpers
 import run_patches
-from run_helpers import LAYOUTS, Materials
+from run_helpers import LAYOUTS, Materials, events
 
 from finetune.batching.microbatch_schedule import schedule_microbatches
 from finetune.storage import durable_files
+from finetune.training.build import make_execution
 from finetune.training.session import read_out_of_memory, write_out_of_memory
 
-STEPS = 5
-CUTOFF = 96
+STEPS, CUTOFF = 5, 96
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +29,14 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 
 @pytest.fixture(scope="module")
-def reference(materials: Materials):
-    """Output folder of the run without trouble, by (finetuning, packing)."""
-    made: dict[tuple[str, bool], Path] = {}
+def reference(materials: Materials) -> Callable[[str], Path]:
+    """Output folder of the run without trouble, by what is trained."""
 
-    def get(finetuning: str, packing: bool = True) -> Path:
-        key = (finetuning, packing)
-        if key not in made:
-            made[key] = materials.folder / f"reference-{finetuning}-{packing}"
-            run_helpers.train(
-                settings(materials, made[key], finetuning=finetuning, packing=packing), 2
-            )
-        return made[key]
+    def get(finetuning: str) -> Path:
+        folder = materials.folder / f"reference-{finetuning}"
+        if not folder.exists():
+            run_helpers.train(settings(materials, folder, finetuning=finetuning))
+        return folder
 
     return get
 
@@ -48,118 +45,126 @@ def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str
     return materials.settings(output_dir, **{"max_steps": STEPS, "cutoff_len": CUTOFF, **changes})
 
 
+def limited(*arguments: Any) -> dict[str, Any]:
+    return {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": arguments}
+
+
+def with_children(rank: int, *arguments: Any) -> None:
+    """A rank here is a daemon, which may not start a data loader's processes."""
+    multiprocessing.current_process()._config["daemon"] = False
+    run_patches.limit_microbatch_tokens(rank, *arguments)
+
+
 def assert_same_training(output_dir: Path, reference: Path) -> None:
     assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(reference)
-    assert len(run_helpers.losses(output_dir)) == STEPS
-    difference = run_helpers.largest_relative_difference(
-        run_helpers.losses(reference), run_helpers.losses(output_dir)
-    )
-    assert difference < 1e-5
+    ours, theirs = (run_helpers.losses(folder) for folder in (output_dir, reference))
+    assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=1e-5)
+    assert run_helpers.status(output_dir)["state"] == "done"
 
 
 def record_lengths(materials: Materials) -> np.ndarray:
     """Tokens of each record, by the run's own tokenized data; every record is one sample here."""
-    offsets = [np.load(path) for path in (materials.folder / "cache").glob("*/offsets.npy")]
-    assert len(offsets) == 1
-    return np.diff(offsets[0])
+    (offsets,) = (np.load(path) for path in (materials.folder / "cache").glob("*/offsets.npy"))
+    return np.diff(offsets)
+
+
+def smaller(output_dir: Path) -> tuple[int, str, str]:
+    (event,) = events(output_dir, "oom")
+    return event["step"], event["old"], event["new"]
+
+
+PACKED = tuple(f"microbatches of at most {tokens} tokens" for tokens in (192, 96))
+PADDED = tuple(f"padded microbatches of {samples} samples" for samples in (2, 1))
 
 
 @pytest.mark.parametrize(
-    ("processes", "on_rank", "packing", "where", "finetuning"),
+    ("processes", "where", "changes"),
     [
-        (2, 1, True, "forward", "lora"),
-        pytest.param(2, 0, True, "backward", "lora", marks=pytest.mark.slow),
-        (2, 1, False, "backward", "lora"),
-        (1, 0, True, "backward", "full"),
+        (2, "forward", {}),
+        (2, "backward", {"packing": False}),
+        # microbatches of the next steps are planned by then
+        (1, "backward", {"finetuning": "full", "dataloader_num_workers": 1}),
     ],
+    ids=["packed", "padded", "full"],
 )
 def test_a_retry_in_process_changes_nothing(
-    materials, reference, tmp_path, processes, on_rank, packing, where, finetuning
+    materials, reference, tmp_path, processes, where, changes
 ):
-    """LoRA over DDP, and one process whatever it trains: the step is tried again with smaller
-    microbatches.
-    """
+    """LoRA over DDP, and one process whatever it trains: tried again with smaller microbatches."""
     output_dir = tmp_path / "run"
-    run_helpers.train(
-        settings(materials, output_dir, packing=packing, finetuning=finetuning),
-        processes,
-        patch=run_patches.limit_microbatch_tokens,
-        patch_arguments=(on_rank, 100, 3, where),
-    )
-    assert_same_training(output_dir, reference(finetuning, packing))
-    (event,) = run_helpers.events(output_dir, "oom")
-    assert event["step"] == 3
-    if packing:
-        assert (event["old"], event["new"]) == (
-            "microbatches of at most 192 tokens",
-            "microbatches of at most 96 tokens",
-        )
-    else:
-        assert (event["old"], event["new"]) == (
-            "padded microbatches of 2 samples",
-            "padded microbatches of 1 samples",
-        )
-    assert run_helpers.status(output_dir)["state"] == "done"
+    wanted = settings(materials, output_dir, **changes)
+    limit = limited(processes - 1, 100, 3, where) | {"patch": with_children}
+    run_helpers.train(wanted, processes, **limit)
+    assert_same_training(output_dir, reference(changes.get("finetuning", "lora")))
+    assert smaller(output_dir) == (3, *(PADDED if "packing" in changes else PACKED))
 
 
 def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tmp_path):
-    """Only a later step has a microbatch that does not fit; it is rehearsed in the first, as is
-    what replaces it.
-    """
+    """Only a later step has it; it is rehearsed in the first, as is what replaces it."""
     lengths, steps = record_lengths(materials), run_helpers.sample_ids(reference("lora"))
-    largest = [
-        schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).largest_microbatch_tokens
-        for ids in steps
-    ]
-    limit = max(largest) - 1
-    assert largest[0] < limit
+    plans = [schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF) for ids in steps]
+    largest = [plan.largest_microbatch_tokens for plan in plans]
+    assert largest[0] < max(largest) - 1
     output_dir = tmp_path / "run"
-    run_helpers.train(
-        settings(materials, output_dir, micro_batch_size=4),
-        2,
-        patch=run_patches.limit_microbatch_tokens,
-        patch_arguments=(1, limit),
-    )
-    (event,) = run_helpers.events(output_dir, "oom")
-    assert event["step"] == 1
-    assert (event["old"], event["new"]) == (
-        "microbatches of at most 384 tokens",
-        "microbatches of at most 192 tokens",
-    )
+    wanted = settings(materials, output_dir, micro_batch_size=4)
+    run_helpers.train(wanted, 2, **limited(1, max(largest) - 1))
+    assert smaller(output_dir) == (1, "microbatches of at most 384 tokens", PACKED[0])
     assert_same_training(output_dir, reference("lora"))
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "finetuning"),
-    [("ddp", "plain", "full"), ("zero2", "zero2", "lora"), ("zero3", "zero3_offload", "full")],
+    ("layout", "finetuning"),
+    [
+        ("plain", "full"),
+        pytest.param("zero2", "lora", marks=pytest.mark.slow),
+        pytest.param("zero3_offload", "full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sharded_run_is_relaunched_with_smaller_microbatches(
-    materials, reference, tmp_path, name, layout, finetuning
+    materials, reference, tmp_path, layout, finetuning
 ):
-    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4; the next
-    start resumes.
-    """
+    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4."""
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, finetuning=finetuning, save_steps=2, **LAYOUTS[layout])
-    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (0, 100, 4)}
-    first = run_helpers.start(wanted, 2, **limited)
+    first = run_helpers.start(wanted, 2, **limited(0, 100, 4))
     codes = first.wait()
     assert codes[0] == 4 and codes[1] != 0, first.output()
     assert "start the same command again" in first.output()
     note = json.loads((output_dir / "oom.json").read_text())
-    assert note["step"] == 4 and note["token_budget"] == 96
+    assert (note["step"], note["token_budget"]) == (4, 96) and smaller(output_dir) == (4, *PACKED)
     assert run_helpers.status(output_dir)["exit_code"] == 4
-    assert [event["step"] for event in run_helpers.events(output_dir, "oom")] == [4]
 
-    run_helpers.train(wanted, 2, **limited)
-    assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [2]
+    run_helpers.train(wanted, 2, **limited(0, 100, 4))
+    assert [event["step"] for event in events(output_dir, "resume")] == [2]
     assert_same_training(output_dir, reference(finetuning))
 
 
+def test_without_a_checkpoint_the_relaunched_run_begins_anew(materials, reference, tmp_path):
+    """The rehearsal fails in the first step of a ZeRO-3 run."""
+    output_dir = tmp_path / "run"
+    wanted = settings(materials, output_dir, **LAYOUTS["zero3"])
+    first = run_helpers.start(wanted, 2, **limited(1, 100))
+    assert first.wait()[1] == 4, first.output()
+    assert json.loads((output_dir / "oom.json").read_text())["step"] == 1
+    run_helpers.train(wanted, 2, **limited(1, 100))
+    assert_same_training(output_dir, reference("lora"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"packing": False, **LAYOUTS["zero2"]}], ids=["plain", "ZeRO-2"]
+)
+def test_the_floor_names_the_sample(materials, tmp_path, changes):
+    """Not even a microbatch of one sample fits."""
+    output_dir = tmp_path / "run"
+    wanted = settings(materials, output_dir, micro_batch_size=1, **changes)
+    output = run_helpers.train(wanted, expect=1, launched=True, **limited(0, 50)).output()
+    lengths = record_lengths(materials)
+    assert f"record {lengths.argmax()} of the data alone has {lengths.max()} tokens" in output
+    assert "--cutoff-len" in output and run_helpers.status(output_dir)["state"] == "failed"
+
+
 def test_two_ranks_may_note_it_at_once(tmp_path, monkeypatch):
-    """Rows are about as long on each: the second found the first's file gone, and ended with 1, not
-    4.
-    """
+    """The second found the first's file gone, and ended with 1, not 4."""
     plain = durable_files.move
 
     def move(source, target):
@@ -173,66 +178,11 @@ def test_two_ranks_may_note_it_at_once(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]
 
 
-def test_without_a_checkpoint_the_relaunched_run_begins_anew(materials, reference, tmp_path):
-    """The rehearsal fails in the first step of a ZeRO-3 run, so there is nothing to go on from."""
-    output_dir = tmp_path / "run"
-    wanted = settings(materials, output_dir, finetuning="lora", **LAYOUTS["zero3"])
-    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (1, 100)}
-    first = run_helpers.start(wanted, 2, **limited)
-    assert first.wait()[1] == 4, first.output()
-    assert json.loads((output_dir / "oom.json").read_text())["step"] == 1
-    run_helpers.train(wanted, 2, **limited)
-    assert_same_training(output_dir, reference("lora"))
-
-
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_the_floor_names_the_sample(materials, tmp_path, packing):
-    """One process: not even a microbatch of one sample fits."""
-    output_dir = tmp_path / "run"
-    ranks = run_helpers.train(
-        settings(materials, output_dir, packing=packing),
-        1,
-        expect=1,
-        patch=run_patches.limit_microbatch_tokens,
-        patch_arguments=(0, 50),
-    )
-    record, tokens = int(record_lengths(materials).argmax()), record_lengths(materials).max()
-    assert tokens > 50
-    assert f"record {record} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
-    assert "--cutoff-len" in ranks.output()
-    assert run_helpers.status(output_dir)["state"] == "failed"
-
-
-def test_the_floor_names_the_sample_when_sharded(materials, tmp_path):
-    """ZeRO: each start takes smaller microbatches, until one of the longest sample does not fit
-    either.
-    """
-    output_dir = tmp_path / "run"
-    wanted = settings(materials, output_dir, micro_batch_size=1, packing=False, **LAYOUTS["zero2"])
-    limited = {
-        "patch": run_patches.limit_microbatch_tokens,
-        "patch_arguments": (0, 50),
-        "launched": True,
-    }
-    ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
-    assert ranks.wait() == [4]
-    ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
-    assert ranks.wait() == [1]
-    record, tokens = int(record_lengths(materials).argmax()), record_lengths(materials).max()
-    assert f"record {record} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
-
-
-def test_the_users_own_smaller_microbatches_win_over_the_note(materials, tmp_path):
-    output_dir = tmp_path / "run"
-    wanted = settings(
-        materials, output_dir, max_steps=2, save_steps=1, packing=False, micro_batch_size=2
-    )
-    run_helpers.train(wanted, 1)
-    (output_dir / "oom.json").write_text(
-        json.dumps({"step": 1, "token_budget": None, "samples_per_row": 4})
-    )
-    (output_dir / "checkpoint-2" / "state.json").unlink()  # so that there is something left to do
-    run_helpers.train(wanted, 1)
-    assert [event["rows"] for event in run_helpers.events(output_dir, "start")] == [
-        "padded microbatches of 2 samples"
-    ] * 2
+@pytest.mark.parametrize("name", ["token_budget", "samples_per_microbatch"])
+def test_the_smaller_of_the_users_and_the_notes_microbatches_is_taken(name):
+    world = SimpleNamespace(rank=0, world_size=1)
+    note = {"step": 1, "token_budget": None, "samples_per_row": None}
+    for noted, asked, taken in ((None, 4, 4), (4, 2, 2), (2, 4, 2)):
+        found = note | {"token_budget" if name == "token_budget" else "samples_per_row": noted}
+        session = SimpleNamespace(world=world, out_of_memory_note=lambda found=found: found)
+        assert getattr(make_execution(session, **{name: asked}), name) == taken

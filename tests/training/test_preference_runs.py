@@ -1,6 +1,4 @@
-"""Runs on preferences: their logs, their reference, going on on another layout, and the commands
-around them.
-"""
+"""Runs on preferences: their logs, their reference, going on on another layout, and the commands around them."""
 
 from __future__ import annotations
 
@@ -8,6 +6,8 @@ import json
 import re
 import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,23 @@ import run_helpers
 import run_patches
 import torch
 from launching import ROOT, run_cli, said
-from run_helpers import LAYOUTS, Materials
+from run_helpers import LAYOUTS, Materials, events
 from safetensors import safe_open
 
 import finetune
 from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, StateError
 from finetune.modeling.adapter import add_adapter
 from finetune.modeling.lora import adapter_off, fuse_lora
 from finetune.modeling.loss import microbatch_losses
 from finetune.modeling.pretrained import load_model
 from finetune.training.preferences.objective import Mismatched, mismatched_pairs
+from finetune.training.preferences.reference import SavedReference
 
 STEPS = 9
-FROZEN_EVAL = ROOT / "tests" / "frozen" / "eval.txt"
+FROZEN = ROOT / "tests" / "frozen"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +42,34 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
     made = run_helpers.make_materials(tmp_path_factory.mktemp("preferences"), records=6)
     preference_rows.make_pairs(made.folder / "pairs.jsonl", 40)
     preference_rows.make_pairs(made.folder / "valid_pairs.jsonl", 7, seed=1)
-    preference_rows.make_pairs(made.folder / "labels.jsonl", 40, labels=True)
+    for name, records, seed in (("labels", 40, 0), ("nine", 9, 3), ("single", 1, 3)):
+        preference_rows.make_pairs(made.folder / f"{name}.jsonl", records, seed=seed, labels=True)
     return made
 
 
 def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
     rate = 1e-3 if changes.get("finetuning") == "full" else 1e-2
-    data = {
-        "data": str(materials.folder / "pairs.jsonl"),
-        "valid_data": str(materials.folder / "valid_pairs.jsonl"),
-    }
-    return materials.settings(
-        output_dir, **{**data, "max_steps": STEPS, "learning_rate": rate, **changes}
-    )
+    own = {"kind": "dpo", "max_steps": STEPS, "learning_rate": rate}
+    own |= {"data": str(materials.folder / "pairs.jsonl")}
+    own |= {"valid_data": str(materials.folder / "valid_pairs.jsonl")}
+    return materials.settings(output_dir, **(own | changes))
 
 
 def train(wanted: dict[str, Any], processes: int = 1, **options: Any) -> run_helpers.Ranks:
     return run_helpers.train(wanted, processes, module="finetune.dpo", **options)
 
 
+def stop_at(step: int) -> dict[str, Any]:
+    arguments = (0, step, signal.SIGTERM)
+    return {"patch": run_patches.signal_self, "patch_arguments": arguments, "expect": 3}
+
+
+def logged(folder: Path, *names: str) -> list[list[float]]:
+    return [[line[n] for n in names] for line in run_helpers.lines(folder / "trainer_log.jsonl")]
+
+
 @pytest.fixture(scope="module")
-def runs(materials: Materials):
+def runs(materials: Materials) -> Callable[[str], Path]:
     """Output folder of a run on one process that nobody stopped, by what is trained."""
 
     def get(finetuning: str) -> Path:
@@ -74,85 +83,249 @@ def runs(materials: Materials):
 
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 def test_a_run_begins_at_its_reference_and_learns(runs, finetuning: str):
-    """Before the first update nothing differs from the reference: the loss is ln 2, the margin
-    0.
-    """
-    lines = run_helpers.lines(runs(finetuning) / "trainer_log.jsonl")
-    assert lines[0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and lines[0][
-        "margin"
-    ] == pytest.approx(0, abs=1e-6)
-    assert lines[-1]["loss"] < 0.6 and lines[-1]["margin"] > 0.2 and lines[-1]["accuracy"] > 0.9
-    assert lines[-1]["margin"] == pytest.approx(
-        lines[-1]["chosen_reward"] - lines[-1]["rejected_reward"]
-    )
-    before, after = run_helpers.events(runs(finetuning), "eval")
+    """Before the first update nothing differs: the loss is ln 2, the margin 0. And the frozen fields."""
+    steps = run_helpers.lines(runs(finetuning) / "trainer_log.jsonl")
+    first, last = steps[0], steps[-1]
+    assert first["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert first["margin"] == pytest.approx(0, abs=1e-6)
+    assert last["loss"] < 0.6 and last["margin"] > 0.2 and last["accuracy"] > 0.9
+    assert last["margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"])
+    before, after = evals = events(runs(finetuning), "eval")
     assert before["eval_loss"] == pytest.approx(0.6931472, abs=1e-6)
     assert after["eval_accuracy"] > 0.8 and after["eval_accuracy/explain"] > 0.5
-
-
-def test_the_logs_have_the_frozen_fields(runs):
-    text = (ROOT / "tests" / "frozen" / "events.txt").read_text()
-    found = re.findall(r"^(.*?): (.*)$", text, re.M)
-    known = {name: {field.rstrip("?") for field in fields.split()} for name, fields in found}
-    steps, evals = (
-        run_helpers.lines(runs("lora") / "trainer_log.jsonl"),
-        run_helpers.events(runs("lora"), "eval"),
-    )
+    frozen = re.findall(r"^(.*?): (.*)$", (FROZEN / "events.txt").read_text(), re.M)
+    known = {name: {field.rstrip("?") for field in fields.split()} for name, fields in frozen}
     for name, records in (("trainer_log.jsonl", steps), ("eval", evals)):
         for record in records:
-            found = {
-                re.sub("/(explain|reasoning|topology)$", "/LEVEL", field) for field in record
-            } - {"event", "time"}
+            level = "/(explain|reasoning|topology)$"
+            found = {re.sub(level, "/LEVEL", field) for field in record} - {"event", "time"}
             assert found <= known[name] and {"eval_margin/LEVEL", "margin/LEVEL"} & found
 
 
-@pytest.fixture(scope="module")
-def stopped(materials: Materials):
-    """Output folder of a run of all weights that was stopped at step 2, for copies; and its own
-    cache.
-    """
-    folder = materials.folder / "stopped"
-    wanted = settings(
-        materials, folder, finetuning="full", cache_dir=str(materials.folder / "stopped-cache")
-    )
-    train(wanted, patch=run_patches.signal_self, patch_arguments=(0, 2, signal.SIGTERM), expect=3)
-    return folder
+# ----------------------------------------------------------------------------- the model before the run
 
 
-def go_on(materials: Materials, stopped: Path, run: Path, expect: int, **changes: Any) -> str:
-    """With another cache, so that nothing is found there either. Returns what was said."""
-    if not run.exists():
-        shutil.copytree(stopped, run)
-    ranks = run_helpers.start(
-        settings(
-            materials,
-            run,
-            **{"finetuning": "full", "cache_dir": str(run.parent / "cache"), **changes},
-        ),
-        module="finetune.dpo",
-    )
-    assert ranks.wait() == [expect], ranks.output()
-    return ranks.output()
+def test_a_saved_reference_is_used_only_by_a_run_like_its_own(tmp_path: Path, caplog):
+    parts = {"weights": "w", "data": "d", "dtype": "float32"}
+    drawn = np.array([True, False, True])
+    common = {"side": "train", "drawn": drawn, "others": (), "cache_dir": tmp_path / "cache"}
+    saved = SavedReference(parts=parts, folder=tmp_path / "run", fresh=True, **common)
+    assert saved.find() == "is missing"
+    table = torch.tensor([[1.0, 2.0], [torch.nan] * 2, [3.0, 4.0]])
+    saved.folder.mkdir()
+    saved.store(table)
+    torch.testing.assert_close(saved.find(), table, equal_nan=True)
+    elsewhere = replace(saved, folder=tmp_path / "new")
+    torch.testing.assert_close(elsewhere.find(), table, equal_nan=True)  # by the cache
+    moved = replace(elsewhere, cache_dir=tmp_path / "none", others=(saved.folder,))
+    torch.testing.assert_close(moved.find(), table, equal_nan=True)
 
+    def why(**changes: Any) -> Any:
+        return replace(saved, cache_dir=tmp_path / "none", **changes).find()
 
-def test_a_reference_that_is_gone_is_said(materials: Materials, stopped: Path, tmp_path: Path):
-    """A model that was trained whole cannot be asked again."""
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    (run / "reference" / "train.st").unlink()
-    said = go_on(materials, stopped, run, 2)
-    assert "of the training data before the run is not known: reference/train.st is missing" in said
-    assert "put the file back" in said
-
-
-def test_a_damaged_reference_is_refused(materials: Materials, stopped: Path, tmp_path: Path):
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    path = run / "reference" / "train.st"
+    assert why(parts=parts | {"weights": "x"}) == "is of another model"
+    assert why(parts=parts | {"data": "x"}) == "is of other data"
+    assert why(parts=parts | {"dtype": "bfloat16"}) == "is of another dtype"
+    assert why(drawn=np.array([True] * 3)) == "lacks 1 of the samples that this run draws"
+    assert isinstance(why(parts=parts | {"dtype": "bfloat16"}, fresh=False), torch.Tensor)
+    assert "was computed in float32, and this run computes in bfloat16" in caplog.text
+    path = saved.folder / saved.name
     content = bytearray(path.read_bytes())
     content[-2] ^= 1  # of a value
     path.write_bytes(content)
-    assert "reference/train.st is damaged" in go_on(materials, stopped, run, 2)
+    assert why() == "is damaged"
+    path.write_bytes(b"x")
+    assert "cannot be read" in why()
+    error = replace(saved, side="valid-mismatched").refusal("is damaged")
+    assert "of the validation data before the run is not known" in error.what
+
+
+def test_a_run_goes_on_without_validation_data_and_in_another_dtype(materials, runs, tmp_path):
+    """With another cache, so that nothing is found there."""
+    run, full = tmp_path / "run", {"finetuning": "full", "cache_dir": str(tmp_path / "cache")}
+    train(settings(materials, run, **full), **stop_at(2))
+    full |= {"cache_dir": str(tmp_path / "another"), "valid_data": None, "dtype": "bfloat16"}
+    output = train(settings(materials, run, **full)).output()
+    assert output.count("was computed in float32, and this run computes in bfloat16") == 1
+    assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs("full")), rel=0.05)
+
+
+def test_only_samples_that_are_drawn_are_asked_about(materials: Materials, tmp_path: Path):
+    """And a run that draws others cannot go on with that; engines load each .safetensors of a folder."""
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    cache.mkdir()
+    (cache / "reference").write_text("in the way")
+    full = {"finetuning": "full", "cache_dir": str(cache)}
+    output = train(settings(materials, run, max_steps=2, **full)).output()
+    assert "[WARNING] the cache of references cannot be written" in output
+    assert "reference 1/2" in output and "about 16 samples" in output
+    with safe_open(run / "reference" / "train.st", framework="pt") as file:
+        asked = file.get_tensor("samples").tolist()
+    drawn = {number for ids in run_helpers.sample_ids(run) for number in ids}
+    assert asked == sorted(drawn) and len(asked) == 16
+    assert [path.name for path in run.glob("*.safetensors")] == ["model.safetensors"]
+    longer = settings(materials, run, max_steps=4, allow_data_change=True, **full)
+    with pytest.raises(StateError, match=r"train.st lacks \d+ of the samples that this run draws"):
+        finetune.run(longer)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path: Path):
+    """Nothing is trained or saved; the next start begins anew."""
+    run, cache = tmp_path / "run", str(tmp_path / "cache")
+    wanted = settings(materials, run, finetuning="full", cache_dir=cache)
+    patch = {"patch": run_patches.signal_while_asking, "patch_arguments": (1, 2, signal.SIGTERM)}
+    output = train(wanted, 2, expect=3, **patch).output()
+    assert (
+        "SIGTERM: stopping before the first step, without a checkpoint; once more in 3 s" in output
+    )
+    assert "stopped by SIGTERM at step 0; no checkpoint is saved" in output
+    status = run_helpers.status(run)
+    assert (status["state"], status["step"], status["checkpoint"]) == ("stopped", 0, None)
+    assert [event["step"] for event in events(run, "signal")] == [0]
+    assert not events(run, "eval") and not (run / "reference").exists()
+    train(wanted, 2)
+    assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs("full")), rel=1e-5)
+
+
+LORA_WAYS = [(2, {"packing": False, **LAYOUTS["zero3_offload"]}), (1, {"micro_batch_size": 4})]
+FULL_WAYS = [(1, {"micro_batch_size": 4, "packing": False}), (2, LAYOUTS["zero3"])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("finetuning", "ways"), [("lora", LORA_WAYS), ("full", FULL_WAYS)])
+def test_stopped_at_step_7_and_on_by_another_layout(materials, runs, tmp_path, finetuning, ways):
+    run, own = tmp_path / "run", {"finetuning": finetuning, "cache_dir": str(tmp_path / "cache")}
+    for number, (processes, changes) in enumerate(ways):
+        wanted = settings(materials, run, **own, **changes)
+        train(wanted, processes, **({} if number else stop_at(7)))
+    assert [event["step"] for event in events(run, "resume")] == [7]
+    assert run_helpers.sample_ids(run) == run_helpers.sample_ids(runs(finetuning))
+    assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs(finetuning)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_dropout": 0.2}, {"use_dora": True}, {"modules_to_save": ("norm",)}], ids=str
+)
+def test_the_adapter_off_is_the_base(materials: Materials, changes: dict[str, Any]):
+    """Whatever is trained of it; and that stays trained."""
+    config = RunConfig(model=str(materials.model), data="d", output_dir="o", lora_r=4, **changes)
+    base = load_model(config, model_dtype=torch.float64, zero3=False)
+    ids = torch.arange(12).numpy()
+    microbatch = collate([(ids, ids > 4, -1)], packing=False, pad_token_id=0)
+    with torch.no_grad():
+        wanted = microbatch_losses(base, microbatch, CPU)
+    model = add_adapter(base, config, one_dtype=True)
+    fuse_lora(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    for name in trained:
+        torch.nn.init.normal_(model.get_parameter(name))
+    model.train()
+    with torch.no_grad():
+        with adapter_off(model):
+            found = microbatch_losses(model, microbatch, CPU)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        assert (microbatch_losses(model, microbatch, CPU) - wanted).abs().max() > 1e-3
+    assert trained == [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"loss": "kto", "global_batch_size": 1, "micro_batch_size": 1},
+            "--global-batch-size to 2",
+        ),
+        ({"loss": "kto", "sft_weight": 0.5}, "leave --sft-weight out"),
+        ({"loss": "hinge"}, "dpo, ipo, orpo, simpo"),
+        ({"kind": "ppo"}, "kind is 'ppo'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(materials, tmp_path, changes: dict, words: str):
+    with pytest.raises(ConfigError) as caught:
+        finetune.run(settings(materials, tmp_path / "run", **changes))
+    assert words in str(caught.value) and not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------- commands around a run
+
+
+def log_probs(model: Any, ids: np.ndarray, supervised: np.ndarray) -> torch.Tensor:
+    """Of the supervised tokens, by a plain forward."""
+    document = torch.tensor(ids.astype("int64"))
+    found = model(document[None]).logits[0, :-1].log_softmax(-1)
+    return found.gather(1, document[1:, None])[:, 0][torch.tensor(supervised[1:])]
+
+
+def test_eval_says_which_answers_a_model_prefers(materials: Materials, capsys):
+    """Against a plain forward for each answer; the loss is that of the chosen ones."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.commands.evaluate.command import main
+    from finetune.data.dataset import prepare_samples
+
+    data, cache = str(materials.folder / "valid_pairs.jsonl"), str(materials.folder / "cache")
+    words = ["--model", str(materials.model), "--data", data, "--cache-dir", cache, "--json"]
+    words += ["--device-type", "cpu", "--dtype", "float32", "--cutoff-len", "96"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]["overall"]
+    tokenizer = AutoTokenizer.from_pretrained(materials.model)
+    samples = prepare_samples([data], tokenizer, cutoff_len=96, cache_dir=cache, preference="pairs")
+    model, answers = AutoModelForCausalLM.from_pretrained(materials.model), []
+    with torch.no_grad():
+        for number, first in enumerate(samples.first_lengths.tolist()):
+            ids, supervised = samples[number]
+            answers.append(log_probs(model, ids[:first], supervised[:first]))
+            answers.append(log_probs(model, ids[first:], supervised[first:]))
+    margins = [
+        float(a.mean() - b.mean()) for a, b in zip(answers[0::2], answers[1::2], strict=True)
+    ]
+    frozen = dict(re.findall(r"^(score|pairs): (.*)$", (FROZEN / "eval.txt").read_text(), re.M))
+    assert set(found) == {*frozen["score"].split(), *frozen["pairs"].split()}
+    assert found["accuracy"] == sum(margin > 0 for margin in margins) / 7
+    assert found["margin"] == pytest.approx(sum(margins) / 7, rel=1e-4)
+    assert found["loss"] == pytest.approx(-float(torch.cat(answers[0::2]).mean()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_commands_around_a_run(materials: Materials, runs, tmp_path: Path):
+    def command(*words: Any) -> Any:
+        result = run_cli(list(words), module="finetune")
+        assert result.returncode in (0, 1), said(result)
+        return json.loads(result.stdout) if "--json" in words else result
+
+    folder, data = runs("lora"), materials.folder / "pairs.jsonl"
+    new = ["--model", materials.model, "--data", data, "--output-dir", tmp_path / "new"]
+    new += ["--json", "--cutoff-len", 96]
+    checks = command("doctor", "dpo", *new, "--device-type", "cpu")["checks"]
+    assert {check["name"]: check["verdict"] for check in checks}["data"] == "ok"
+    machine = [
+        "--nodes",
+        "1",
+        "--devices-per-node",
+        "1",
+        "--device-name",
+        "H100",
+        "--device-memory",
+        "80GiB",
+    ]
+    plan = command("plan", "dpo", *new, *machine, "--micro-batch-size", 2)
+    assert plan["row_tokens"] == 2 * 2 * 96
+    look = command("monitor", folder, "--once", "--json")
+    assert look["kind"] == "dpo" and look["state"] == "done"
+    assert command("report", folder, "--lang", "en").returncode == 0
+    assert "training on preferences" in (folder / "report.html").read_text()
+    merged = command("merge", "--adapter", folder, "--output-dir", tmp_path / "merged")
+    assert merged.returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------ KTO
+
+
+def kto(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    own = {"loss": "kto", "finetuning": "full", "valid_data": None, "max_steps": 3}
+    own |= {"data": str(materials.folder / "labels.jsonl")}
+    return settings(materials, output_dir, **(own | changes))
 
 
 def test_kto_reference_point_is_cut_at_the_cutoff_and_not_at_the_longest_sample():
@@ -177,324 +350,15 @@ def test_kto_reference_point_is_cut_at_the_cutoff_and_not_at_the_longest_sample(
     assert Mismatched(Samples(), pairs, cutoff_len=12).lengths.tolist() == [12, 4]
 
 
-def test_a_run_goes_on_without_validation_data_and_in_another_dtype(
-    materials: Materials, stopped, runs, tmp_path
-):
-    said = go_on(materials, stopped, tmp_path / "run", 0, valid_data=None, dtype="bfloat16")
-    assert said.count("was computed in float32, and this run computes in bfloat16") == 1
-    mine, others = (run_helpers.losses(folder) for folder in (tmp_path / "run", runs("full")))
-    assert len(mine) == STEPS and run_helpers.largest_relative_difference(others, mine) < 0.05
-
-
-@pytest.mark.slow
-def test_what_was_not_asked_of_other_validation_data_is_said(
-    materials: Materials, stopped: Path, tmp_path: Path
-):
-    other, cache = materials.folder / "other_pairs.jsonl", str(tmp_path / "cache")
-    preference_rows.make_pairs(other, 5, seed=2)
-    said = go_on(materials, stopped, tmp_path / "run", 2, valid_data=str(other))
-    assert (
-        "of the validation data before the run is not known: reference/valid.st is of other data"
-        in said
-    )
-    assert len(run_helpers.losses(tmp_path / "run")) == 2, "refused before training"
-    # A run that begins with that data leaves what was said of it in the cache.
-    train(
-        settings(
-            materials,
-            tmp_path / "new",
-            finetuning="full",
-            valid_data=str(other),
-            cache_dir=cache,
-            max_steps=1,
-        )
-    )
-    before = (tmp_path / "run" / "reference" / "valid.st").read_bytes()
-    go_on(materials, stopped, tmp_path / "run", 0, valid_data=str(other))
-    assert (tmp_path / "run" / "reference" / "valid.st").read_bytes() == before
-
-
-def test_only_samples_that_are_drawn_are_asked_about(materials: Materials, tmp_path: Path):
-    """And a run that draws others cannot go on with that; engines load each .safetensors of a
-    folder.
-    """
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / "reference").write_text("in the way")
-    wanted = settings(
-        materials, tmp_path / "run", finetuning="full", max_steps=2, cache_dir=str(cache)
-    )
-    ranks = train(wanted)
-    assert "[WARNING] the cache of references cannot be written" in ranks.output()
-    assert "reference 1/2" in ranks.output() and "about 16 samples" in ranks.output()
-    with safe_open(tmp_path / "run" / "reference" / "train.st", framework="pt") as file:
-        asked = file.get_tensor("samples").tolist()
-    drawn = {number for ids in run_helpers.sample_ids(tmp_path / "run") for number in ids}
-    assert asked == sorted(drawn) and len(asked) == 16
-    assert [path.name for path in (tmp_path / "run").glob("*.safetensors")] == ["model.safetensors"]
-    said = go_on(materials, tmp_path, tmp_path / "run", 2, max_steps=4, allow_data_change=True)
-    assert re.search(r"reference/train.st lacks \d+ of the samples that this run draws", said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_signal_while_the_model_is_asked(
-    materials: Materials, runs, tmp_path: Path, processes: int
-):
-    """Nothing is trained or saved; the next start begins anew."""
-    wanted = settings(
-        materials, tmp_path / "run", finetuning="full", cache_dir=str(tmp_path / "cache")
-    )
-    patch = {
-        "patch": run_patches.signal_while_asking,
-        "patch_arguments": (processes - 1, 2, signal.SIGTERM),
-    }
-    ranks = train(wanted, processes, expect=3, **patch)
-    assert (
-        "[WARNING] SIGTERM: stopping before the first step, without a checkpoint; once more in 3 s"
-        in ranks.output()
-    )
-    assert "saving after this step" not in ranks.output()
-    assert "stopped by SIGTERM at step 0; no checkpoint is saved" in ranks.output()
-    status = run_helpers.status(tmp_path / "run")
-    assert (status["state"], status["step"], status["checkpoint"]) == ("stopped", 0, None)
-    assert [event["step"] for event in run_helpers.events(tmp_path / "run", "signal")] == [0]
-    assert (
-        not run_helpers.events(tmp_path / "run", "eval")
-        and not (tmp_path / "run" / "reference").exists()
-    )
-    train(wanted, processes)
-    mine, others = (run_helpers.losses(folder) for folder in (tmp_path / "run", runs("full")))
-    assert run_helpers.largest_relative_difference(others, mine) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("finetuning", "executions"),
-    [
-        (
-            "lora",
-            [(2, {"packing": False, **LAYOUTS["zero3_offload"]}), (1, {"micro_batch_size": 4})],
-        ),
-        ("full", [(1, {"micro_batch_size": 4, "packing": False}), (2, LAYOUTS["zero3"])]),
-    ],
-    ids=["lora", "full"],
-)
-def test_stopped_at_step_7_and_on_by_another_layout(
-    materials, runs, tmp_path, finetuning, executions
-):
-    output_dir = tmp_path / "run"
-    for number, (processes, changes) in enumerate(executions):
-        stop = (
-            {}
-            if number
-            else {"patch": run_patches.signal_self, "patch_arguments": (0, 7, signal.SIGTERM)}
-        )
-        wanted = settings(
-            materials,
-            output_dir,
-            finetuning=finetuning,
-            cache_dir=str(tmp_path / "cache"),
-            **changes,
-        )
-        train(wanted, processes, expect=0 if number else 3, **stop)
-    assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [7]
-    reference = runs(finetuning)
-    assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(reference)
-    difference = run_helpers.largest_relative_difference(
-        run_helpers.losses(reference), run_helpers.losses(output_dir)
-    )
-    assert difference < 1e-5
-
-
-@pytest.mark.parametrize(
-    "changes", [{"lora_dropout": 0.2}, {"use_dora": True}, {"modules_to_save": ("norm",)}], ids=str
-)
-def test_the_adapter_off_is_the_base(materials: Materials, changes: dict[str, Any]):
-    """Whatever is trained of it; and that stays trained."""
-    config = RunConfig(model=str(materials.model), data="d", output_dir="o", lora_r=4, **changes)
-    base = load_model(config, model_dtype=torch.float64, zero3=False)
-    ids = torch.arange(12).numpy()
-    microbatch = collate([(ids, ids > 4, -1)], packing=False, pad_token_id=0)
-    with torch.no_grad():
-        wanted = microbatch_losses(base, microbatch, torch.device("cpu"))
-    model = add_adapter(base, config, one_dtype=True)
-    fuse_lora(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model.train()
-    with torch.no_grad(), adapter_off(model):
-        found = microbatch_losses(model, microbatch, torch.device("cpu"))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    with torch.no_grad():
-        assert (
-            microbatch_losses(model, microbatch, torch.device("cpu")) - wanted
-        ).abs().max() > 1e-3
-    assert trained == [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"loss": "kto", "global_batch_size": 1, "micro_batch_size": 1},
-            "set --global-batch-size to 2",
-        ),
-        ({"loss": "kto", "sft_weight": 0.5}, "leave --sft-weight out"),
-        ({"loss": "hinge"}, "dpo, ipo, orpo, simpo"),
-        ({"kind": "ppo"}, "kind is 'ppo'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    materials: Materials, tmp_path: Path, changes: dict, words: str
-):
-    wanted = {**settings(materials, tmp_path / "run"), "kind": "dpo", **changes}
-    with pytest.raises(ConfigError) as caught:
-        finetune.run(wanted)
-    assert words in str(caught.value) and not (tmp_path / "run").exists()
-
-
-def test_eval_says_which_answers_a_model_prefers(
-    materials: Materials, capsys: pytest.CaptureFixture[str]
-):
-    """Against a plain forward for each answer; the loss is that of the chosen ones."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from finetune.commands.evaluate.command import main
-    from finetune.data.dataset import prepare_samples
-
-    data, cache = str(materials.folder / "valid_pairs.jsonl"), str(materials.folder / "cache")
-    words = [
-        "--model",
-        str(materials.model),
-        "--data",
-        data,
-        "--cache-dir",
-        cache,
-        "--device-type",
-        "cpu",
-    ]
-    assert main([*words, "--dtype", "float32", "--cutoff-len", "96", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["models"][0]["overall"]
-    tokenizer = AutoTokenizer.from_pretrained(materials.model)
-    samples = prepare_samples([data], tokenizer, cutoff_len=96, cache_dir=cache, preference="pairs")
-    model, means, chosen = AutoModelForCausalLM.from_pretrained(materials.model), [], []
-    for number in range(len(samples)):
-        ids, supervised = samples[number]
-        first = int(samples.first_lengths[number])
-        for part in (slice(0, first), slice(first, None)):
-            document = torch.from_numpy(ids[part].astype("int64"))
-            with torch.no_grad():
-                log_probs = model(document[None]).logits[0, :-1].log_softmax(-1)
-            said = log_probs.gather(1, document[1:, None])[:, 0][
-                torch.from_numpy(supervised[part][1:].copy())
-            ]
-            means.append(float(said.mean()))
-            chosen += [said] if part.start == 0 else []
-    margins = [one - other for one, other in zip(means[0::2], means[1::2], strict=True)]
-    frozen = dict(
-        line.split(": ")
-        for line in FROZEN_EVAL.read_text().splitlines()
-        if ": " in line and line[0] != "#"
-    )
-    assert set(found) == {*frozen["score"].split(), *frozen["pairs"].split()}
-    assert found["accuracy"] == sum(margin > 0 for margin in margins) / 7
-    assert found["margin"] == pytest.approx(sum(margins) / 7, rel=1e-4)
-    assert found["loss"] == pytest.approx(-float(torch.cat(chosen).mean()), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_commands_around_a_run(materials: Materials, runs, tmp_path: Path):
-    folder = runs("lora")
-    words = [
-        "--model",
-        materials.model,
-        "--data",
-        materials.folder / "pairs.jsonl",
-        "--output-dir",
-        tmp_path / "new",
-    ]
-    doctor = run_cli(
-        ["doctor", "dpo", "--json", *words, "--device-type", "cpu", "--cutoff-len", 96],
-        module="finetune",
-    )
-    checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
-    assert checks["data"]["verdict"] == "ok", said(doctor)
-    machine = [
-        "--nodes",
-        1,
-        "--devices-per-node",
-        1,
-        "--device-name",
-        "H100",
-        "--device-memory",
-        "80GiB",
-    ]
-    plan = run_cli(
-        ["plan", "dpo", "--json", *words, *machine, "--micro-batch-size", 2, "--cutoff-len", 96],
-        module="finetune",
-    )
-    assert json.loads(plan.stdout)["row_tokens"] == 2 * 2 * 96, said(plan)
-    look = json.loads(run_cli(["monitor", folder, "--once", "--json"], module="finetune").stdout)
-    assert look["kind"] == "dpo" and look["state"] == "done"
-    assert run_cli(["report", folder, "--lang", "en"], module="finetune").returncode == 0
-    assert "training on preferences" in (folder / "report.html").read_text()
-    merged = run_cli(
-        ["merge", "--adapter", folder, "--output-dir", tmp_path / "merged"], module="finetune"
-    )
-    assert merged.returncode == 0, said(merged)
-
-
-@pytest.mark.slow
-def test_labels_of_two_processes_are_those_of_one(materials: Materials, tmp_path: Path):
-    """KTO's reference point is a mean over the global batch, whoever computes it."""
-    data = {
-        "data": str(materials.folder / "labels.jsonl"),
-        "valid_data": None,
-        "loss": "kto",
-        "undesirable_weight": 0.1,
-    }
-    ways = [(1, {}), (2, {"packing": False, "micro_batch_size": 4})]
-    for processes, changes in ways:
-        train(settings(materials, tmp_path / str(processes), **data, **changes), processes)
-    first, second = (run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in "12")
-    for one, other in zip(first, second, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["reference_point"] == pytest.approx(other["reference_point"], rel=1e-3, abs=1e-6)
-    assert any(line["reference_point"] > 0 for line in first)
-
-
-# ---------------------------------------------------------------------- KTO, all weights trained
-
-
-def kto(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
-    data = {"data": str(materials.folder / "labels.jsonl"), "valid_data": None}
-    return settings(
-        materials,
-        output_dir,
-        **{"loss": "kto", "finetuning": "full", **data, "max_steps": 3, **changes},
-    )
-
-
 def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_path: Path):
-    """AdamW in float64 beside a copy of the model as it was, which is asked about everything in
-    every step.
-    """
+    """AdamW in float64 next to a copy of the model as it was, which is asked everything in every step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from finetune.data.dataset import prepare_samples
 
     run = tmp_path / "run"
-    weights = {"desirable_weight": 2.0, "undesirable_weight": 0.1}
-    train(
-        kto(
-            materials, run, beta=0.3, learning_rate=5e-3, warmup_steps=0, max_grad_norm=0, **weights
-        )
-    )
+    own = {"desirable_weight": 2.0, "undesirable_weight": 0.1, "beta": 0.3}
+    train(kto(materials, run, learning_rate=5e-3, warmup_steps=0, max_grad_norm=0, **own))
     data, cache = [str(materials.folder / "labels.jsonl")], str(materials.folder / "cache")
     tokenizer = AutoTokenizer.from_pretrained(materials.model)
     samples = prepare_samples(data, tokenizer, cutoff_len=96, cache_dir=cache, preference="labels")
@@ -504,18 +368,13 @@ def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
 
     def ratio(prompt: int, answer: int) -> torch.Tensor:
-        """log(pi(y) / ref(y)) of one sample's answer to another's prompt."""
+        """log(pi(y) / ref(y)) of one sample's answer to another's prompt, cut at cutoff_len."""
         (ids, mask), (others, other_mask) = samples[prompt], samples[answer]
-        begins, longest = (int(mask.argmax()), int(other_mask.argmax())), 96  # cutoff_len
-        document = torch.tensor(
-            [*ids[: begins[0]].tolist(), *others[begins[1] :].tolist()][:longest]
-        )
-        trained = torch.tensor([*[False] * begins[0], *other_mask[begins[1] :].tolist()][:longest])
-        said = [m(document[None]).logits[0, :-1].log_softmax(-1) for m in (model, before)]
-        one, other = (
-            log_probs.gather(1, document[1:, None])[:, 0][trained[1:]].sum() for log_probs in said
-        )
-        return one - other.detach()
+        begin, other = int(mask.argmax()), int(other_mask.argmax())
+        document = np.concatenate([ids[:begin], others[other:]])[:96]
+        trained = np.concatenate([np.zeros(begin, dtype=bool), other_mask[other:]])[:96]
+        now, then = (log_probs(m, document, trained).sum() for m in (model, before))
+        return now - then.detach()
 
     points = []
     for ids, line in zip(
@@ -523,12 +382,8 @@ def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_
     ):
         batch = [samples.record_ids.tolist().index(number) for number in ids]
         with torch.no_grad():
-            others = [*batch[1:], batch[0]]
-            point = (
-                torch.stack([ratio(*pair) for pair in zip(batch, others, strict=True)])
-                .mean()
-                .clamp(min=0)
-            )
+            others = zip(batch, [*batch[1:], batch[0]], strict=True)
+            point = torch.stack([ratio(*pair) for pair in others]).mean().clamp(min=0)
         losses = []
         for sample in batch:
             good, difference = samples.labels[sample] == 1, 0.3 * (ratio(sample, sample) - point)
@@ -542,81 +397,49 @@ def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_
         loss.backward()
         optimizer.param_groups[0]["lr"] = line["learning_rate"]
         optimizer.step()
-    assert points[0] == pytest.approx(0, abs=1e-12) and max(points) > 0.01, (
-        "what is compared is there"
-    )
+    assert points[0] == pytest.approx(0, abs=1e-12) and max(points) > 0.01, "it is compared"
 
 
 def test_kto_of_all_weights_goes_on_with_what_was_said(materials: Materials, tmp_path: Path):
-    """Stopped after its first step; and where that is gone, it is said. Validation data has one
-    sample in a batch.
-    """
-    preference_rows.make_pairs(materials.folder / "nine.jsonl", 9, seed=3, labels=True)
-    changes = {
-        "valid_data": str(materials.folder / "nine.jsonl"),
-        "cache_dir": str(tmp_path / "cache"),
-    }
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    """Stopped after its first step. Of the validation data one batch has one sample."""
+    whole, run, cache = tmp_path / "whole", tmp_path / "run", tmp_path / "cache"
+    changes = {"valid_data": str(materials.folder / "nine.jsonl"), "cache_dir": str(cache)}
     train(kto(materials, whole, **changes))
-    assert sorted(path.name for path in (whole / "reference").iterdir()) == [
-        "train-mismatched.st", "train.st", "valid-mismatched.st", "valid.st"
-    ]  # fmt: skip
-    stop = {
-        "patch": run_patches.signal_self,
-        "patch_arguments": (0, 1, signal.SIGTERM),
-        "expect": 3,
-    }
-    said = train(kto(materials, run, **changes), **stop).output()
-    assert "asking the model" not in said, "the cache of the first run has it"
-    shutil.rmtree(tmp_path / "cache")
-    shutil.copytree(run, tmp_path / "gone")
+    names = ["train-mismatched.st", "train.st", "valid-mismatched.st", "valid.st"]
+    assert sorted(path.name for path in (whole / "reference").iterdir()) == names
+    output = train(kto(materials, run, **changes), **stop_at(1)).output()
+    assert "asking the model" not in output, "the cache of the first run has it"
+    shutil.rmtree(cache)
     train(kto(materials, run, **changes))
-    for name in ("loss", "reference_point"):
-        mine, others = (
-            [line[name] for line in run_helpers.lines(folder / "trainer_log.jsonl")]
-            for folder in (run, whole)
-        )
-        assert mine == others
-    assert (
-        run_helpers.events(run, "eval")[-1]["eval_loss"]
-        == run_helpers.events(whole, "eval")[-1]["eval_loss"]
-    )
-    (tmp_path / "gone" / "reference" / "train-mismatched.st").unlink()
-    shutil.rmtree(tmp_path / "cache")
-    ranks = run_helpers.start(kto(materials, tmp_path / "gone", **changes), module="finetune.dpo")
-    assert ranks.wait() == [2] and "reference/train-mismatched.st is missing" in ranks.output()
+    assert logged(run, "loss", "reference_point") == logged(whole, "loss", "reference_point")
+    assert events(run, "eval")[-1]["eval_loss"] == events(whole, "eval")[-1]["eval_loss"]
 
 
-def test_kto_of_all_weights_asks_nothing_about_no_pairs(materials: Materials, tmp_path: Path):
+def test_kto_of_all_weights_asks_nothing_about_no_pairs(
+    materials: Materials, tmp_path: Path, caplog
+):
     """One validation record has no other answers; its reference point is 0."""
-    preference_rows.make_pairs(materials.folder / "single.jsonl", 1, seed=3, labels=True)
     changes = {"valid_data": str(materials.folder / "single.jsonl"), "max_steps": 1}
-    output = train(
-        kto(materials, tmp_path / "run", **changes, cache_dir=str(tmp_path / "cache"))
-    ).output()
-    assert (
-        "asking the model before its first step about 1 samples" in output
-        and "about 0 " not in output
-    )
+    finetune.run(kto(materials, tmp_path / "run", **changes, cache_dir=str(tmp_path / "cache")))
     names = sorted(path.name for path in (tmp_path / "run" / "reference").iterdir())
     assert names == ["train-mismatched.st", "train.st", "valid.st"]
-    assert run_helpers.events(tmp_path / "run", "eval")[-1]["eval_reference_point"] == 0
+    assert events(tmp_path / "run", "eval")[-1]["eval_reference_point"] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "zero3"])
-def test_kto_of_all_weights_by_two_processes_is_that_of_one(
-    materials: Materials, tmp_path: Path, layout: str
-):
-    """More than one pass, so that a prompt has several other answers and a pair may come twice."""
+@pytest.mark.parametrize("kind", ["lora", "ddp", "zero3"])
+def test_kto_by_two_processes_is_that_of_one(materials: Materials, tmp_path: Path, kind: str):
+    """More than one pass: a prompt has several other answers and a pair may come twice."""
     more = {"max_steps": 12, "undesirable_weight": 0.1}
-    sharded = LAYOUTS["zero3"] if layout == "zero3" else {}
+    if kind == "lora":
+        more |= {"finetuning": "lora", "max_steps": STEPS}
+    sharded = LAYOUTS["zero3"] if kind == "zero3" else {}
     ways = [(1, {}), (2, {"packing": False, "micro_batch_size": 4, **sharded})]
     for processes, changes in ways:
-        own = {"cache_dir": str(tmp_path / f"cache-{processes}")}
-        train(kto(materials, tmp_path / str(processes), **{**more, **changes, **own}), processes)
-    first, second = (run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in "12")
-    for one, other in zip(first, second, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert one["reference_point"] == pytest.approx(other["reference_point"], rel=1e-3, abs=1e-5)
-    assert any(line["reference_point"] > 0 for line in first)
+        own = more | changes | {"cache_dir": str(tmp_path / f"cache-{processes}")}
+        train(kto(materials, tmp_path / str(processes), **own), processes)
+    first, second = (logged(tmp_path / name, "loss", "reference_point") for name in "12")
+    for (loss, point), (other_loss, other_point) in zip(first, second, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-4)
+        assert point == pytest.approx(other_point, rel=1e-3, abs=1e-5)
+    assert any(point > 0 for _, point in first)
