@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -62,75 +63,66 @@ def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> No
     assert alone.input_ids[: np.flatnonzero(alone.supervised)[0]].tolist() == prompt
 
 
-@pytest.mark.parametrize("name", ["alpaca", "vicuna"])
-def test_plain_text_has_no_first_token_where_the_tokenizer_has_none(name: str) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name])
-    (sample,) = render(talk("q1", "a1"), tokenizer, 4096)
-    first = tokenizer.bos_token_id
-    tokenizer.bos_token = None
-    (without,) = render(talk("q1", "a1"), tokenizer, 4096)
-    assert sample.input_ids.tolist() == [first, *without.input_ids.tolist()]
+def test_a_template_may_lack_what_it_ends_or_begins_with() -> None:
+    for name, ends in (("chatml", False), ("alpaca", True), ("vicuna", True)):
+        tokenizer = make_tokenizer(TEMPLATES[name])
+        (sample,) = render(talk("q1", "a1"), tokenizer, 4096)
+        assert sample.ends == ends, "an end that is no token of the tokenizer is noted"
+        first = [] if name == "chatml" else [tokenizer.bos_token_id]
+        tokenizer.bos_token = None
+        (without,) = render(talk("q1", "a1"), tokenizer, 4096)
+        assert sample.input_ids.tolist() == [*first, *without.input_ids.tolist()]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
-    messages = (
-        Message("user", "q"),
-        Message("assistant", "a1"),
-        Message("tool", "r"),
-        Message("assistant", "a2"),
-    )
+    turns = (("user", "q"), ("assistant", "a1"), ("tool", "r"), ("assistant", "a2"))
+    conversation = Conversation(tuple(Message(*turn) for turn in turns))
     if name == "chatml":  # which writes any role by its name
-        (sample,) = render(Conversation(messages), tokenizer, 4096)
-        assert "<|im_start|>tool\nr<|im_end|>\n" in marked(
-            tokenizer, sample.input_ids, sample.supervised
-        )
+        (sample,) = render(conversation, tokenizer, 4096)
+        text = marked(tokenizer, sample.input_ids, sample.supervised)
+        assert "<|im_start|>tool\nr<|im_end|>\n" in text
         return
     with pytest.raises(RecordProblem, match="refused by the chat template: .*no turns of tools"):
-        render(Conversation(messages), tokenizer, 4096)
-
-
-def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_noted() -> None:
-    (sample,) = render(talk("q1", "a1"), make_tokenizer(TEMPLATES["chatml"]), 4096)
-    assert not sample.ends
-    (sample,) = render(talk("q1", "a1"), make_tokenizer(TEMPLATES["alpaca"]), 4096)
-    assert sample.ends
+        render(conversation, tokenizer, 4096)
 
 
 def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match="'chatlm' is neither a template's name nor a file; did you mean 'chatml'"
-    ):
+    with pytest.raises(DataError, match="neither a template's name nor a.*did you mean 'chatml'"):
         template_source("chatlm")
-    broken = tmp_path / "broken.jinja"
-    broken.write_text("{{ bos_token }}\n{% for message in messages %}", encoding="utf-8")
+    path = tmp_path / "own.jinja"
+    path.write_text("{{ bos_token }}\n{% for message in messages %}", encoding="utf-8")
     with pytest.raises(DataError, match="cannot be read") as caught:
-        template_source(str(broken))
-    assert caught.value.where.startswith(f"{broken}:")
-    tagged = tmp_path / "tagged.jinja"
-    tagged.write_text(
-        "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}",
-        encoding="utf-8",
-    )
-    assert "generation" in template_source(str(tagged))
+        template_source(str(path))
+    assert caught.value.where.startswith(f"{path}:")
+    tagged = "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}"
+    path.write_text(tagged, encoding="utf-8")
+    assert template_source(str(path)) == tagged
 
 
 def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path: Path) -> None:
-    make_tokenizer(None, SPECIALS["chatml"]).save_pretrained(tmp_path / "base")
+    base = tmp_path / "base"
+    plain = make_tokenizer(None, SPECIALS["chatml"])
+    plain.save_pretrained(base)
     with pytest.raises(DataError, match="has no chat template") as caught:
-        load_tokenizer(str(tmp_path / "base"))
+        load_tokenizer(str(base))
     assert "alpaca" in caught.value.fix and caught.value.exit_code == 2
-    tokenizer = load_tokenizer(str(tmp_path / "base"), "chatml")
+    tokenizer = load_tokenizer(str(base), "chatml")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    size = len(make_tokenizer(None, SPECIALS["chatml"]))
-    assert len(tokenizer) == size, "no token was added"
-    tokenizer.save_pretrained(tmp_path / "adapter")
-    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template == TEMPLATES["chatml"]
-    assert load_tokenizer(str(tmp_path / "adapter")).chat_template == TEMPLATES["chatml"]
+    assert len(tokenizer) == len(plain) and tokenizer.model_stop_tokens == ()
+    tokenizer.save_pretrained(base)
+    assert AutoTokenizer.from_pretrained(base).chat_template == TEMPLATES["chatml"]
+    for tokens in (["<|im_end|>"], ["<|im_end|>", "</s>"]):
+        ids = plain.convert_tokens_to_ids(tokens)
+        settings = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+        (base / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        tokenizer = load_tokenizer(str(base))
+        assert tokenizer.chat_template == TEMPLATES["chatml"]
+        assert tokenizer.model_stop_tokens == tuple(tokens)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     with pytest.raises(DataError, match="the model folder has no tokenizer"):
         load_tokenizer(str(tmp_path))
@@ -139,9 +131,6 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(DataError, match="no such model folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
-
-
-def test_hub_names_are_looked_up_locally_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def from_pretrained(name: str, **options: object) -> object:
@@ -152,4 +141,5 @@ def test_hub_names_are_looked_up_locally_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
     with pytest.raises(DataError, match="cannot be loaded: not there") as caught:
         load_tokenizer("owner/name")
-    assert asked == [True, False] and "https://mirror.example" in caught.value.where
+    assert asked == [True, False], "locally first"
+    assert "https://mirror.example" in caught.value.where

@@ -4,11 +4,12 @@ when it is served.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
-from chat_models import marked, render
+from chat_models import SPECIALS, make_tokenizer, marked, render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import ONE_CALL_A_TURN, TOOL_FAMILIES, tool_tokenizer
@@ -23,20 +24,11 @@ from finetune.inference.generation import Generator
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "string"}}}
 TOOL = json.dumps(WEATHER)
 CALLED = {"name": "weather", "arguments": '{"city": "Bern"}'}
+CALL = {"id": "c12345678", "type": "function", "function": CALLED}
 RECORD: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": "q"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": "c12345678",
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
-                }
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c12345678", "content": "sun"},
         {"role": "assistant", "content": "sunny"},
     ],
@@ -102,18 +94,16 @@ def conversation(record: dict[str, Any]) -> Conversation:
     return to_conversation(record, detect_format(record))
 
 
-@pytest.mark.parametrize("name", TOOL_FAMILIES)
-def test_calls_and_answers_are_trained_and_results_are_not(name: str):
-    tokenizer = tool_tokenizer(name)
-    (sample,) = render(conversation(RECORD), tokenizer, 4096)
-    assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]
-    assert sample.ends and sample.follows_prompt
+def test_calls_and_answers_are_trained_and_results_are_not():
+    for name in TOOL_FAMILIES:
+        tokenizer = tool_tokenizer(name)
+        (sample,) = render(conversation(RECORD), tokenizer, 4096)
+        assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]
+        assert sample.ends and sample.follows_prompt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_write_no_tools_refuse_the_record(name: str):
-    from chat_models import SPECIALS, make_tokenizer
-
     tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
     without_results = {**RECORD, "messages": RECORD["messages"][:2]}
     with pytest.raises(RecordProblem, match="tools left out by the chat template"):
@@ -131,32 +121,26 @@ values = st.one_of(words, st.integers(-9, 9), st.booleans(), st.none(), st.lists
 arguments = st.dictionaries(st.sampled_from(("city", "days", "unit")), values, max_size=3)
 
 
+names = st.sampled_from(("weather", "clock"))
+functions = st.builds(lambda name, given: {"name": name, "arguments": given}, names, arguments)
+
+
 @st.composite
 def records(draw: st.DrawFn, calls_a_turn: int) -> dict[str, Any]:
     """Questions, each answered after some turns of calls with their results."""
     turns: list[dict[str, Any]] = []
-    made = 0
+    ids = (f"c{number:08d}" for number in itertools.count())
     for _ in range(draw(st.integers(1, 2))):
         turns.append({"role": "user", "content": draw(words)})
         for _ in range(draw(st.integers(0, 2))):
-            calls = []
-            for _ in range(draw(st.integers(1, calls_a_turn))):
-                function = {
-                    "name": draw(st.sampled_from(("weather", "clock"))),
-                    "arguments": draw(arguments),
-                }
-                calls.append({"id": f"c{made:08d}", "type": "function", "function": function})
-                made += 1
+            called = draw(st.lists(functions, min_size=1, max_size=calls_a_turn))
+            calls = [{"id": next(ids), "type": "function", "function": one} for one in called]
             turns.append({"role": "assistant", "content": None, "tool_calls": calls})
-            turns += [
-                {"role": "tool", "tool_call_id": call["id"], "content": draw(words)}
-                for call in calls
-            ]
+            for call in calls:
+                turns.append({"role": "tool", "tool_call_id": call["id"], "content": draw(words)})
         turns.append({"role": "assistant", "content": draw(words)})
-    return {
-        "messages": turns,
-        "tools": [WEATHER, {"type": "function", "function": {"name": "clock", "parameters": {}}}],
-    }
+    clock = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    return {"messages": turns, "tools": [WEATHER, clock]}
 
 
 class Served:
@@ -170,7 +154,7 @@ class Served:
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_what_is_trained_before_an_answer_is_what_serving_renders_for_its_history(
     name: str, data: st.DataObject
