@@ -13,50 +13,68 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import ROOT, run_cli, said
 from packaging.version import Version
+from rich.console import Console
 from smi_tools import make_tools
 
 from finetune.commands.doctor import command as doctor
 from finetune.commands.doctor import config as run_config
 from finetune.commands.doctor import data_probe, devices, host
 from finetune.commands.doctor.check import Check, worst
-from finetune.commands.doctor.command import (
-    DoctorOptions,
-    exit_code,
-    quick_checks,
-    summary,
-    to_json,
-)
+from finetune.commands.doctor.command import DoctorOptions, quick_checks
 from finetune.commands.doctor.config import Demands, check_output, demands_of
 from finetune.commands.doctor.probe import Answer, answer_with
 from finetune.commands.doctor.versions import PAIRS
 from finetune.config.fields import flag
 from finetune.config.kinds import KINDS, kind_of_arguments
-from finetune.config.options import flags_of, read_known_options
+from finetune.config.options import flags_of
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import FinetuneError
+from finetune.runtime.language import speaking
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 FROZEN = ROOT / "tests" / "frozen" / "doctor.txt"
 
+Diagnose = Callable[..., tuple[int, dict[str, Any]]]
 
-def diagnose(
-    args: Sequence[object], env: dict[str, str | None] | None = None, **more: Any
-) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the checks by name (the last of a name), of the real command."""
-    result = run_cli(["doctor", "--json", *args], env=env, module="finetune", **more)
+
+def by_name(code: int, text: str) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the checks by name (the last of a name)."""
+    report = json.loads(text)
+    assert report["exit_code"] == code
+    return code, {check["name"]: check for check in report["checks"]}
+
+
+@pytest.fixture
+def diagnose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diagnose:
+    """The command in this process."""
+
+    def call(words: str, **variables: str) -> tuple[int, dict[str, Any]]:
+        with monkeypatch.context() as patch:
+            patch.chdir(ROOT)
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CXX"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code = doctor.main(["--json", *words.split()])
+        return by_name(code, capsys.readouterr().out)
+
+    return call
+
+
+def diagnose_alone(*words: object, **env: str) -> tuple[int, dict[str, Any]]:
+    """The command in a process of its own."""
+    result = run_cli(["doctor", "--json", *words], env=env, module="finetune")
     assert result.returncode in (0, 1), said(result)
-    report = json.loads(result.stdout)
-    assert report["exit_code"] == result.returncode
-    return result.returncode, {check["name"]: check for check in report["checks"]}
+    return by_name(result.returncode, result.stdout)
 
 
 def failing(checks: dict[str, Any]) -> set[str]:
@@ -66,77 +84,37 @@ def failing(checks: dict[str, Any]) -> set[str]:
 # ---------------------------------------------------------------- this machine
 
 
-def test_this_machine_with_a_configuration(tiny_model: Path, tiny_data: Path, tmp_path: Path):
+def test_this_machine_with_a_configuration(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, diagnose: Diagnose
+):
     """Everything but processes: torch imported, model and data read; nothing is left in the output
     folder.
     """
-    output = tmp_path / "run"
-    code, checks = diagnose(
-        [
-            "--model",
-            tiny_model,
-            "--data",
-            tiny_data,
-            "--output-dir",
-            output,
-            "--device-type",
-            "cpu",
-            "--nproc",
-            2,
-        ]
-    )
+    run = f"--model {tiny_model} --data {tiny_data} --output-dir {tmp_path / 'run'}"
+    code, checks = diagnose(f"{run} --device-type cpu --nproc 2")
     assert code == 0 and not failing(checks)
-    assert (
-        checks["torch_device"]["verdict"]
-        == checks["data"]["verdict"]
-        == checks["tokenizer"]["verdict"]
-        == "ok"
-    )
-    assert checks["data"]["values"]["rows"] == 60 and checks["model"]["values"] == {
-        "model_type": "qwen3"
-    }
+    for name in ("torch_device", "data", "tokenizer"):
+        assert checks[name]["verdict"] == "ok"
+    assert checks["data"]["values"]["rows"] == 60
+    assert checks["model"]["values"] == {"model_type": "qwen3"}
     assert checks["batch"]["values"]["world_size"] == 2
     assert checks["cuda_driver"]["verdict"] == "skip" or shutil.which("nvidia-smi")
-    assert not output.exists() and list(tmp_path.iterdir()) == []
-
-
-def test_quick_imports_no_torch():
-    checks = quick_checks(environment={})
-    assert worst(checks) in ("ok", "warn") and len(checks) >= 10
-    result = run_cli(
-        ["doctor", "--quick"],
-        module="finetune",
-        launcher="python",
-        launcher_args=["-X", "importtime"],
-    )
-    loaded = {
-        line.rpartition("|")[2].strip().split(".")[0]
-        for line in result.stderr.splitlines()
-        if "|" in line
-    }
-    assert "rich" in loaded and not loaded & {
-        "torch",
-        "transformers",
-        "deepspeed",
-        "accelerate",
-        "datasets",
-    }
-
-
-def test_quick_checks_as_the_launcher_calls_them(tiny_model: Path, tiny_data: Path, tmp_path: Path):
-    words = [
-        "--model",
-        str(tiny_model),
-        "--data",
-        str(tiny_data),
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    config = resolve([*words, "--device-type", "cpu"], world_size=2).config
+    assert list(tmp_path.iterdir()) == []
+    # as the launcher asks
+    config = resolve([*run.split(), "--device-type", "cpu"], world_size=2).config
     good = quick_checks(config, processes=2, environment={"PATH": os.environ["PATH"]})
     assert worst(good) in ("ok", "warn") and "port" not in {check.name for check in good}
     bad = quick_checks(config, processes=2, environment={"RANK": "0", "WORLD_SIZE": "2"})
     assert [check.name for check in bad if check.verdict == "fail"] == ["stale_rank"]
+
+
+def test_quick_imports_no_torch():
+    trace = {"launcher": "python", "launcher_args": ["-X", "importtime"]}
+    result = run_cli(["doctor", "--quick"], module="finetune", **trace)
+    lines = [line for line in result.stderr.splitlines() if "|" in line]
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in lines}
+    assert "rich" in loaded
+    assert not loaded & {"torch", "transformers", "deepspeed", "accelerate", "datasets"}
 
 
 # ------------------------------------------------------ simulated NPUs (nothing here ran on Ascend)
@@ -145,132 +123,92 @@ def test_quick_checks_as_the_launcher_calls_them(tiny_model: Path, tiny_data: Pa
 def test_simulated_npus(tmp_path: Path):
     """The fake device of the tests, and an npu-smi that lists two of them."""
     make_tools(tmp_path, {"npu-smi": "npu_26.0_910B3_container.txt"})
-    env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    code, checks = diagnose(["--nproc", 2], env=env)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    code, checks = diagnose_alone("--nproc", 2, PYTHONPATH=f"{ROOT}:{FAKE_NPU}", PATH=path)
     assert code == 0 and not failing(checks)
-    assert (
-        checks["torch_npu_import"]["verdict"] == "ok"
-        and "simulated" in checks["torch_npu_import"]["what"]
-    )
-    assert checks["torch_device"]["values"] == {
-        "available": ["npu", "cpu"],
-        "device_type": "npu",
-        "count": 2,
-    }
-    assert checks["devices"]["verdict"] == "ok" and "2 x 910B3" in checks["devices"]["what"]
-    assert (
-        checks["device_memory"]["verdict"] == "warn"
-        and "pid 212" in checks["device_memory"]["what"]
-    )
-    assert checks["ascend_home"]["verdict"] == checks["torch_npu_pairing"]["verdict"] == "warn"
+    for name, verdict, text in (
+        ("torch_npu_import", "ok", "simulated"),
+        ("devices", "ok", "2 x 910B3"),
+        ("device_memory", "warn", "pid 212"),
+        ("ascend_home", "warn", ""),
+        ("torch_npu_pairing", "warn", ""),
+    ):
+        assert checks[name]["verdict"] == verdict and text in checks[name]["what"]
+    values = {"available": ["npu", "cpu"], "device_type": "npu", "count": 2}
+    assert checks["torch_device"]["values"] == values
 
 
-def test_simulated_npus_without_memory(tmp_path: Path):
-    make_tools(tmp_path, {"npu-smi": "npu_24.1_910B1_busy.txt"})
-    env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    wanted = ["--quick", "--nproc", 4, "--min-devices", 4, "--min-free-memory", 20]
-    code, checks = diagnose(wanted, env=env)
+def test_simulated_npus_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnose: Diagnose
+):
+    monkeypatch.syspath_prepend(FAKE_NPU)
+    make_tools(tmp_path / "busy", {"npu-smi": "npu_24.1_910B1_busy.txt"})
+    make_tools(tmp_path / "broken", {"npu-smi": "npu_no_driver.txt"})
+    busy, broken = (f"{tmp_path / name}:{os.environ['PATH']}" for name in ("busy", "broken"))
+    wanted = "--quick --nproc 4 --min-devices 4 --min-free-memory 20"
+    code, checks = diagnose(wanted, PATH=busy)
     assert code == 1 and failing(checks) == {"device_memory"}
     assert "208841" in checks["device_memory"]["fix"]
+    wanted, free = "--quick --nproc 2 --min-free-memory 20", {"ASCEND_RT_VISIBLE_DEVICES": "0,3"}
+    code, checks = diagnose(wanted, PATH=busy, **free)
+    assert code == 0 and checks["device_memory"]["verdict"] == "ok"
     # As in containers without the driver's management library: memory is unknown, torch says
     # whether that matters.
-    make_tools(tmp_path / "broken", {"npu-smi": "npu_no_driver.txt"})
-    code, checks = diagnose(
-        ["--quick", "--device-type", "npu"], env={**env, "PATH": f"{tmp_path}/broken:{env['PATH']}"}
-    )
-    assert (
-        code == 0
-        and checks["devices"]["verdict"] == "warn"
-        and "-8005" in checks["devices"]["what"]
-    )
-    code, checks = diagnose(
-        [*wanted[:2], 2, "--min-free-memory", 20], env={**env, "ASCEND_RT_VISIBLE_DEVICES": "0,3"}
-    )
-    assert code == 0 and checks["device_memory"]["verdict"] == "ok"
+    code, checks = diagnose("--quick --device-type npu", PATH=broken)
+    assert code == 0 and checks["devices"]["verdict"] == "warn"
+    assert "-8005" in checks["devices"]["what"]
 
 
-def test_torch_npu_that_cannot_be_loaded(tmp_path: Path):
-    """As torch_npu without CANN: its import raises, and takes `import torch` along where torch
-    loads it by itself.
-    """
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").write_text(
-        "raise ImportError('libhccl.so: cannot open shared object file: No such file or"
-        " directory')\n"
-    )
-    code, checks = diagnose([], env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    assert code == 1 and failing(checks) == {"torch_npu_import"}
-    assert (
-        "libhccl.so" in checks["torch_npu_import"]["what"]
-        and "set_env.sh" in checks["torch_npu_import"]["fix"]
-    )
-
-
-def test_torch_that_cannot_be_loaded(tmp_path: Path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
-    )
-    code, checks = diagnose([], env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    assert code == 1 and "torch_import" in failing(checks)
-    assert "SIGSEGV" in checks["torch_import"]["what"]
-
-
-def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import time; time.sleep(60)\n")
-    monkeypatch.setattr(devices, "TORCH_TIMEOUT_SECONDS", 1.0)
-    (check,), device_type = devices.check_torch(
-        {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None
-    )
-    assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")
-    assert "did not end in 1 s" in check.what and "npu-smi" in check.fix
+@pytest.mark.parametrize(
+    ("torch", "name", "what", "fix"),
+    [
+        # as torch_npu without CANN, which torch loads by itself
+        (
+            "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD') != '0': import torch_npu",
+            "torch_npu_import",
+            "libhccl.so: cannot open shared object file",
+            "set_env.sh",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "torch_import", "SIGSEGV", ""),
+        ("import time; time.sleep(60)", "torch_import", "did not end in 2 s", "npu-smi"),
+    ],
+)
+def test_torch_that_cannot_be_loaded(
+    torch: str, name: str, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stubs = {"torch": torch}
+    if name == "torch_npu_import":
+        stubs["torch_npu"] = f"raise ImportError('{what}')"
+    for module, text in stubs.items():
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(devices, "TORCH_TIMEOUT_SECONDS", 2.0 if "time" in torch else 60.0)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    (check,), device_type = devices.check_torch(environment, "auto", None)
+    assert device_type is None and (check.name, check.verdict) == (name, "fail")
+    assert what in check.what and fix in check.fix
 
 
 # ---------------------------------------------------------------- real faults
 
 
-def test_a_taken_port(tmp_path: Path):
+def test_what_is_wrong_with_a_machine(tmp_path: Path, diagnose: Diagnose):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code, checks = diagnose(["--quick"], env={"MASTER_PORT": str(port)})
+        port = str(server.getsockname()[1])
+        code, checks = diagnose("--quick", MASTER_PORT=port)
     assert code == 1 and failing(checks) == {"port"}
-    assert {checks[name]["verdict"] for name in ("master_address", "own_address")} == {"skip"}
-    assert checks["port"]["values"]["holder"] == os.getpid() and str(port) in checks["port"]["what"]
-
-
-def test_an_unresolvable_master_and_contradicting_variables():
-    env = {
-        "NNODES": "2",
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "no-such-host.invalid",
-        "GLOO_SOCKET_IFNAME": "ib9",
-    }
-    code, checks = diagnose(["--quick"], env=env)
-    assert code == 1 and failing(checks) == {
-        "master_address",
-        "master_reachable",
-        "socket_interface",
-    }
-
-
-def test_no_compiler(tmp_path: Path):
-    """A PATH with this Python and no compiler: fails where DeepSpeed has to build, and only
-    there.
-    """
-    env = {"PATH": str(tmp_path), "CXX": None}
-    code, checks = diagnose(["--quick", "--device-type", "cpu"], env=env)
+    assert checks["master_address"]["verdict"] == checks["own_address"]["verdict"] == "skip"
+    assert checks["port"]["values"]["holder"] == os.getpid() and port in checks["port"]["what"]
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}
+    code, checks = diagnose("--quick", **nodes, GLOO_SOCKET_IFNAME="ib9")
+    assert code == 1
+    assert failing(checks) == {"master_address", "master_reachable", "socket_interface"}
+    # no compiler: fails if DeepSpeed has to build, and only then
+    code, checks = diagnose("--quick --device-type cpu", PATH=str(tmp_path))
     assert code == 0 and checks["compiler"]["verdict"] == "skip"
-    words = [
-        "--quick",
-        "--config",
-        "ds_configs/zero3.json",
-        "--output-dir",
-        tmp_path / "run",
-        "--device-type",
-        "cpu",
-    ]
-    code, checks = diagnose(words, env=env)
+    preset = f"--config ds_configs/zero3.json --output-dir {tmp_path / 'run'} --device-type cpu"
+    code, checks = diagnose(f"--quick {preset}", PATH=str(tmp_path))
     assert code == 1 and failing(checks) == {"compiler"}
     assert "DeepSpeed" in checks["compiler"]["what"]
 
@@ -282,40 +220,44 @@ def test_wrong_versions(tmp_path: Path):
     for name, version in (("transformers", "4.57.1"), ("torch", "2.6.0"), ("torch_npu", "2.6.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "version.py").write_text(
-        "__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n"
-    )
-    cann = tmp_path / "cann"
-    (cann / "x86_64-linux").mkdir(parents=True)
-    (cann / "x86_64-linux" / "ascend_toolkit_install.info").write_text("version=8.2.RC1\n")
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "ASCEND_HOME_PATH": str(cann)}
-    code, checks = diagnose(["--quick"], env=env)
+    version = "__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n"
+    (tmp_path / "torch" / "version.py").write_text(version)
+    cann = tmp_path / "cann" / "x86_64-linux"
+    cann.mkdir(parents=True)
+    (cann / "ascend_toolkit_install.info").write_text("version=8.2.RC1\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "ASCEND_HOME_PATH": str(cann.parent)}
+    code, checks = diagnose_alone("--quick", **env)
     assert code == 1 and failing(checks) == {"packages", "torch_npu_pairing"}
     assert "transformers 4.57.1 is outside" in checks["packages"]["what"]
     assert "torch 2.6.0 is outside" in checks["packages"]["what"]
-    assert (
-        "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in checks["torch_npu_pairing"]["what"]
-    )
+    pairs = "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only"
+    assert pairs in checks["torch_npu_pairing"]["what"]
 
 
-def probed(
-    words: Sequence[object], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> list[dict[str, Any]]:
-    """The data probe's report of a command line, asked in this process (torch is loaded here
-    already).
-    """
-    request = {
-        "kind": kind,
-        "module": f"finetune.{kind}",
-        "arguments": [str(word) for word in words],
-        "world_size": 1,
-    }
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**request, "language": "en"})))
+def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path, diagnose: Diagnose):
+    config = tmp_path / "run.json"
+    settings = {"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4}
+    config.write_text(json.dumps(settings))
+    code, checks = diagnose(f"--quick --config {config}")
+    assert code == 1 and failing(checks) == {"config"}
+    assert "learning_rat" in checks["config"]["what"]
+    words = f"--quick --model {tiny_model} --data nowhere.jsonl --output-dir {tmp_path / 'x'}"
+    code, checks = diagnose(words)
+    assert code == 1 and failing(checks) == {"paths"} and "nowhere.jsonl" in checks["paths"]["what"]
+
+
+# ---------------------------------------------------------------- model and data
+
+
+def probed(words: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The data probe's report of a command line, asked in this process."""
+    request = {"kind": kind, "module": f"finetune.{kind}", "arguments": words.split()}
+    request |= {"world_size": 1, "language": "en"}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
     monkeypatch.setattr(logging.getLogger("finetune"), "level", logging.NOTSET)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         answer_with(data_probe.probe)
@@ -325,121 +267,56 @@ def probed(
 def test_bad_data(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = ["--model", tiny_model, "--output-dir", tmp_path / "run"]
-    broken = ROOT / "data_samples" / "broken.jsonl"
-    found = probed([*model, "--data", broken], "sft", monkeypatch)
+    model = f"--model {tiny_model} --output-dir {tmp_path / 'run'}"
+    broken = f"{model} --data {ROOT / 'data_samples' / 'broken.jsonl'}"
+    found = probed(broken, "sft", monkeypatch)
     assert [check["verdict"] for check in found] == ["ok", "ok", "fail"]
     assert found[-1]["name"] == "data" and "broken.jsonl" in found[-1]["what"]
-    short = [*model, "--data", tiny_data, "--cutoff-len", 40]
-    (data,) = [check for check in probed(short, "sft", monkeypatch) if check["name"] == "data"]
-    assert data["verdict"] == "warn" and "lost the end of an answer" in data["what"]
-    layers = [*model, "--data", tiny_data, "--lora-target-modules", "no_such_layer"]
+    data = probed(f"{model} --data {tiny_data} --cutoff-len 40", "sft", monkeypatch)[-1]
+    assert data["name"] == "data" and data["verdict"] == "warn"
+    assert "lost the end of an answer" in data["what"]
+    layers = f"{model} --data {tiny_data} --lora-target-modules no_such_layer"
     assert [check["name"] for check in probed(layers, "sft", monkeypatch)] == ["model"]
     monkeypatch.setattr(data_probe, "LARGE_BYTES", 100)
-    large = probed([*model, "--data", tiny_data], "sft", monkeypatch)[-1]
+    large = probed(f"{model} --data {tiny_data}", "sft", monkeypatch)[-1]
     assert large["verdict"] == "ok" and "they were not tokenized" in large["what"]
-    assert probed([*model, "--data", broken], "sft", monkeypatch)[-1]["verdict"] == "fail"
+    assert probed(broken, "sft", monkeypatch)[-1]["verdict"] == "fail"
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import numpy as np
 
-    tokens = tmp_path / "tokens.bin"
-    (np.arange(4096, dtype=np.uint16) % 100).tofile(tokens)
-    words = [
-        "--train-data-path",
-        tokens,
-        "--vocab-size",
-        128,
-        "--output-dir",
-        tmp_path / "run",
-        "--depth",
-        2,
-    ]
-    words += ["--max-seq-len", 64, "--device-batch-size", 2]
-    found = probed([*words, "--total-batch-size", 512], "pretrain", monkeypatch)
-    assert [(check["name"], check["verdict"]) for check in found] == [
-        ("tokenizer", "warn"),
-        ("data", "ok"),
-    ]
-    assert found[-1]["values"]["tokens"] == 4096
-    few = probed([*words, "--total-batch-size", 8192], "pretrain", monkeypatch)[-1]
+    (np.arange(4096, dtype=np.uint16) % 100).tofile(tmp_path / "tokens.bin")
+    words = f"--train-data-path {tmp_path / 'tokens.bin'} --output-dir {tmp_path / 'run'}"
+    words += " --vocab-size 128 --depth 2 --max-seq-len 64 --device-batch-size 2"
+    tokenizer, data = probed(f"{words} --total-batch-size 512", "pretrain", monkeypatch)
+    assert (tokenizer["name"], tokenizer["verdict"]) == ("tokenizer", "warn")
+    assert (data["name"], data["verdict"], data["values"]["tokens"]) == ("data", "ok", 4096)
+    few = probed(f"{words} --total-batch-size 8192", "pretrain", monkeypatch)[-1]
     assert (few["name"], few["verdict"]) == ("data", "fail") and "fewer than the 128" in few["what"]
-
-
-def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
-    config = tmp_path / "run.json"
-    config.write_text(
-        json.dumps({"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4})
-    )
-    code, checks = diagnose(["--quick", "--config", config])
-    assert (
-        code == 1 and failing(checks) == {"config"} and "learning_rat" in checks["config"]["what"]
-    )
-    words = [
-        "--quick",
-        "--model",
-        tiny_model,
-        "--data",
-        "nowhere.jsonl",
-        "--output-dir",
-        tmp_path / "x",
-    ]
-    code, checks = diagnose(words)
-    assert code == 1 and failing(checks) == {"paths"} and "nowhere.jsonl" in checks["paths"]["what"]
 
 
 # ---------------------------------------------------------------- the command line
 
 
-def test_help_and_wrong_command_lines(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        doctor.main(["--help"])
-    assert ended.value.code == 0
-    assert "--min-free-memory" in capsys.readouterr().out
-    wrong = (
-        ["--nproc", "0"],
-        ["--nproc", "two"],
-        ["--quick", "--full"],
-        ["--lang", "fr"],
-        ["--launched"],
-        ["tune"],
-    )
-    for words in (*wrong, ["--min-free-memory", "-1"], ["--min-devices", "0"]):
-        with pytest.raises(ConfigError):
-            doctor.main(words)
-    options, rest = read_known_options(
-        DoctorOptions, ["pretrain", "--nproc_per_node", "2", "--depth", "4", "--quick"]
-    )
-    assert (options.kind, options.nproc, options.quick, rest) == (
-        "pretrain",
-        2,
-        True,
-        ["--depth", "4"],
-    )
-    with pytest.raises(FinetuneError, match="quik"):
-        doctor.main(["--quik"])
-    assert run_cli(["doctor", "--min-device", "2"], module="finetune").returncode == 2
+def test_wrong_command_lines():
+    wrong = "--nproc 0|--nproc two|--quick --full|--lang fr|--launched|tune|--quik"
+    for words in (*wrong.split("|"), "--min-free-memory -1", "--min-devices 0"):
+        with pytest.raises(FinetuneError):
+            doctor.main(words.split())
 
 
-def test_lines_in_both_languages():
-    english = run_cli(
-        ["doctor", "--quick", "--lang", "en"], module="finetune", env={"MASTER_PORT": "x"}
-    )
-    assert english.returncode == 1 and "[ERROR]" in english.stdout and "fix: " in english.stdout
-    assert "fix the errors first" in english.stdout and "[SKIP]" in english.stdout
-    chinese = run_cli(
-        ["doctor", "--quick"], module="finetune", env={"LC_ALL": "zh_CN.UTF-8", "MASTER_PORT": "x"}
-    )
-    assert "请先修复错误" in chinese.stdout and "修复：" in chinese.stdout
-
-
-def test_a_terminal_gets_a_table():
-    from io import StringIO
-
-    from rich.console import Console
-
-    screen = Console(file=StringIO(), force_terminal=True, width=60)
+def test_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("MASTER_PORT", "x")
+    for language, words in (
+        ("en", ("[ERROR]", "fix: ", "[SKIP]", "fix the errors first")),
+        ("zh", ("[ERROR]", "请先修复错误", "修复：")),
+    ):
+        with speaking("en"):
+            assert doctor.main(["pretrain", "--quick", "--lang", language]) == 1
+        printed = capsys.readouterr().out
+        assert all(word in printed for word in words)
+    screen = Console(file=io.StringIO(), force_terminal=True, width=60)
     made = doctor.show([Check("a").ok("x" * 70), Check("b").fail("bad", "repair it")], screen)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     assert len(made) == 2 and "\x1b[" in text and "repair it" in text
@@ -454,42 +331,24 @@ def test_form_of_json_and_exit_codes():
         Check("c").skip("no"),
     ]
     assert checks[0].what == "fine 1"
-    assert exit_code(checks) == 0 and exit_code([*checks, Check("d").fail("x", "y")]) == 1
+    assert doctor.exit_code(checks) == 0
+    assert doctor.exit_code([*checks, Check("d").fail("x", "y")]) == 1
     assert worst([]) == "skip" and worst(checks) == "warn"
-    report = to_json(checks)
-    assert report["checks"][1] == {
-        "name": "b",
-        "verdict": "warn",
-        "what": "hm",
-        "fix": "do",
-        "values": {},
+    report = doctor.to_json(checks)
+    second = {"name": "b", "verdict": "warn", "what": "hm", "fix": "do", "values": {}}
+    assert report["checks"][1] == second
+    assert doctor.summary(checks) == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
+    flags = {flag(name) for name in set(flags_of(DoctorOptions)) - set(DoctorOptions.positional)}
+    frozen = dict(line.split(": ") for line in FROZEN.read_text().splitlines())
+    found = {"report": report, "check": second, "verdicts": doctor.TAGS, "flags": flags}
+    assert {name: sorted(names) for name, names in found.items()} == {
+        name: frozen[name].split() for name in found
     }
-    assert summary(checks) == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
-    keys = {
-        "report": sorted(report),
-        "check": sorted(report["checks"][0]),
-        "verdicts": sorted(doctor.TAGS),
-    }
-    keys["flags"] = sorted(
-        flag(name) for name in set(flags_of(DoctorOptions)) - set(DoctorOptions.positional)
-    )
     source = "".join(path.read_text() for path in (ROOT / "finetune/commands/doctor").glob("*.py"))
-    frozen = FROZEN.read_text().splitlines()
-    assert [f"{name}: {' '.join(values)}" for name, values in keys.items()] == frozen[:4]
-    assert [
-        name for name in frozen[4].removeprefix("names: ").split() if f'"{name}"' not in source
-    ] == [
-        "disk_cache",
-        "disk_output",
-        "locks_cache",
-        "locks_output",
-    ]
-
-
-@pytest.mark.frozen
-def test_every_check_is_documented():
+    composed = "disk_cache disk_output locks_cache locks_output"
+    names = frozen["names"].split()
+    assert [name for name in names if f'"{name}"' not in source] == composed.split()
     document = (ROOT / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")
-    names = FROZEN.read_text().splitlines()[4].removeprefix("names: ").split()
     assert [name for name in names if f"`{name}`" not in document] == []
     rows = dict(re.findall(r"^\| (9\.\d) \| (.+) \|$", document, re.M))
     assert {cann: set(cell.split(", ")) for cann, cell in rows.items()} == {
@@ -503,97 +362,61 @@ def test_every_check_is_documented():
 
 
 def test_which_kind_the_arguments_are_for(tmp_path: Path):
-    def kind_of(words: list[str]) -> str:
-        return kind_of_arguments(words).name
-
-    for file in sorted((ROOT / "ds_configs").glob("*.json")):
-        assert kind_of(["--config", str(file)]) == (
-            "pretrain" if "pretrain" in file.name else "sft"
-        ), file.name
-    assert kind_of(["--depth", "4"]) == "pretrain"
-    # a typing error among them
-    assert kind_of(["--depth", "4", "--num-iteration", "9"]) == "pretrain"
-    assert kind_of([]) == kind_of(["--config", "not-there.json"]) == "sft"
     plain = tmp_path / "plain.json"  # DeepSpeed's own: its optimizer is not pretraining's
-    plain.write_text(
-        json.dumps(
-            {"optimizer": {"type": "AdamW"}, "compile": {}, "zero_optimization": {"stage": 2}}
-        )
-    )
-    assert kind_of(["--config", str(plain)]) == "sft"
-    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= KINDS[
-        "pretrain"
-    ].telling_settings
-    assert not KINDS["pretrain"].telling_settings & {*RunConfig.model_fields, *RunConfig.aliases}
+    keys = {"optimizer": {"type": "AdamW"}, "compile": {}, "zero_optimization": {"stage": 2}}
+    plain.write_text(json.dumps(keys))
+    wanted = {f"--config {file}": "sft" for file in (plain, "not-there.json")}
+    for file in sorted((ROOT / "ds_configs").glob("*.json")):
+        wanted[f"--config {file}"] = "pretrain" if "pretrain" in file.name else "sft"
+    # with a typing error among them
+    wanted |= {"": "sft", "--depth 4": "pretrain", "--depth 4 --num-iteration 9": "pretrain"}
+    assert {words: kind_of_arguments(words.split()).name for words in wanted} == wanted
+    telling = KINDS["pretrain"].telling_settings
+    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= telling
+    assert not telling & {*RunConfig.model_fields, *RunConfig.aliases}
 
 
 def test_batch_arithmetic_of_a_preset():
-    config, checks = run_config.check_config(
-        ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], KINDS["pretrain"], 4
-    )
-    assert (
-        config is not None
-        and checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
-    )
-    words = [
-        "--model",
-        "m",
-        "--data",
-        "d",
-        "--output-dir",
-        "o",
-        "--micro-batch-size",
-        "3",
-        "--global-batch-size",
-        "16",
-    ]
-    config, checks = run_config.check_config(words, KINDS["sft"], 1)
+    preset = ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")]
+    config, checks = run_config.check_config(preset, KINDS["pretrain"], 4)
+    assert config is not None
+    assert checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
+    words = "--model m --data d --output-dir o --micro-batch-size 3 --global-batch-size 16"
+    config, checks = run_config.check_config(words.split(), KINDS["sft"], 1)
     assert config is None and [check.verdict for check in checks] == ["fail"]
     assert "nearest that agree" in checks[0].fix
 
 
 def test_demands_of_offload(tmp_path: Path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
-    keys = {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu"},
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        },
-        "zero_force_ds_cpu_optimizer": True,
-    }
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    zero["offload_optimizer"] = optimizer
+    keys = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
+    run = {"model": str(tmp_path), "data": "d", "output_dir": "o"}
     file = tmp_path / "run.json"
-    file.write_text(
-        json.dumps({**keys, "finetune": {"model": str(model), "data": "d", "output_dir": "o"}})
-    )
-    lora = demands_of(resolve(["--config", str(file)], world_size=2).config, "npu", 2, 1)
-    assert (lora.deepspeed, lora.cpu_adam, lora.pinned, lora.host_bytes, lora.disk_bytes) == (
-        True,
-        True,
-        True,
-        1000,
-        0,
-    )
-    keys["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    for given, device_type, pinned in (
+    file.write_text(json.dumps({**keys, "finetune": run}))
+
+    def demands(more: str, *machine: Any) -> Demands:
+        words = ["--config", str(file), *more.split()]
+        return demands_of(resolve(words, world_size=2).config, *machine)
+
+    lora = demands("", "npu", 2, 1)
+    assert lora.deepspeed and lora.cpu_adam and lora.pinned
+    assert (lora.host_bytes, lora.disk_bytes) == (1000, 0)
+    full = demands("--finetuning full", "npu", 2, 2)
+    assert full.host_bytes == 500 + 4000 and full.disk_bytes == 6 * 1000 * 3 + 1000
+    alone = demands("--deepspeed none", "cpu", 2, 1)
+    assert (alone.deepspeed, alone.host_bytes) == (False, 2000)
+    assert demands_of(None, "cpu", 1, 1).host_bytes == 0
+    optimizer["pin_memory"] = False
+    for pin, device_type, pinned in (
         ({}, "npu", True),
         ({}, "cpu", False),
         ({"pin_memory": False}, "npu", False),
     ):
-        keys["zero_optimization"]["offload_param"] = {"device": "cpu", **given}
-        config = RunConfig(model=str(model), data="d", output_dir="o", deepspeed=keys)
-        assert demands_of(config, device_type, 2, 1).pinned is pinned
-    full = demands_of(
-        resolve(["--config", str(file), "--finetuning", "full"], world_size=2).config, "npu", 2, 2
-    )
-    assert full.host_bytes == 500 + 4000 and full.disk_bytes == 6 * 1000 * 3 + 1000
-    alone = demands_of(
-        resolve(["--config", str(file), "--deepspeed", "none"], world_size=2).config, "cpu", 2, 1
-    )
-    assert (alone.deepspeed, alone.host_bytes) == (False, 2000)
-    assert demands_of(None, "cpu", 1, 1).host_bytes == 0
+        zero["offload_param"] = {"device": "cpu", **pin}
+        assert demands_of(RunConfig(**run, deepspeed=keys), device_type, 2, 1).pinned is pinned
 
 
 def test_operators_that_the_run_does_not_use_are_at_most_a_warning(

@@ -16,16 +16,15 @@ from typing import Any
 
 import pytest
 from launching import ROOT, environment, run_cli, said
+from run_helpers import alive
 
-from finetune.commands.doctor import command, dry_run
+from finetune.commands.doctor import command, dry_run, probe
 from finetune.commands.doctor.dry_run import LOSS_TOLERANCE, check_dry_run, compare
 from finetune.commands.doctor.host import not_built
 from finetune.commands.doctor.launched import check_launched, judge
 from finetune.commands.doctor.probe import Answer, ask, print_report, run_to_end
 from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import KINDS, RunKind
-from finetune.config.preference_config import PreferenceConfig
-from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.runtime.language import speaking
 from finetune.runtime.launch_environment import launch_world
@@ -42,17 +41,12 @@ def test_a_launched_world_on_simulated_npus():
     env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}"}
     result = run_cli(["doctor", "--launched", "--json"], nproc=2, module="finetune", env=env)
     assert result.returncode == 0, said(result)
-    report = json.loads(result.stdout)
-    assert [check["name"] for check in report["checks"]] == [
-        "launched_world",
-        "collectives",
-        "matmul",
+    checks = json.loads(result.stdout)["checks"]
+    assert [(check["name"], check["verdict"]) for check in checks] == [
+        (name, "ok") for name in ("launched_world", "collectives", "matmul")
     ]
-    assert {check["verdict"] for check in report["checks"]} == {"ok"}
-    assert (
-        report["checks"][0]["values"] == {"backend": "hccl"}
-        and report["checks"][2]["values"]["dtype"] == "bfloat16"
-    )
+    assert checks[0]["values"] == {"backend": "hccl"}
+    assert checks[2]["values"]["dtype"] == "bfloat16"
 
 
 def test_what_libraries_print_is_not_in_the_answer(
@@ -65,13 +59,9 @@ def test_what_libraries_print_is_not_in_the_answer(
         ctypes.CDLL(None).puts(b"NCCL INFO")  # into C's buffer, where stdout is a file
         return launch_world(), judge(reports(1), 1, FINE)
 
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.setenv(name.replace("RANK", "WORLD_SIZE"), "1")
     monkeypatch.setattr(command, "check_this_world", noisy)
     assert command.main(["--launched", "--json"]) == 0
     said = capfd.readouterr()
@@ -83,113 +73,80 @@ def test_ranks_that_die_are_named(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os._exit(7)\n")
     (check,) = check_launched(2, "cpu", environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
     assert (check.name, check.verdict) == ("launched_world", "fail")
-    assert check.values["silent"] == [0, 1] and any(
-        "exitcode" in line for line in check.values["messages"]
-    )
+    assert check.values["silent"] == [0, 1]
+    assert any("exitcode" in line for line in check.values["messages"])
 
 
-PREFERENCES = ["--model", "m", "--data", "d", "--output-dir", "o", "--device-type", "cpu"]
-WINDOWS = [
-    "--train-data-path",
-    "t.bin",
-    "--output-dir",
-    "o",
-    "--device-type",
-    "cpu",
-    "--dtype",
-    "float32",
-]
+PREFERENCES = "--model m --data d --output-dir o --device-type cpu"
+WINDOWS = "--train-data-path t.bin --output-dir o --device-type cpu --dtype float32"
 
 
-def configured(name: str, words: Sequence[str]) -> tuple[RunKind, BaseConfig | None]:
+def configured(name: str, words: str) -> tuple[RunKind, BaseConfig | None]:
     kind = KINDS[name]
-    return kind, (
-        resolve(words, world_size=1, model_class=kind.config_class).config if words else None
-    )
+    if not words:
+        return kind, None
+    return kind, resolve(words.split(), world_size=1, model_class=kind.config_class).config
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sft", []),
+        ("sft", ""),
         ("pretrain", WINDOWS),
-        ("pretrain", [*WINDOWS, "--model", "m", "--num-iterations", "9", "--finetuning", "lora"]),
+        ("pretrain", f"{WINDOWS} --model m --num-iterations 9 --finetuning lora"),
         ("dpo", PREFERENCES),
-        ("dpo", [*PREFERENCES, "--loss", "kto"]),
+        ("dpo", f"{PREFERENCES} --loss kto"),
         # resumed with the reference of the first run
-        ("dpo", [*PREFERENCES, "--loss", "ipo", "--finetuning", "full"]),
+        ("dpo", f"{PREFERENCES} --loss ipo --finetuning full"),
     ],
 )
-def test_a_dry_run_for_real(name: str, words: list[str]):
+def test_a_dry_run_for_real(name: str, words: str):
     kind, config = configured(name, words)
     check = check_dry_run(kind, 1, "cpu", config, environment())
     assert check.verdict == "ok", check.what
     assert check.values["kind"] == name and name in check.what
     assert check.values["loss"] == pytest.approx(check.values["resumed_loss"], rel=1e-6)
     # a second step that the first one had no part in shows nothing
-    if name == "dpo" and not words[len(PREFERENCES) :]:
+    if words == PREFERENCES:
         assert abs(check.values["loss"] - math.log(2)) > 10 * LOSS_TOLERANCE
 
 
 def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
     """What is started, and with which settings; `test_a_dry_run_for_real` starts it."""
-    runs: list[tuple[str, BaseConfig]] = []
+    runs: list[Any] = []
 
-    def end(command: Sequence[str], **_more: Any) -> Answer:
-        if "--config" in command:
-            module, output = (
-                command[command.index("-m") + 1],
-                Path(command[command.index("--output-dir") + 1]),
-            )
-            kind = next(kind for kind in KINDS.values() if kind.module == module)
+    def end(words: Sequence[str], **_more: Any) -> Answer:
+        if "--config" in words:
+            output = Path(words[words.index("--output-dir") + 1])
+            kind = next(kind for kind in KINDS.values() if kind.module in words)
             runs.append(
-                (
-                    module,
-                    resolve(list(command[3:]), world_size=1, model_class=kind.config_class).config,
-                )
+                resolve(list(words[3:]), world_size=1, model_class=kind.config_class).config
             )
             output.mkdir()
             (output / "trainer_log.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
         return Answer(0, "")
 
     monkeypatch.setattr(dry_run, "run_to_end", end)
-    words = [
-        *PREFERENCES,
-        "--loss",
-        "simpo",
-        "--beta",
-        "3",
-        "--simpo-gamma",
-        "0.5",
-        "--finetuning",
-        "full",
-    ]
-    kind, resolved = configured("dpo", words)
-    check = check_dry_run(kind, 1, "cpu", resolved, environment())
-    assert check.verdict == "ok" and [module for module, _ in runs] == ["finetune.dpo"] * 2
-    config = runs[0][1]
-    assert isinstance(config, PreferenceConfig)
-    assert (config.loss, config.beta, config.simpo_gamma, config.finetuning) == (
-        "simpo",
-        3.0,
-        0.5,
-        "full",
-    )
+
+    def rehearsed(name: str, words: str, wanted: dict[str, Any]) -> BaseConfig:
+        kind, config = configured(name, words)
+        assert check_dry_run(kind, 1, "cpu", config, environment()).verdict == "ok"
+        first, second = runs[-2:]
+        assert type(first) is kind.config_class
+        assert {name: getattr(first, name) for name in wanted} == wanted
+        assert second.resume == f"{first.output_dir}/checkpoint-1"
+        return first
+
+    wanted = {"loss": "simpo", "beta": 3.0, "simpo_gamma": 0.5, "finetuning": "full"}
+    words = f"{PREFERENCES} --loss simpo --beta 3 --simpo-gamma 0.5 --finetuning full"
+    config = rehearsed("dpo", words, wanted)
     assert Path(config.sources[0].path).name == "pairs.jsonl"
-    runs.clear()
-    kind, resolved = configured("pretrain", [*WINDOWS, "--arch", "llama", "--optimizer", "adamw"])
-    check_dry_run(kind, 1, "cpu", resolved, environment())
-    config = runs[0][1]
-    assert isinstance(config, PretrainConfig)
-    assert (config.arch, config.optimizer, config.dtype, config.global_batch_size) == (
-        "llama",
-        "adamw",
-        "float32",
-        2,
-    )
+    config = rehearsed("dpo", f"{PREFERENCES} --loss kto", {"loss": "kto"})
+    assert Path(config.sources[0].path).name == "labels.jsonl"
+    wanted = {"arch": "llama", "optimizer": "adamw", "dtype": "float32", "global_batch_size": 2}
+    rehearsed("pretrain", f"{WINDOWS} --arch llama --optimizer adamw", wanted)
+    rehearsed("pretrain", f"{WINDOWS} --model m --num-iterations 9", {"finetuning": "full"})
 
-
-def test_a_kind_without_a_rehearsal_is_skipped():
     class Toy(RunKind):
         name = "toy"
 
@@ -200,9 +157,8 @@ def test_a_kind_without_a_rehearsal_is_skipped():
 def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
-    check = check_dry_run(
-        KINDS["dpo"], 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    )
+    broken = environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    check = check_dry_run(KINDS["dpo"], 1, "cpu", None, broken)
     assert check.verdict == "fail" and "this torch is broken" in check.what
     assert "making a tiny model" in check.what and check.values["messages"]
 
@@ -212,21 +168,9 @@ def test_a_dry_run_that_fails_says_why(tmp_path: Path):
 
 def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
     """Reports of ranks that agree, but for `field={rank: value}`."""
-    made = [
-        {
-            "rank": rank,
-            "world_size": count,
-            "host": "box",
-            "device": "910B3",
-            "backend": "hccl",
-            "dtype": "bfloat16",
-            "sum_error": 0.0,
-            "gathered_ranks": list(range(count)),
-            "matmul_digest": "d",
-            "matmul_error": 2e-3,
-        }
-        for rank in range(count)
-    ]
+    facts = {"device": "910B3", "backend": "hccl", "dtype": "bfloat16", "sum_error": 0.0}
+    facts |= {"gathered_ranks": list(range(count)), "matmul_digest": "d", "matmul_error": 2e-3}
+    made = [{"rank": rank, **facts} for rank in range(count)]
     for field, by_rank in changed.items():
         for rank, value in by_rank.items():
             made[rank][field] = value
@@ -241,17 +185,14 @@ def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
         ({"matmul_error": {3: 0.4}}, "matmul", "fail", "rank 3"),
         ({"matmul_error": {1: float("nan")}}, "matmul", "fail", "rank 1"),
         ({"matmul_digest": {1: "other"}}, "matmul", "warn", "rank 1"),
+        # bits are compared among equal devices only
+        ({"device": {0: "A100"}, "matmul_digest": {0: "a"}}, "matmul", "ok", ""),
     ],
 )
 def test_a_rank_that_is_wrong_is_named(changed: dict, name: str, verdict: str, ranks: str):
     found = {check.name: check for check in judge(reports(**changed), 4, FINE)}
     assert found[name].verdict == verdict and ranks in found[name].what
     assert {check.verdict for check in found.values() if check.name != name} == {"ok"}
-
-
-def test_bits_are_compared_among_equal_devices_only():
-    mixed = reports(4, device={0: "A100", 1: "A100"}, matmul_digest={0: "a", 1: "a"})
-    assert {check.verdict for check in judge(mixed, 4, FINE)} == {"ok"}
 
 
 def test_missing_ranks_and_half_written_reports(capsys: pytest.CaptureFixture[str]):
@@ -269,24 +210,24 @@ def test_missing_ranks_and_half_written_reports(capsys: pytest.CaptureFixture[st
     assert hung.verdict == "fail" and "too busy" in hung.fix
 
 
-@pytest.mark.parametrize(
-    ("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")]
-)
-def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
-    assert compare("sft", 2.0, resumed, 2).verdict == verdict
+def test_a_resumed_step_must_be_the_step():
+    for resumed, verdict in ((2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (math.nan, "fail")):
+        assert compare("sft", 2.0, resumed, 2).verdict == verdict
 
 
 # ---------------------------------------------------------------- processes that are asked
 
 
-def test_a_process_that_does_not_end_is_ended():
-    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(probe, "GRACE_SECONDS", 0.5)
+    code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    command = [sys.executable, "-c", f"{code}; print(os.getpid(), flush=True); time.sleep(60)"]
     answer = run_to_end(command, environment=environment(), timeout_seconds=1.0)
-    assert answer == Answer(None, "here\n")
-    assert answer.reason == "it did not answer in time"
+    assert answer.code is None and answer.reason == "it did not answer in time"
+    assert not alive([int(answer.messages)])
 
 
-def test_a_process_that_is_killed_says_by_what():
+def test_a_process_that_fails_says_why():
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     killed = run_to_end(command, environment=environment(), timeout_seconds=30)
     assert killed.code == -signal.SIGKILL and "SIGKILL" in killed.reason
@@ -306,20 +247,18 @@ def test_a_process_that_is_asked_speaks_the_language(tmp_path: Path):
 
 
 def test_an_operator_that_cannot_be_built():
-    messages = (
-        "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension"
-        " 'cpu_adam'\nRuntimeError: it failed"
-    )
-    missing = not_built("cpu_adam", Answer(1, messages))
-    assert missing.verdict == "fail" and missing.fix is not None
-    assert missing.fix.startswith("install a C++ compiler")
-    messages = (
-        "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam"
-        " requires the op"
-    )
-    other = not_built("cpu_adam", Answer(1, messages))
-    assert other.what.endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix
-    broken = not_built(
-        "cpu_adam", Answer(1, "a.cpp:3:1: error: no type named x\nninja: build stopped")
-    )
-    assert "a.cpp:3:1: error: no type named x" in broken.what
+    for messages, what, fix in (
+        (
+            "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension\nRuntimeError: x",
+            "RuntimeError: Error building extension",
+            "install a C++ compiler",
+        ),
+        (
+            "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above\nRuntimeError: requires the op",
+            "KeyError: 'ASCEND_HOME_PATH'",
+            "set_env.sh",
+        ),
+        ("a.cpp:3:1: error: no type\nninja: stopped", "a.cpp:3:1: error: no type", "fix what"),
+    ):
+        check = not_built("cpu_adam", Answer(1, messages))
+        assert check.verdict == "fail" and check.what.endswith(what) and fix in check.fix

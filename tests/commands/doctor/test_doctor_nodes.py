@@ -23,24 +23,11 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 def examine(nodes: TwoNodes, node: int, folder: Path, **env: str) -> tuple[int, dict[str, Any]]:
     """Exit code and checks by name of `doctor --quick` on a node."""
-    variables = {
-        "NNODES": "2",
-        "NODE_RANK": str(node),
-        "MASTER_ADDR": ADDRESSES[0],
-        "PYTHONPATH": str(ROOT),
-    }
+    variables = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0]}
+    variables |= {"PYTHONPATH": str(ROOT), **env}
     output = folder / "said.txt"
-    words = [
-        sys.executable,
-        "-m",
-        "finetune",
-        "doctor",
-        "--quick",
-        "--json",
-        "--device-type",
-        "cpu",
-    ]
-    code = nodes.start(node, words, output, variables | env).wait(120)
+    words = f"{sys.executable} -m finetune doctor --quick --json --device-type cpu"
+    code = nodes.start(node, words.split(), output, variables).wait(120)
     return code, {check["name"]: check for check in json.loads(output.read_text())["checks"]}
 
 
