@@ -8,10 +8,12 @@ import importlib.metadata
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from chat_models import make_tokenizer, marked, render, talk
+from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encoding.spans import ChatTemplate, find_turns
 from finetune.data.formats import Conversation, Message
@@ -41,7 +43,12 @@ NO_END = """
 {%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
 """
 ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
-WHITE_SPACE = ("", "\n", "\n\n", " ", "\t\n")
+# before and after an answer
+WHITE_SPACE = [
+    ("", ""),
+    *((space, end) for space in ("\n", "\n\n", " ", "\t\n") for end in ("", space)),
+]
+WHITE_SPACE += [("", space) for space in ("\n", "\n\n", " ")]
 
 
 def shown(template: str, specials: tuple[str, ...], conversation: Conversation) -> list[str]:
@@ -88,31 +95,27 @@ def test_a_turn_without_end_is_trained_up_to_the_token_at_which_the_model_stops(
     assert not sample.ends
 
 
-@pytest.mark.parametrize("form", ["{{- name + arguments }}", "{{- name }}{{ arguments }}"])
-def test_a_template_that_joins_arguments_gets_them_as_json(form: str) -> None:
+def test_arguments_of_calls_are_objects_or_json_as_the_template_takes_them() -> None:
     template = """
 {%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}
 {%- for call in m.tool_calls or [] -%}
 {%- set name = call.function.name -%}{%- set arguments = call.function.arguments -%}FORM
 {%- endfor -%}<|im_end|>\n{%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
-""".replace("FORM", form)
-    call = Message("assistant", "", calls=(Call("f", {"city": "Zürich", "n": None}, "c1"),))
-    (text,) = shown(template, IM, Conversation((Message("user", "q"), call)))
-    assert 'f{"city": "Zürich", "n": null}<|im_end|>»' in text
-
-
-def test_a_record_that_writes_pythons_form_itself_keeps_its_arguments_as_objects() -> None:
-    template = """
-{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}
-{%- for call in m.tool_calls or [] -%}
-{%- for key, value in call.function.arguments.items() -%}{{ call.function.name }} {{ key }}={{ value }}{%- endfor -%}
-{%- endfor -%}<|im_end|>\n{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
 """
+    call = Message("assistant", "", calls=(Call("f", {"city": "Zürich", "n": None}, "c1"),))
+    for form in ("{{- name + arguments }}", "{{- name }}{{ arguments }}"):
+        (text,) = shown(
+            template.replace("FORM", form), IM, Conversation((Message("user", "q"), call))
+        )
+        assert 'f{"city": "Zürich", "n": null}<|im_end|>»' in text
+    # A record that writes Python's form itself keeps them as objects.
+    form = (
+        "{%- for key, value in arguments.items() -%}{{ name }} {{ key }}={{ value }}{%- endfor -%}"
+    )
     call = Message("assistant", "", calls=(Call("f", {"x": 1}, "c1"),))
     question = Message("user", "What does {'x': 1} mean?")
-    (text,) = shown(template, IM, Conversation((question, call)))
+    (text,) = shown(template.replace("FORM", form), IM, Conversation((question, call)))
     assert text.endswith("f x=1<|im_end|>»")
 
 
@@ -141,7 +144,7 @@ def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path) -
     tokenizer = make_tokenizer(source, special_tokens(source))
     tokenizer.model_stop_tokens = STOPS.get(path.stem, ())
     template = ChatTemplate(tokenizer)
-    for leading, trailing, turns in itertools.product(WHITE_SPACE, WHITE_SPACE, (1, 2, 4)):
+    for (leading, trailing), turns in itertools.product(WHITE_SPACE, (1, 3)):
         messages = []
         for number in range(turns):
             messages.append(Message("user", f"q{number}"))
@@ -158,43 +161,32 @@ def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path) -
                 assert rendering.messages[answer].content.strip() in trained
                 # gpt-oss ends earlier turns with <|end|>, at which it does not stop
                 assert turn.ends or (path.stem == "gptoss" and answer != answers[-1])
+    marked_path = path.with_name(f"{path.stem}_training.jinja")
+    if marked_path.is_file():
+        check_against_trl(tokenizer, marked_path, path.stem)
 
 
-@pytest.mark.parametrize("path", trl_templates(), ids=lambda path: path.stem)
-def test_what_is_trained_is_what_trl_trains(path: Path) -> None:
+def check_against_trl(tokenizer: PreTrainedTokenizerFast, marked_path: Path, stem: str) -> None:
     """TRL's copies of the templates mark what it trains: the same contents and ends.
 
     TRL also trains what a prompt writes (headers, an empty think block) and white space behind the
     end.
     """
-    marked_path = path.with_name(f"{path.stem}_training.jinja")
-    if not marked_path.is_file():
-        return
-    source = path.read_text(encoding="utf-8")
     conversation = talk("q1", "a1", "q2", "a2", "q3", "a3")
-    tokenizer = make_tokenizer(source, special_tokens(source))
-    tokenizer.model_stop_tokens = STOPS.get(path.stem, ())
     samples = render(conversation, tokenizer, 4096)
-    ours = trained_texts(
-        "".join(marked(tokenizer, sample.input_ids, sample.supervised) for sample in samples)
-    )
-    theirs_tokenizer = make_tokenizer(marked_path.read_text("utf-8"), special_tokens(source))
-    rendered = theirs_tokenizer.apply_chat_template(
-        [
-            {
-                "role": turn.role,
-                "content": [{"type": "text", "text": turn.content}]
-                if path.stem in PARTS_ONLY
-                else turn.content,
-            }
-            for turn in conversation.messages
-        ],
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    shown = [marked(tokenizer, sample.input_ids, sample.supervised) for sample in samples]
+    ours = trained_texts("".join(shown))
+    turns: list[dict[str, Any]] = [
+        {"role": turn.role, "content": turn.content} for turn in conversation.messages
+    ]
+    for turn in turns if stem in PARTS_ONLY else ():
+        turn["content"] = [{"type": "text", "text": turn["content"]}]
+    source = marked_path.read_text("utf-8")
+    trls = make_tokenizer(source, special_tokens(str(tokenizer.chat_template)))
+    rendered = trls.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     mask = np.array(rendered["assistant_masks"], dtype=bool)
-    theirs = trained_texts(marked(theirs_tokenizer, np.array(rendered["input_ids"]), mask))
-    if path.stem == "gptoss":  # it does not stop at the <|end|> of earlier turns
+    theirs = trained_texts(marked(trls, np.array(rendered["input_ids"]), mask))
+    if stem == "gptoss":  # it does not stop at the <|end|> of earlier turns
         theirs[:-1] = [text.removesuffix("<|end|>") for text in theirs[:-1]]
     assert len(ours) == len(theirs) == 3
     for own, other in zip(ours, theirs, strict=True):
