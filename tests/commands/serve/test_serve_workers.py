@@ -5,52 +5,49 @@ concerns it.
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from serve_helpers import STUB_WORKER
 
 from finetune.commands.serve import workers as workers_module
+from finetune.commands.serve.worker_process import Worker
 from finetune.commands.serve.workers import NoWorker, QueueFull, WorkerPool
-from finetune.errors import FinetuneError
+from finetune.errors import DataError, FinetuneError
+from finetune.inference.sampling import Sampling
 
 COMMAND = (sys.executable, str(STUB_WORKER))
 
 
 def with_pool(
     use: Callable[[WorkerPool], Awaitable[Any]], workers: int = 1, **settings: Any
-) -> Any:
-    async def run() -> Any:
+) -> None:
+    async def run() -> None:
         chosen = {"per_worker": 2, "max_queue": 2, "command": COMMAND, **settings}
         pool = WorkerPool({"model": "stub"}, [{}] * workers, **chosen)
         await pool.start()
         try:
-            return await asyncio.wait_for(use(pool), 200)
+            await asyncio.wait_for(use(pool), 60)
         finally:
             await pool.close()
 
-    return asyncio.run(run())
+    asyncio.run(run())
 
 
 async def events(pool: WorkerPool, words: str, seconds: float = 10) -> list[dict[str, Any]]:
-    return [event async for event in stream(pool, words, seconds)]
-
-
-async def stream(
-    pool: WorkerPool, words: str, seconds: float = 10
-) -> AsyncIterator[dict[str, Any]]:
-    async with pool.answer(
-        [{"role": "user", "content": words}], {"max_new_tokens": 10_000}, seconds
-    ) as queue:
-        while True:
-            event = await queue.get()
-            yield event
-            if event["is"] in ("end", "error", "refused", "lost"):
-                return
+    """Of an answer, up to its last."""
+    found, messages = [], [{"role": "user", "content": words}]
+    async with pool.answer(messages, {"max_new_tokens": 10_000}, seconds) as queue:
+        while not found or found[-1]["is"] not in ("end", "error", "refused", "lost"):
+            found.append(await queue.get())
+    return found
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -59,19 +56,24 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_answers_and_their_ends():
+    pids = []
+
     async def use(pool):
         said = await events(pool, "say hello, world")
         assert [event["is"] for event in said] == ["accepted", "piece", "piece", "end"]
-        assert (
-            said[-1]["text"]
-            == "hello, world"
-            == "".join(event.get("text", "") for event in said[1:-1])
-        )
+        pieces = "".join(event["text"] for event in said[1:-1])
+        assert said[-1]["text"] == pieces == "hello, world"
         assert (await events(pool, "refuse"))[-1]["is"] == "refused"
         assert (await events(pool, "fail"))[-1]["is"] == "error"
         assert pool.active_count == 0
+        pids.extend(worker.process.pid for worker in pool.workers)
+        pool.unfinished = asyncio.create_task(events(pool, "slow 1000"))
+        await until(lambda: pool.active_count == 1)
 
-    with_pool(use)
+    with_pool(use, workers=2)
+    for pid in pids:  # no worker outlives its pool
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_dying_worker_takes_only_its_own_requests_and_comes_back():
@@ -94,7 +96,7 @@ def test_a_dying_worker_takes_only_its_own_requests_and_comes_back():
 
 
 def test_a_hanging_worker_is_noticed_and_started_again(monkeypatch):
-    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.15)
+    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.1)
 
     async def use(pool):
         first = pool.workers[0]
@@ -106,14 +108,12 @@ def test_a_hanging_worker_is_noticed_and_started_again(monkeypatch):
         assert (await waiting)[-1]["is"] == "end" and first.state == "ready" and first.restarts == 0
         pid = first.process.pid
         os.kill(pid, signal.SIGSTOP)
-        lost = asyncio.create_task(events(pool, "say hello"))
-        later = asyncio.create_task(events(pool, "say hello", 100))
-        await until(lambda: first.state == "silent")
-        assert (await lost)[-1]["is"] == (await later)[-1]["is"] == "lost"
+        lost = [asyncio.create_task(events(pool, "say hello", 100)) for _ in range(2)]
+        assert [said[-1]["is"] for said in await asyncio.gather(*lost)] == ["lost", "lost"]
         assert (await events(pool, "say hello", 100))[-1]["is"] == "end"
         assert first.process.pid != pid and first.restarts == 1
 
-    with_pool(use, worker_seconds=3.0)
+    with_pool(use, worker_seconds=2.0)
 
 
 def test_the_queue_is_bounded_and_first_come_is_first_served():
@@ -133,16 +133,15 @@ def test_the_queue_is_bounded_and_first_come_is_first_served():
         with pytest.raises(QueueFull):
             await events(pool, "too many")
         await asyncio.gather(*running, *waiting)
-        assert (
-            order[2:] == ["waiting 0", "waiting 1"] and pool.queued_count == pool.active_count == 0
-        )
+        assert order[2:] == ["waiting 0", "waiting 1"]
+        assert pool.queued_count == pool.active_count == 0
 
     with_pool(use)
 
 
 def test_waiting_has_an_end_and_leaving_makes_room():
     async def use(pool):
-        tasks = [asyncio.create_task(events(pool, "slow 200")) for _ in range(2)]
+        tasks = [asyncio.create_task(events(pool, "slow 2000")) for _ in range(2)]
         await until(lambda: pool.active_count == 2)
         with pytest.raises(asyncio.TimeoutError):
             await events(pool, "waits in vain", seconds=0.2)
@@ -161,23 +160,18 @@ def test_waiting_has_an_end_and_leaving_makes_room():
     with_pool(use)
 
 
-def test_a_model_that_cannot_be_loaded_is_said():
-    async def run() -> None:
-        pool = WorkerPool({"model": "broken"}, [{}, {}], per_worker=1, max_queue=1, command=COMMAND)
-        with pytest.raises(FinetuneError, match="no such model"):
-            await pool.start()
-        silent = WorkerPool(
-            {}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "pass")
-        )
-        with pytest.raises(FinetuneError, match="ended before it was ready"):
-            await silent.start()
-        babbling = WorkerPool(
-            {}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "print('hello')")
-        )
-        with pytest.raises(FinetuneError, match="ended before it was ready"):
-            await babbling.start()
+def test_a_worker_that_does_not_start_is_said():
+    async def use() -> None:
+        for load, command, said in (
+            ("broken", COMMAND, "no such model"),
+            ("", (sys.executable, "-c", "pass"), "ended before it was ready"),
+            ("", (sys.executable, "-c", "print('hello')"), "ended before it was ready"),
+        ):
+            settings = {"per_worker": 1, "max_queue": 1, "command": command}
+            with pytest.raises(FinetuneError, match=said):
+                await WorkerPool({"model": load}, [{}, {}], **settings).start()
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(use(), 60))
 
 
 def test_workers_that_never_come_back_are_given_up(monkeypatch, tmp_path):
@@ -201,15 +195,37 @@ def test_workers_that_never_come_back_are_given_up(monkeypatch, tmp_path):
     with_pool(use, command=(sys.executable, "-c", script))
 
 
-def test_no_worker_outlives_its_pool():
-    pids = []
+def test_the_messages_of_a_worker_process():
+    """What it writes for a request, with an engine that a test holds; a cancelled answer is
+    cancelled there.
+    """
+    started: dict[str, Any] = {}
+    cancelled = []
 
-    async def use(pool):
-        pids.extend(worker.process.pid for worker in pool.workers)
-        pool.close_now = asyncio.create_task(events(pool, "slow 1000"))
-        await until(lambda: pool.active_count == 1)
+    def start(prompt, sampling, on_piece, tools):
+        if prompt == "refuse":
+            raise DataError("too long", "prompt", "shorten it")
+        started[prompt] = (sampling, on_piece)
+        return SimpleNamespace(prompt_tokens=7, cancel=lambda: cancelled.append(prompt))
 
-    with_pool(use, workers=2)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    out = io.BytesIO()
+    worker = Worker(SimpleNamespace(default_sampling=Sampling(), start=start), out)
+    for name in ("a", "b", "refuse"):
+        request = {"do": "answer", "id": name, "prompt": name, "tools": []}
+        worker.handle({**request, "sampling": {"stop": ["x", "y"], "top_k": 3}})
+    sampling, on_piece = started["a"]
+    assert (sampling.stop, sampling.top_k) == (("x", "y"), 3)
+    on_piece("words", None, None)
+    started["b"][1]("", None, FinetuneError("out of memory"))
+    for name in ("a", "a", "b"):  # b has ended
+        worker.handle({"do": "cancel", "id": name})
+    assert cancelled == ["a"]
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    error = {"what": "too long", "where": "prompt", "fix": "shorten it"}
+    assert found == [
+        {"is": "accepted", "id": "a", "prompt_tokens": 7},
+        {"is": "accepted", "id": "b", "prompt_tokens": 7},
+        {"is": "refused", "id": "refuse", "kind": "DataError", "error": error},
+        {"is": "piece", "id": "a", "text": "words"},
+        {"is": "error", "id": "b", "message": "out of memory"},
+    ]
