@@ -32,10 +32,7 @@ def first(tmp_path, text):
         (("/home/user/train.py", "collate_chats"), "data_refused"),
         ((f"{LIBRARY}transformers/core_model_loading.py", "convert"), "loading_failed"),
         ((f"{LIBRARY}peft/peft_model.py", "save_pretrained"), "saving_failed"),
-        (
-            ("/w/LLaMA-Factory/src/llamafactory/hparams/parser.py", "get_train_args"),
-            "unknown",
-        ),
+        (("/w/LLaMA-Factory/src/llamafactory/hparams/parser.py", "get_train_args"), "unknown"),
         ((f"{LIBRARY}trl/trainer/grpo_trainer.py", "__init__"), "unknown"),
         ((f"{LIBRARY}torch/_inductor/graph.py", "run"), "compile_failed"),
         ((f"{LIBRARY}httpx/_client.py", "send"), "hub_offline"),
