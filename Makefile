@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo smollm2 smollm2-model pretrain-demo test test-slow test-gpu check lock translations site site-translations grid grid-cuda crash faults models roofline scale bench clean-venv
+.PHONY: demo smollm2 smollm2-model pretrain-demo test test-slow test-gpu test-isa check lock translations site site-translations grid grid-cuda crash faults models roofline scale bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -56,6 +56,10 @@ test-slow: $(READY)
 # What needs an NVIDIA GPU, one process after another on the first one. Ordinary tests see no GPU (tests/conftest.py).
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests
+
+# The numerical tests with the kernels of other CPUs, and with several threads: docs/evidence/instruction_sets.md.
+test-isa: $(READY)
+	$(BIN)/python exhaustive/instruction_sets.py
 
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
 CHECKED := finetune tests exhaustive data_samples launchers benchmarks docs

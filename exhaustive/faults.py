@@ -143,10 +143,8 @@ def run_faults(
         put: False leaves the fault out.
 
     Yields:
-        A fault, the tests that failed, and the seconds it took, in the order in which they end.
-
-    Raises:
-        RuntimeError: Tests that could not be run, with their output.
+        A fault, the tests that failed (none where they could not be run, which is printed), and the
+        seconds it took, in the order in which they end.
     """
     for name in PRELOADED:
         importlib.import_module(name)
@@ -185,8 +183,9 @@ def run_faults(
                 else:
                     done = json.loads(result.read_text())
                     failed = done["failed"]
-                    if done["code"] not in (0, 1, 2) or bool(failed) != bool(done["code"]):
-                        raise RuntimeError(f"{fault.name}: pytest {done['code']}\n{output[-3000:]}")
+                    if done["code"] > 2 or bool(failed) != bool(done["code"]):
+                        print(f"{fault.name}: pytest {done['code']}\n{output[-2000:]}", flush=True)
+                        failed = []
                 free.append(folder)
                 yield fault, failed, time.monotonic() - began
             if not ended:

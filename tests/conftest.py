@@ -37,7 +37,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tensors here are tiny: threads of one operation would wait for one another, and for the other
 # processes of a test.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = os.environ.get("FINETUNE_TEST_THREADS", "1")
 # torch.compile's cache of generated C++ has no key for this variable (torch 2.13): code with AVX-512
 # types would be compiled anew for AVX2, and fail.
 if "ATEN_CPU_CAPABILITY" in os.environ:

@@ -16,6 +16,8 @@ BIN = Path(sys.executable).parent
 # Longest wait for a process that works: a guard against one that hangs, on a machine that may have
 # other work to do.
 PATIENCE_SECONDS = 900.0
+# Of each process: tensors are tiny. `make test-isa` asks for more.
+THREADS = os.environ.get("FINETUNE_TEST_THREADS", "1")
 
 # What a launcher or a test before may have left behind; a started command must not inherit it.
 _LAUNCHER_VARIABLES = (
@@ -29,7 +31,7 @@ _LAUNCHER_VARIABLES = (
 
 
 def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """This environment without launchers' variables, one thread a process, no network; None takes a
+    """This environment without launchers' variables, THREADS threads a process, no network; None takes a
     variable out.
     """
     made = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
@@ -38,7 +40,7 @@ def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
         for name, value in made.items()
         if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
-    made |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    made |= {"OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     made["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     )

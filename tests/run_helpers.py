@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launching import PATIENCE_SECONDS
+from launching import PATIENCE_SECONDS, THREADS
 
 from finetune.config.base_config import BaseConfig
 from finetune.config.fields import flag
@@ -246,7 +246,7 @@ def _fork_context() -> Any:
     if not _forks:
         import torch
 
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_NUM_THREADS"] = THREADS
         # What has asked CUDA's driver for devices cannot be forked: torch asks NVML. DeepSpeed, as
         # it is imported, asks the driver, so that where there are devices each rank imports it for
         # itself.
@@ -351,7 +351,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         # The store exists already, as under torchrun: ranks only connect to it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": THREADS,
     }
 
 
@@ -381,7 +381,7 @@ def _rank(
     os.chdir(ROOT)
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(THREADS))
     code = 70
     try:
         if patch is not None:
@@ -452,7 +452,7 @@ def launch_torchrun(
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**os.environ, "OMP_NUM_THREADS": THREADS, **(environment or {})},
         )
     try:
         yield launcher
