@@ -27,6 +27,8 @@ from finetune.storage.run_log import (
     read_jsonl_tolerant,
 )
 
+LOGGER = logging.getLogger("finetune")
+
 
 @contextmanager
 def room_for(path: Path, more_bytes: int) -> Iterator[None]:
@@ -43,49 +45,41 @@ def room_for(path: Path, more_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
+def test_a_full_disk_tears_no_line_and_afterwards_it_goes_on(tmp_path, capfd):
+    path = tmp_path / "log.jsonl"
+    for more_bytes in (0, 1, 10):
+        path.unlink(missing_ok=True)
+        with JsonLines(path) as log:
+            log.write({"step": 1})
+            with room_for(path, more_bytes):
+                for _ in range(2):
+                    with pytest.raises(OSError, match=r"log\.jsonl"):
+                        log.write({"step": 2, "text": "x" * 100})
+            log.write({"step": 3})
+        assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+    # A rank's log counts what was lost.
+    handler = add_log_file(tmp_path, 0)
+    try:
+        (path,) = (tmp_path / "logs").iterdir()
+        LOGGER.warning("first")
+        with room_for(path, 5):
+            LOGGER.warning("second")
+            LOGGER.warning("third")
+        LOGGER.warning("fourth")
+    finally:
+        LOGGER.removeHandler(handler)
+        handler.close()
+    lines = path.read_text().splitlines()
+    assert [line[-5:] for line in lines] == ["first", "tten)", "ourth"]
+    assert "(2 messages before" in lines[1] and "Traceback" not in capfd.readouterr().err
+
+
 @pytest.fixture
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "LOOK_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("more_bytes", [0, 1, 10])
-def test_a_full_disk_tears_no_line_and_afterwards_it_goes_on(more_bytes: int, tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    with JsonLines(path) as log:
-        log.write({"step": 1})
-        with room_for(path, more_bytes):
-            for _ in range(2):
-                with pytest.raises(OSError):
-                    log.write({"step": 2, "text": "x" * 100})
-        log.write({"step": 3})
-    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
-
-
-def test_a_ranks_log_counts_what_a_full_disk_did_not_take(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    logger = logging.getLogger("finetune")
-    handler = add_log_file(tmp_path, 0)
-    try:
-        (path,) = (tmp_path / "logs").iterdir()
-        logger.warning("first")
-        with room_for(path, 5):
-            logger.warning("second")
-            logger.warning("third")
-        logger.warning("fourth")
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
-    lines = path.read_text().splitlines()
-    assert [line[-5:] for line in lines] == [
-        "first",
-        "tten)",
-        "ourth",
-    ] and "(2 messages before" in lines[1]
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_what_another_program_renames_is_begun_anew(tmp_path: Path, looks_at_once: None):
+def test_what_another_program_renames_is_begun_anew(tmp_path, looks_at_once):
     """logrotate, without its copytruncate: no line is lost, and none stands twice."""
     log = RunLog(tmp_path)
     for step in range(1, 7):
@@ -93,30 +87,14 @@ def test_what_another_program_renames_is_begun_anew(tmp_path: Path, looks_at_onc
         if step in (2, 4):
             os.rename(tmp_path / "trainer_log.jsonl", tmp_path / f"rotated-{step}")
     log.close()
-    parts = [tmp_path / "rotated-2", tmp_path / "rotated-4", tmp_path / "trainer_log.jsonl"]
-    assert [[line["step"] for line in read_jsonl_tolerant(part)] for part in parts] == [
-        [1, 2],
-        [3, 4],
-        [5, 6],
+    found = [
+        [line["step"] for line in read_jsonl_tolerant(tmp_path / name)]
+        for name in ("rotated-2", "rotated-4", "trainer_log.jsonl")
     ]
+    assert found == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_the_name_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    looked: list[Path] = []
-    original = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path: looked.append(path) or original(path))
-    with AppendFile(tmp_path / "log") as log:
-        for _ in range(1000):
-            log.append_bytes(b"x")
-        assert looked == []
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
-        log.append_bytes(b"x")
-        log.append_bytes(b"x")
-        assert looked == [tmp_path / "log"]
-
-
-def test_what_is_copied_and_cut_is_written_on(tmp_path: Path, looks_at_once: None):
+def test_what_is_copied_and_cut_is_written_on(tmp_path, looks_at_once):
     with AppendFile(tmp_path / "log") as log:
         log.append_bytes(b"before\n")
         shutil.copy(tmp_path / "log", tmp_path / "log.1")
@@ -125,37 +103,45 @@ def test_what_is_copied_and_cut_is_written_on(tmp_path: Path, looks_at_once: Non
     assert (tmp_path / "log").read_bytes() == b"after\n", "at its end, not behind a hole"
 
 
-def test_a_folder_that_has_gone_is_still_written(tmp_path: Path, looks_at_once: None):
+def test_a_folder_that_has_gone_is_still_written(tmp_path, looks_at_once):
     """`mv runs/a runs/b` under a run that is at work, and a name that became a link."""
-    (tmp_path / "a").mkdir()
-    with AppendFile(tmp_path / "a" / "log") as log, AppendFile(tmp_path / "a" / "linked") as linked:
-        os.rename(tmp_path / "a", tmp_path / "b")
+    old, new = tmp_path / "a", tmp_path / "b"
+    old.mkdir()
+    with AppendFile(old / "log") as log, AppendFile(old / "linked") as linked:
+        os.rename(old, new)
         log.append_bytes(b"line\n")
-        assert (tmp_path / "b" / "log").read_bytes() == b"line\n"
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+        old.mkdir()
+        (old / "linked").symlink_to(tmp_path / "elsewhere")
         linked.append_bytes(b"line\n")
-    assert (tmp_path / "b" / "linked").read_bytes() == b"line\n" and not (
-        tmp_path / "elsewhere"
-    ).exists()
+    assert (new / "log").read_bytes() == (new / "linked").read_bytes() == b"line\n"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_name_is_looked_at_once_a_second(tmp_path, monkeypatch):
+    looked: list[Path] = []
+    original = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path: looked.append(path) or original(path))
+    with AppendFile(tmp_path / "log") as log:
+        log.append_bytes(b"x")
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+        log.append_bytes(b"x")
+        log.append_bytes(b"x")
+    assert looked == [tmp_path / "log"]
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "chec', b"\0" * 200_000])
-def test_the_first_event_of_a_resumed_run_does_not_follow_half_a_line(torn: bytes, tmp_path: Path):
+def test_the_first_event_of_a_resumed_run_does_not_follow_half_a_line(torn, tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "start"}\n' + torn)
     log = RunLog(tmp_path)
     log.event("resume", step=1)
     log.close()
-    assert [line["event"] for line in map(json.loads, path.read_text().splitlines())] == [
-        "start",
-        "resume",
-    ]
+    names = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+    assert names == ["start", "resume"]
 
 
-def test_logs_are_in_the_order_of_their_starts_though_the_clock_goes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_logs_are_in_the_order_of_their_starts_though_the_clock_goes_back(tmp_path, monkeypatch):
     """The monitor follows the newest log of a rank, and `diagnose` looks for the last start, by
     their names.
     """
@@ -166,11 +152,8 @@ def test_logs_are_in_the_order_of_their_starts_though_the_clock_goes_back(
             time, "strftime", lambda form, *at, now=now: real(form, *at) if at else now
         )
         handler = add_log_file(tmp_path, 3)
-        logging.getLogger("finetune").removeHandler(handler)
+        LOGGER.removeHandler(handler)
         handler.close()
-        (newest,) = _newest_per_rank(tmp_path / "logs")
-        names.append(newest[1])
-    assert names == sorted(set(names)) and len(names) == 4
-    assert [name[:15] for name in names] == [
-        f"20260101-{end}" for end in ("120000", "120001", "120002", "130000")
-    ]
+        ((_, newest),) = _newest_per_rank(tmp_path / "logs")
+        names.append(newest[9:15])
+    assert names == ["120000", "120001", "120002", "130000"]
