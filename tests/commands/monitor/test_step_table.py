@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,41 +12,25 @@ from hypothesis import strategies as st
 from finetune.runs import step_table
 from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, Points, StepTable
 
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.text(max_size=2),
-    st.integers(-(10**20), 10**20),
-    st.floats(),
-    st.just(10**400),
-)
+OTHERS = st.none() | st.booleans() | st.text(max_size=2)
+VALUES = OTHERS | st.integers(-(10**20), 10**20) | st.floats() | st.just(10**400)
 LINES = st.lists(
     st.tuples(st.integers(0, 60), st.dictionaries(st.sampled_from("abcd"), VALUES)), max_size=80
 )
 
 
-def as_listed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from((1, 3, 1000)), LINES)
+def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, dict[str, Any]]]):
+    records = [{"step": step, **more} for step, more in lines]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_table, "BLOCK_LINES", block)
+        table = StepTable(records)
     kept: list[dict[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] >= record["step"]:
             kept.pop()
         kept.append(record)
-    return kept
-
-
-@pytest.fixture(autouse=True, scope="module")
-def block_lines() -> Iterator[None]:
-    before = step_table.BLOCK_LINES
-    yield
-    step_table.BLOCK_LINES = before
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from((1, 3, 1000)), LINES)
-def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, dict[str, Any]]]):
-    step_table.BLOCK_LINES = block
-    records = [{"step": step, **more} for step, more in lines]
-    table, kept = StepTable(records), as_listed(records)
     assert table.steps.tolist() == [record["step"] for record in kept] and len(table) == len(kept)
     assert table.last == (kept[-1] if kept else {})
     assert list(table.recent) == kept[len(kept) - len(table.recent) :]
@@ -64,29 +47,19 @@ def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, 
         ]
 
 
-def test_the_last_lines_are_kept_whole():
+def test_what_is_kept():
     table = StepTable({"step": step, "text": str(step)} for step in range(1, 100))
-    assert [line["text"] for line in table.recent] == [
-        str(step) for step in range(100 - RECENT_STEPS, 100)
-    ]
+    kept = [str(step) for step in range(100 - RECENT_STEPS, 100)]
+    assert [line["text"] for line in table.recent] == kept
     table.add({"step": 95, "text": "again"})
     assert [line["step"] for line in table.recent] == [*range(100 - RECENT_STEPS, 95), 95]
-
-
-def test_a_log_of_endless_names_takes_no_endless_memory():
+    # a log of endless names takes no endless memory
     table = StepTable({"step": step, f"name-{step}": 1.0} for step in range(1, 2000))
     assert len(table.points("name-400")) == 1 and len(table.points(f"name-{MOST_COLUMNS + 2}")) == 0
 
 
 def test_points_are_pairs():
-    points = Points.of([(1, 2.0), (3, 4.0), (5, 0.0)])
-    assert (
-        points == [(1, 2.0), (3, 4.0), (5, 0.0)]
-        and points[-1] == (5, 0.0)
-        and points[1:] == [(3, 4.0), (5, 0.0)]
-    )
-    assert (
-        type(points[0][0]) is int
-        and points.above(1.0) == [(1, 2.0), (3, 4.0)]
-        and not Points.of([])
-    )
+    pairs = [(1, 2.0), (3, 4.0), (5, 0.0)]
+    points = Points.of(pairs)
+    assert points == pairs and points[-1] == (5, 0.0) and points[1:] == pairs[1:]
+    assert type(points[0][0]) is int and points.above(1.0) == pairs[:2] and not Points.of([])
