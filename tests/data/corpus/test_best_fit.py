@@ -37,7 +37,7 @@ def packed(lengths: list[int], size: int) -> list[list[int]]:
     return [documents[a:b].tolist() for a, b in zip(firsts, firsts[1:], strict=False)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.one_of(
         st.lists(st.integers(1, 40), max_size=60),
@@ -51,10 +51,10 @@ def test_it_is_the_rule(lengths: list[int], size: int):
     assert packed(lengths, size) == by_the_rule(lengths, size)
 
 
-@pytest.mark.parametrize("size", [70_000, 1 << 16, (1 << 16) - 1])
-def test_sizes_around_what_sixteen_bits_hold(size: int):
-    lengths = [size, 1, size - 1, 200_000, 3, size - 2]
-    assert packed(lengths, size) == by_the_rule(lengths, size) == [[0], [3], [2, 1], [5, 4]]
+def test_sizes_around_what_sixteen_bits_hold():
+    for size in (70_000, 1 << 16, (1 << 16) - 1):
+        lengths = [size, 1, size - 1, 200_000, 3, size - 2]
+        assert packed(lengths, size) == by_the_rule(lengths, size) == [[0], [3], [2, 1], [5, 4]]
 
 
 def test_less_is_cut_than_from_a_buffer_of_a_thousand():
@@ -75,20 +75,12 @@ def test_less_is_cut_than_from_a_buffer_of_a_thousand():
                 cut += max(0, taken - room)
                 room -= min(room, taken)
             used += size
-    windows = len(pack_best_fit(lengths, size)[1]) - 1
-    assert cut / (cut + used) == pytest.approx(0.294, abs=0.002)
-    assert 1 - windows * size / lengths.sum() == pytest.approx(0.141, abs=0.002)
-
-
-@pytest.mark.parametrize("size", [129, 2049])
-def test_many_documents_of_lengths_as_texts_have_them(size: int):
-    """More than the plain rule could be asked for: every window full, no document twice."""
-    lengths = np.random.default_rng(0).lognormal(6.2, 1.1, 300_000).astype(np.int64) + 2
     documents, firsts = pack_best_fit(lengths, size)
+    assert cut / (cut + used) == pytest.approx(0.294, abs=0.002)
+    assert 1 - (len(firsts) - 1) * size / lengths.sum() == pytest.approx(0.141, abs=0.002)
+    # every window full, no document twice, none without room
     assert len(np.unique(documents)) == len(documents)
     clipped = np.minimum(lengths, size)
     sums = np.add.reduceat(clipped[documents], firsts[:-1])
-    last = clipped[documents[firsts[1:] - 1]]
-    assert (sums >= size).all() and (sums - last < size).all()  # full, and no document without room
-    whole = sums == size
-    assert whole.mean() > (0.9 if size == 2049 else 0.5)
+    assert (sums >= size).all() and (sums == size).mean() > 0.9
+    assert (sums - clipped[documents[firsts[1:] - 1]] < size).all()
