@@ -19,31 +19,25 @@ import pytest
 from launching import ROOT, environment
 from run_helpers import wait_for
 
+from finetune.__main__ import main as finetune
 from finetune.commands.clean import leftovers
 from finetune.commands.clean.command import main
 from finetune.commands.clean.leftovers import find_stale
 from finetune.storage.launch_record import describe
 from finetune.storage.run_lock import RunLock
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "finetune.sft"]
-STUBBORN = [
-    sys.executable,
-    "-c",
-    (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
-        " time.sleep(600)"
-    ),
-    "finetune.sft",
-]
+SLEEP = ["sleep", "600"]
+SAVING = [sys.executable, "-S", "-c", "import time; time.sleep(1)"]
+STUBBORN = ["sh", "-c", "trap '' TERM; echo; while true; do sleep 0.1; done"]
 # A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its
 # own open.
 WORKER = """
-import sys, time, os, signal
+import os, sys, time
 from pathlib import Path
 from finetune.storage.run_log import add_log_file
 from finetune.storage.run_lock import RunLock
-with RunLock(Path(sys.argv[2])):
-    add_log_file(Path(sys.argv[2]), 0)
+with RunLock(Path(sys.argv[1])):
+    add_log_file(Path(sys.argv[1]), 0)
     print(os.getpid(), flush=True)
     time.sleep(600)
 """
@@ -52,11 +46,17 @@ import subprocess, sys, time
 subprocess.Popen(sys.argv[1:], start_new_session=True)
 time.sleep(600)
 """
-# A record of an older version has no more than the wall time.
-BEFORE_TICKS = {"boot_id": None, "start_ticks": None}
+MAPPING = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 4096)
+print(flush=True)
+time.sleep(600)
+"""
 FROZEN = ROOT / "tests" / "frozen" / "clean.txt"
 
 Start = Callable[..., subprocess.Popen]
+Clean = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
@@ -66,10 +66,6 @@ def start() -> Iterator[Start]:
 
     def begin(words: Sequence[str] = SLEEP, **options: Any) -> subprocess.Popen:
         started.append(process := subprocess.Popen(words, **options))
-        command = Path(f"/proc/{process.pid}/cmdline")
-        # Right after exec a process has none, and a busy machine may look then.
-        while process.poll() is None and command.exists() and not command.read_bytes():
-            time.sleep(0.01)
         return process
 
     yield begin
@@ -92,6 +88,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def clean(place: Path, capsys: pytest.CaptureFixture[str]) -> Clean:
+    """Exit code and report of the command."""
+
+    def call(*words: str) -> tuple[int, dict[str, Any]]:
+        code = main([*words, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+NOW = ("--yes", "--wait", "0")
+
+
 def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
     """A process as the launcher records it, which waits for a command line: right after exec there
     is none.
@@ -101,27 +111,18 @@ def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
     return asdict(found) | changed
 
 
-def gone_supervisor(start: Start, **changed: Any) -> dict[str, Any]:
-    process = start()
-    facts = described(process, role="supervisor", rank=None, **changed)
+def gone(process: subprocess.Popen, role: str = "supervisor") -> dict[str, Any]:
+    facts = described(process, role=role)
     process.kill()
     process.wait()
     return facts
 
 
-def record_launch(place: Path, *processes: dict[str, Any], name: str = "20260101-000000-1") -> Path:
-    path = place / "logs" / f"{name}.processes.json"
-    content = {
-        "version": 1,
-        "log": f"{name}.log",
-        "output_dir": str(place / "runs" / "one"),
-        "ended_at": None,
-    }
-    path.write_text(
-        json.dumps(
-            {**content, "started_at": "2026-01-01T00:00:00+00:00", "processes": list(processes)}
-        )
-    )
+def record_launch(place: Path, *processes: dict[str, Any], number: int = 1) -> Path:
+    path = place / "logs" / f"20260101-000000-{number}.processes.json"
+    content = {"version": 1, "log": "x.log", "output_dir": str(place / "runs" / "one")}
+    content |= {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": None}
+    path.write_text(json.dumps({**content, "processes": processes}))
     return path
 
 
@@ -129,38 +130,52 @@ def is_running(process: subprocess.Popen) -> bool:
     return process.poll() is None
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = main([*arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def pids(report: dict[str, Any]) -> list[int]:
+    return [process["pid"] for process in report["processes"]]
 
 
 # ---------------------------------------------------------------- processes
 
 
-def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_command_line_is_not(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+@pytest.mark.frozen
+def test_an_orphan_is_listed_and_ended_only_with_yes(
+    place: Path, start: Start, clean: Clean, capsys: pytest.CaptureFixture[str]
 ):
-    orphan, stranger = start(), start()
-    record_launch(place, gone_supervisor(start), described(orphan, rank=3))
-    code, report = said(capsys, "runs/one")
-    assert (code, report["dry_run"]) == (1, True)
-    assert [(p["pid"], p["rank"], p["done"]) for p in report["processes"]] == [
-        (orphan.pid, 3, False)
-    ]
+    orphan, stranger, other = start(), start(), start()  # of the same command line
+    # a step of the clock changes nothing
+    facts = described(orphan, rank=3)
+    facts["start_time"] += 5
+    record_launch(place, gone(start()), facts, described(other, start_ticks=1))
+    (place / "runs" / "one" / ".staging-5-abc").mkdir()
+    code, report = clean("runs/one")
+    assert (code, report["dry_run"], pids(report)) == (1, True, [orphan.pid])
+    assert (report["processes"][0]["rank"], report["processes"][0]["done"]) == (3, False)
+    lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
+    frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
+    assert set(report) == frozen["top"] and set(report["files"][0]) == frozen["file"]
+    assert set(report["processes"][0]) == frozen["process"]
+    assert set(report["left_alone"][0]) <= {field.rstrip("?") for field in frozen["left_alone"]}
+    for language, text in (
+        ("zh", f"进程 {orphan.pid}"),
+        ("en", f"process {orphan.pid}  worker 3 of"),
+    ):
+        assert main(["--lang", language]) == 1
+        printed = capsys.readouterr().out
+        assert text in printed and "--yes" in printed and "sleep 600" in printed
     assert is_running(orphan)
-    code, report = said(capsys, "--yes", "--wait", "0.3")
-    assert code == 0 and [(p["pid"], p["done"]) for p in report["processes"]] == [
-        (orphan.pid, True)
-    ]
-    assert not is_running(orphan) and orphan.returncode == -15
-    assert is_running(stranger)
-    assert said(capsys)[0] == 0, "nothing is left"
+    assert main(["--yes", "--wait", "0.2"]) == 0
+    printed = capsys.readouterr()
+    assert text in printed.err and "[ended]" in printed.out, "before and after"
+    assert orphan.wait() == -15 and is_running(stranger) and is_running(other)
+    code, report = clean()
+    assert code == 0 and pids(report) == [], "nothing is left"
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"start_time": 1_000_000_000.0, **BEFORE_TICKS}, "used again"),
+        # a record of an older version has no more than the wall time
+        ({"start_time": 1e9, "boot_id": None, "start_ticks": None}, "used again"),
         ({"start_ticks": 1}, "used again"),
         ({"boot_id": "of another boot"}, "used again"),
         ({"host": "another-host"}, None),
@@ -168,42 +183,26 @@ def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_com
     ],
 )
 def test_a_process_that_is_not_what_was_recorded_is_left_alone(
-    changed: dict[str, Any],
-    why: str | None,
-    place: Path,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any], why: str | None, place: Path, start: Start, clean: Clean
 ):
     process = start()
-    record_launch(place, gone_supervisor(start), described(process) | changed)
-    code, report = said(capsys, "--yes", "--wait", "0")
+    record_launch(place, gone(start()), described(process) | changed)
+    code, report = clean(*NOW)
     assert code == 0 and report["processes"] == [] and is_running(process)
     assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
 
 
-def test_a_step_of_the_clock_changes_nothing(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
-):
-    orphan = start()
-    record_launch(
-        place,
-        gone_supervisor(start),
-        described(orphan, start_time=described(orphan)["start_time"] + 5),
-    )
-    assert [p["pid"] for p in said(capsys)[1]["processes"]] == [orphan.pid]
-
-
 def test_a_record_that_others_may_have_written_is_not_believed(
-    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, start: Start, clean: Clean
 ):
     """Process ids, start times and commands are there for everybody to see: a forged record has
     them right.
     """
     orphan = start()
-    path = record_launch(place, gone_supervisor(start), described(orphan))
+    path = record_launch(place, gone(start()), described(orphan))
 
     def is_refused(why: str) -> bool:
-        code, report = said(capsys, "--yes", "--wait", "0")
+        code, report = clean(*NOW)
         assert (code, report["processes"]) == (0, []) and is_running(orphan)
         return report["left_alone"] == [{"file": "logs/" + path.name, "why": why}]
 
@@ -211,82 +210,54 @@ def test_a_record_that_others_may_have_written_is_not_believed(
         path.chmod(mode)
         assert is_refused("others can write the record (chmod go-w, if it is yours)")
     path.chmod(0o644)
-    assert said(capsys)[0] == 1
+    assert clean()[0] == 1
     if os.getuid() == 0:
         os.chown(path, 65534, 65534)
         assert is_refused("the record belongs to another user")
 
 
-def test_a_strangers_lock_is_no_record(
-    elastic: tuple[subprocess.Popen, int, Path], monkeypatch: pytest.MonkeyPatch
-):
-    _parent, worker, run = elastic
-    lock = leftovers._lock_of(run)
-    assert lock is not None and [process.pid for process in lock.processes] == [worker]
-    if os.getuid() == 0:
-        os.chown(run / ".lock", 65534, 65534)
-    else:
-        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    assert leftovers._lock_of(run) is None
-
-
 def test_another_users_process_is_left_alone(
-    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, start: Start, clean: Clean, monkeypatch: pytest.MonkeyPatch
 ):
     if os.getuid() == 0:
-        process = start(["sleep", "600"], user=65534)  # for real
+        process = start(SLEEP, user=65534)  # for real
     else:
         process = start()
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    record_launch(place, gone_supervisor(start), described(process))
-    code, report = said(capsys, "--yes", "--wait", "0")
+    record_launch(place, gone(start()), described(process))
+    code, report = clean(*NOW)
     assert code == 0 and "another user" in report["left_alone"][0]["why"] and is_running(process)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"host": "another-host"},
-        {"start_time": 1.0},
-    ],
-    ids=["", "another host", "clock step"],
-)
+@pytest.mark.parametrize("changed", [{}, {"host": "another-host"}, {"start_time": 1.0}])
 def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
-    changed: dict[str, Any], place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any], place: Path, start: Start, clean: Clean
 ):
     worker, supervisor = start(), start()
-    record_launch(
-        place, described(supervisor, role="supervisor", rank=None, **changed), described(worker)
-    )
-    code, report = said(capsys, "--yes", "--wait", "0")
+    facts = described(supervisor, role="supervisor", rank=None, **changed)
+    record_launch(place, facts, described(worker))
+    code, report = clean(*NOW)
     assert (code, report["processes"]) == (0, []) and is_running(worker) and is_running(supervisor)
 
 
-def test_a_list_without_its_launcher_proves_nothing(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
-):
+def test_a_list_without_its_launcher_proves_nothing(place: Path, start: Start, clean: Clean):
     worker = start()
     record_launch(place, described(worker))
-    record_launch(place, gone_supervisor(start), name="20260101-000000-2")  # of another launch
-    assert said(capsys, "--yes", "--wait", "0")[0] == 0 and is_running(worker)
+    record_launch(place, gone(start()), number=2)  # of another launch
+    assert clean(*NOW)[0] == 0 and is_running(worker)
 
 
-def test_one_that_does_not_listen_is_killed(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+def test_one_that_does_not_listen_is_killed_and_one_that_saves_is_waited_for(
+    place: Path, start: Start, clean: Clean
 ):
-    process = start(STUBBORN, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    record_launch(place, gone_supervisor(start), described(process))
-    assert said(capsys, "--yes", "--wait", "0.3")[0] == 0
-    assert process.wait() == -9
-
-
-def test_one_that_is_about_to_end_is_waited_for(place: Path, start: Start):
-    process = start([sys.executable, "-c", "import time; time.sleep(1.5)", "finetune.sft"])
-    record_launch(place, gone_supervisor(start), described(process))
-    assert main(["--yes", "--wait", "30"]) == 0
-    assert process.wait() == 0, "it was signalled although it was saving"
+    stubborn = start(STUBBORN, stdout=subprocess.PIPE)
+    stubborn.stdout.readline()
+    record_launch(place, gone(start()), described(stubborn))
+    assert clean("--yes", "--wait", "0.1")[0] == 0 and stubborn.wait() == -9
+    saving = start(SAVING)
+    record_launch(place, gone(start()), described(saving))
+    assert clean("--yes", "--wait", "30")[0] == 0
+    assert saving.wait() == 0, "it was signalled although it was saving"
 
 
 def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
@@ -294,7 +265,7 @@ def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
 ):
     """Between the listing and the signal: the process of that id is another one by now."""
     process = start()
-    record_launch(place, gone_supervisor(start), described(process))
+    record_launch(place, gone(start()), described(process))
     stale = find_stale(None)
     (orphan,) = stale.orphans
     monkeypatch.setattr(orphan.process, "_ident", (process.pid, 1.0))
@@ -302,29 +273,36 @@ def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
     assert orphan.problem == "" and is_running(process)
 
 
-@pytest.fixture
-def elastic(place: Path, start: Start) -> tuple[subprocess.Popen, int, Path]:
-    """A parent and its worker, as torch elastic and a rank; the worker's id; the run."""
-    run = place / "runs" / "two"
-    variables = environment({"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
-    words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
-    parent = start(
-        [sys.executable, "-c", AGENT, *words], env=variables, stdout=subprocess.PIPE, text=True
-    )
-    return parent, int(parent.stdout.readline()), run
-
-
 def test_a_worker_that_only_the_run_folder_knows(
-    elastic: tuple[subprocess.Popen, int, Path], capsys: pytest.CaptureFixture[str]
+    place: Path, start: Start, clean: Clean, monkeypatch: pytest.MonkeyPatch
 ):
-    parent, worker, run = elastic
-    assert said(capsys, str(run)) == (0, said(capsys, str(run))[1]), "its launcher is alive"
-    assert psutil.pid_exists(worker)
+    run = place / "runs" / "two"
+    piped = {"stdout": subprocess.PIPE, "text": True}
+    words = [sys.executable, "-c", WORKER, str(run)]
+    # started by hand (nohup ... &, and the shell is gone) it is never an orphan
+    alone = start(words, env=environment(), **piped)
+    assert int(alone.stdout.readline()) == alone.pid
+    lock = leftovers._lock_of(run)
+    assert lock is not None and [process.pid for process in lock.processes] == [alone.pid]
+    assert find_stale(run).orphans == []
+    alone.kill()
+    alone.wait()
+    variables = environment({"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
+    parent = start([sys.executable, "-S", "-c", AGENT, *words], env=variables, **piped)
+    worker = int(parent.stdout.readline())
+    assert clean(str(run))[0] == 0 and psutil.pid_exists(worker), "its launcher is alive"
     parent.kill()
     parent.wait()
-    wait_for(lambda: said(capsys, str(run))[0] == 1, what="the worker's parent changes")
-    code, report = said(capsys, str(run), "--yes", "--wait", "0.3")
-    assert code == 0 and [p["pid"] for p in report["processes"]] == [worker]
+    wait_for(lambda: clean(str(run))[0] == 1, what="the worker's parent changes")
+    with monkeypatch.context() as patch:  # a stranger's lock is no record
+        if os.getuid() == 0:
+            os.chown(run / ".lock", 65534, 65534)
+        else:
+            patch.setattr(os, "getuid", lambda: 4_000_000)
+        assert leftovers._lock_of(run) is None
+    os.chown(run / ".lock", os.getuid(), os.getgid())
+    code, report = clean(str(run), "--yes", "--wait", "0.1")
+    assert code == 0 and pids(report) == [worker]
     wait_for(
         lambda: (
             not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
@@ -332,213 +310,110 @@ def test_a_worker_that_only_the_run_folder_knows(
     )
 
 
-def test_the_folder_of_a_run_does_not_prove_a_process_without_its_start(place: Path, start: Start):
+def test_the_folder_of_a_run_does_not_prove_a_process_without_its_start(place: Path):
     """The id fits: a run on another machine that shares the disk may have had the same id."""
-    run = place / "runs" / "one"
-    process = start()
-    facts = {
-        "pid": process.pid,
-        "host": socket.gethostname(),
-        "since": "2099-01-01T00:00:00+00:00",
-    }
-    (run / ".lock").write_text(json.dumps(facts))
-    assert find_stale(run).orphans == []
-
-
-def test_a_process_started_by_hand_is_never_an_orphan(
-    elastic: tuple[subprocess.Popen, int, Path], start: Start
-):
-    parent, worker, run = elastic
-    parent.kill()
-    parent.wait()
-    os.kill(worker, 9)
-    words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
-    # nohup ... &, and the shell is gone
-    alone = start(words, env=environment(), stdout=subprocess.PIPE, text=True)
-    pid = int(alone.stdout.readline())
-    lock = leftovers._lock_of(run)
-    assert lock is not None and [process.pid for process in lock.processes] == [pid]
-    assert find_stale(run).orphans == []
+    facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"}
+    (place / "runs" / "one" / ".lock").write_text(json.dumps(facts))
+    assert find_stale(place / "runs" / "one").orphans == []
 
 
 # ---------------------------------------------------------------- files
 
 
-def test_unfinished_checkpoints_go_unless_the_run_is_at_work(
-    place: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, clean: Clean):
     run = place / "runs" / "one"
-    for name in (
-        ".staging-5-abc",
-        ".removing-checkpoint-3",
-        "checkpoint-5",
-        ".invalid-checkpoint-4-1",
-    ):
+    unfinished, kept = "removing-checkpoint-3 staging-5-abc", "invalid-checkpoint-4-1 checkpoint-5"
+    for name in f".{unfinished.replace(' ', ' .')} .{kept}".split():
         (run / name).mkdir()
         (run / name / "weights.safetensors").write_bytes(b"x" * 100)
     with RunLock(run):
-        code, report = said(capsys, "--yes")
+        code, report = clean("--yes")
         assert code == 0 and report["files"] == []
         assert {"run": "runs/one", "why": "the run is at work"} in report["left_alone"]
-    code, report = said(capsys)
-    assert code == 1
-    assert [(f["kind"], Path(f["path"]).name, f["size_bytes"]) for f in report["files"]] == [
-        ("checkpoint", ".removing-checkpoint-3", 100),
-        ("checkpoint", ".staging-5-abc", 100),
+    code, report = clean()
+    assert code == 1 and (run / ".staging-5-abc").exists()
+    found = [
+        (file["kind"], Path(file["path"]).name, file["size_bytes"]) for file in report["files"]
     ]
-    assert (run / ".staging-5-abc").exists()
-    assert said(capsys, "--yes")[0] == 0
-    left = sorted(
-        path.name for path in run.iterdir() if "checkpoint" in path.name or "staging" in path.name
-    )
-    assert left == [".invalid-checkpoint-4-1", "checkpoint-5"]
+    assert found == [("checkpoint", f".{name}", 100) for name in unfinished.split()]
+    assert clean("--yes")[0] == 0
+    left = {path.name.lstrip(".") for path in run.iterdir()}
+    assert left >= set(kept.split()) and not left & set(unfinished.split())
 
 
 @pytest.fixture
-def shared(place: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
-    """A folder in the place of /dev/shm, and the id of a recorded worker that is gone; its run
-    wrote a second ago.
+def shared(place: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder in the place of /dev/shm, and what a recorded worker that is gone left there; its
+    run wrote after that.
     """
     folder = place / "shm"
     folder.mkdir()
     monkeypatch.setattr(leftovers, "SHARED_MEMORY_FOLDER", folder)
-    process = start()
-    record_launch(place, gone_supervisor(start), described(process))
-    process.kill()
-    process.wait()
-    (place / "runs" / "one" / "trainer_log.jsonl").write_text("")
-    moment = time.time() + 60  # the file below is older than the run's last sign of life
-    os.utime(place / "runs" / "one" / "trainer_log.jsonl", (moment, moment))
-    return folder, process.pid
+    worker = gone(start(), "worker")
+    record_launch(place, gone(start()), worker)
+    left = folder / f"torch_{worker['pid']}_12345_0"
+    left.write_bytes(b"x" * 4096)
+    log, moment = place / "runs" / "one" / "trainer_log.jsonl", time.time() + 60
+    log.write_text("")
+    os.utime(log, (moment, moment))
+    return folder, left
 
 
 def found() -> list[str]:
     return [file.path.name for file in find_stale(None).files]
 
 
-def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, int]):
-    folder, pid = shared
-    (folder / f"torch_{pid}_12345_0").write_bytes(b"x" * 64)
-    for name in (
-        f"torch_{os.getpid()}_1_0",
-        "torch_1_1_0",
-        "psm_1234",
-        f"torch_{pid}",
-        f"sem.{pid}",
-        f"x{pid}_1_0",
-    ):
+def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, Path], place: Path):
+    folder, left = shared
+    pid = left.name.split("_")[1]
+    others = {f"torch_{os.getpid()}_1_0", f"torch_{pid}", f"sem.{pid}", f"x{pid}_1_0", "psm_1234"}
+    for name in others:
         (folder / name).write_bytes(b"x")
-    assert found() == [f"torch_{pid}_12345_0"]
+    assert found() == [left.name]
+    now = time.time()
+    for moment in (now - 3600, now + 3600):  # from before or after the run: another's
+        os.utime(left, (moment, moment))
+        assert found() == []
+    os.utime(left, (now, now))
+    with RunLock(place / "runs" / "one"):
+        assert found() == [], "the run is at work, perhaps where its processes cannot be seen"
     stale = find_stale(None)
+    with open(left, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert found() == []
+        leftovers.clean(stale, 0)
+        assert stale.files[0].problem and left.exists(), "it came into use since it was listed"
     leftovers.clean(stale, 0)
-    assert [file.problem for file in stale.files] == [""]
-    assert len(list(folder.iterdir())) == 6
-
-
-@pytest.mark.parametrize("moment", [-3600.0, 3600.0])
-def test_shared_memory_from_before_or_after_the_run_is_anothers(
-    moment: float, shared: tuple[Path, int]
-):
-    folder, pid = shared
-    path = folder / f"torch_{pid}_12345_0"
-    path.write_bytes(b"x")
-    os.utime(path, (time.time() + moment, time.time() + moment))
-    assert found() == []
+    assert stale.files[0].problem == "" and {path.name for path in folder.iterdir()} == others
 
 
 def test_another_users_shared_memory_is_left_alone(
-    shared: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+    shared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    folder, pid = shared
-    path = folder / f"torch_{pid}_12345_0"
-    path.write_bytes(b"x")
-    stale = find_stale(None)
     if os.getuid() == 0:
-        os.chown(path, 65534, 65534)
+        os.chown(shared[1], 65534, 65534)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     assert found() == []
-    leftovers.clean(stale, 0)
-    assert stale.files[0].problem and path.exists(), "it was looked at again before it was removed"
-
-
-def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Path):
-    folder, pid = shared
-    path = folder / f"torch_{pid}_12345_0"
-    path.write_bytes(b"x" * 4096)
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert found() == []
-    assert found() == [path.name]
-    with RunLock(place / "runs" / "one"):
-        assert found() == [], "the run is at work, perhaps where its processes cannot be seen"
 
 
 def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(
-    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    shared: tuple[Path, Path], place: Path, start: Start
 ):
-    folder = place / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY_FOLDER", folder)
-    for name in ("buffer_of_any_name", "another"):
-        (folder / name).write_bytes(b"x" * 4096)
-    code = (
-        "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096);"
-        " f.close(); print(flush=True); time.sleep(600)"
-    )
-    orphan = start(
-        [sys.executable, "-c", code, str(folder / "buffer_of_any_name"), "finetune.sft"],
-        stdout=subprocess.PIPE,
-    )
+    folder, left = shared
+    left.rename(folder / "buffer_of_any_name")
+    (folder / "another").write_bytes(b"x" * 4096)
+    words = [sys.executable, "-S", "-c", MAPPING, str(folder / "buffer_of_any_name")]
+    orphan = start(words, stdout=subprocess.PIPE)
     orphan.stdout.readline()
-    record_launch(place, gone_supervisor(start), described(orphan))
+    record_launch(place, gone(start()), described(orphan))
     stale = find_stale(None)
     assert [file.path.name for file in stale.files] == ["buffer_of_any_name"]
-    leftovers.clean(stale, 0.2)
+    leftovers.clean(stale, 0.1)
     assert [item.problem for item in (*stale.orphans, *stale.files)] == ["", ""]
-    assert not is_running(orphan)
-    assert [path.name for path in folder.iterdir()] == ["another"]
-
-
-# ---------------------------------------------------------------- command
-
-
-@pytest.mark.frozen
-def test_the_form_of_the_json_is_frozen(
-    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
-):
-    lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
-    frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
-    orphan, other = start(), start()
-    (place / "runs" / "one" / ".staging-5-abc").mkdir()
-    record_launch(place, gone_supervisor(start), described(orphan), described(other, start_ticks=1))
-    report = said(capsys)[1]
-    assert set(report) == frozen["top"]
-    assert (
-        set(report["processes"][0]) == frozen["process"]
-        and set(report["files"][0]) == frozen["file"]
-    )
-    assert set(report["left_alone"][0]) <= {field.rstrip("?") for field in frozen["left_alone"]}
-
-
-def test_words_in_both_languages(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
-    orphan = start()
-    record_launch(place, gone_supervisor(start), described(orphan, rank=1))
-    assert main(["--lang", "en"]) == 1
-    english = capsys.readouterr().out
-    assert f"process {orphan.pid}  worker 1 of" in english and "--yes" in english
-    assert main(["--lang", "zh"]) == 1
-    assert f"进程 {orphan.pid}" in capsys.readouterr().out
-    assert "finetune.sft" in english, "what it will end is shown"
-    assert main(["--yes", "--wait", "0.2", "--lang", "en"]) == 0
-    after = capsys.readouterr()
-    assert "[ended]" in after.out and f"process {orphan.pid}  worker 1 of" in after.err, (
-        "before and after"
-    )
+    assert not is_running(orphan) and [path.name for path in folder.iterdir()] == ["another"]
 
 
 def test_what_is_not_a_run_is_refused(place: Path):
-    from finetune.__main__ import main as finetune
-
     (place / "work").mkdir()
     (place / "work" / "thesis.tex").touch()
     assert finetune(["clean", "work", "--yes"]) == 2 and (place / "work" / "thesis.tex").exists()
