@@ -37,29 +37,13 @@ from finetune.training.control import Control
 from finetune.training.state import HostCopies, Snapshot, TrainingState, write_tensors
 
 
-class Saved:
-    """A state that writes one file, as rank 0's share of a sliced one."""
-
-    def save(self, folder: Path, **_: Any) -> dict[str, Any]:
-        name = "weights-00000.safetensors"
-        return {name: write_tensors(folder / name, {"x": torch.zeros(3)})}
-
-
 def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Path):
-    """safetensors writes under a name of its own and renames: rank 1's must not be taken for a file
-    of rank 0's.
-    """
+    """safetensors writes under a name of its own and renames: rank 1's is no file of rank 0's."""
     passing: list[Path] = []
 
-    def model_files(weights: object) -> Callable[[Path], None]:
-        return write_model_files
-
     def write_model_files(folder: Path) -> None:
-        state_folder = folder.parent
-        passing.append(state_folder / ".tmpAbC")  # rank 1 begins
+        passing.append(folder.parent / ".tmpAbC")  # rank 1 begins
         passing[0].write_bytes(b"half")
-        assert (state_folder / "weights-00000.safetensors").exists()
-        (folder / "config.json").write_text("{}")
         (folder / "templates").mkdir()
         (folder / "templates" / "tool.jinja").write_text("x")
 
@@ -69,27 +53,15 @@ def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Pat
                 passing[0].unlink(missing_ok=True)  # rank 1 is done, and the file has its own name
             return super().gather(item)
 
-    saver = Checkpointer(
-        tmp_path,
-        Ranks(1),
-        rank=0,
-        world_size=1,
-        metadata={"seed": 1},
-        model_files=model_files,
-        keep=2,
-        runlog=RunLog(None),
-        sample_log=None,
+    saver = checkpointer(
+        tmp_path, Ranks(1), behind=False, model_files=lambda weights: write_model_files
     )
-    saver.save(7, Saved())
-    name = saver.last
-    found = verify(tmp_path / name)
-    assert name == "checkpoint-7" and found.valid, found.why
-    manifest = json.loads(next((tmp_path / name).glob("*manifest*")).read_text())
-    assert sorted(manifest["files"]) == [
-        "config.json",
-        "templates/tool.jinja",
-        "weights-00000.safetensors",
-    ]
+    saver.save(7, Training().train(1).state())
+    found = verify(tmp_path / "checkpoint-7")
+    assert saver.last == "checkpoint-7" and found.valid, found.why
+    manifest = json.loads((tmp_path / "checkpoint-7" / "manifest.json").read_text())
+    names = {"moments.safetensors", "state.json", "templates/tool.jinja", "weights.safetensors"}
+    assert manifest["files"].keys() == names
     assert passing and not list(tmp_path.glob(".staging*"))
 
 
@@ -124,19 +96,22 @@ def model_files(weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Pat
     return lambda folder: save_file(found, folder / "adapter_model.safetensors")
 
 
+def no_files(weights: object) -> Callable[[Path], None]:
+    return lambda folder: None
+
+
 def checkpointer(
     folder: Path, control: Control | None = None, *, rank: int = 0, **changes: Any
 ) -> Checkpointer:
     folder.mkdir(exist_ok=True)
     control = Control(1) if control is None else control
-    facts: dict[str, Any] = {
-        "metadata": {"seed": 1},
-        "model_files": model_files,
-        "keep": 2,
-        "behind": True,
-    }
-    facts |= {"runlog": RunLog(None), "sample_log": None} | changes
+    facts: dict[str, Any] = {"metadata": {"seed": 1}, "model_files": model_files, "keep": 2}
+    facts |= {"behind": True, "runlog": RunLog(None), "sample_log": None} | changes
     return Checkpointer(folder, control, rank=rank, world_size=control.world_size, **facts)
+
+
+def names(folder: Path) -> list[str]:
+    return [checkpoint.name for checkpoint in list_checkpoints(folder)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -161,58 +136,41 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_save_behind_the_training_is_byte_for_byte_the_one_that_training_waits_for(
     tmp_path: Path, held: threading.Event
 ) -> None:
-    waited = checkpointer(tmp_path / "waited")
-    behind = checkpointer(tmp_path / "behind")
+    waited, behind = checkpointer(tmp_path / "waited"), checkpointer(tmp_path / "behind")
     for step in (3, 6):  # the second into the same buffers
+        name = f"checkpoint-{step}"
         waited.save(step, Training().train(step).state(), wait=True)
         training = Training().train(step)
         held.clear()
         behind.save(step, training.state())
         training.train(step + 2)
         behind.poll()
-        assert (
-            behind.last != f"checkpoint-{step}"
-            and not verify(tmp_path / "behind" / f"checkpoint-{step}").valid
-        )
+        assert behind.last != name and not verify(tmp_path / "behind" / name).valid
         held.set()
         behind.finish()
-        assert behind.last == f"checkpoint-{step}"
-        expected = contents(tmp_path / "waited" / f"checkpoint-{step}")
-        assert contents(tmp_path / "behind" / f"checkpoint-{step}") == expected
-        assert set(expected) >= {
-            "weights.safetensors",
-            "moments.safetensors",
-            "state.json",
-            "manifest.json",
-        }
+        assert behind.last == name
+        expected = contents(tmp_path / "waited" / name)
+        assert contents(tmp_path / "behind" / name) == expected
+        assert {"weights.safetensors", "moments.safetensors", "state.json"} < expected.keys()
 
 
 def test_the_next_save_waits_and_the_last_one_is_waited_for(
-    tmp_path: Path,
-    held: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, held: threading.Event, monkeypatch, caplog
 ) -> None:
-    """At most one is under way, however short the interval is; one that is waited for uses the
-    copies' memory.
-    """
+    """At most one is in progress; one that is waited for uses the copies' memory."""
     monkeypatch.setattr("finetune.training.checkpointer.NOTED_WAIT_SECONDS", 0.0)
     saver, training = checkpointer(tmp_path), Training().train(1)
-    with saver:
+    with saver, caplog.at_level(logging.INFO, "finetune"):
         saver.save(1, training.state())
         held.set()
-        with caplog.at_level(logging.INFO, "finetune"):
-            saver.save(2, training.train(2).state())
+        saver.save(2, training.train(2).state())
         assert saver.last == "checkpoint-1" and "step 2 waited" in caplog.text
         held.clear()
         threading.Timer(0.05, held.set).start()
         monkeypatch.setattr(TrainingState, "save", None)
         saver.save(3, training.train(3).state(), wait=True)
         assert saver.last == "checkpoint-3"
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
     assert all(verify(folder).valid for folder in list_checkpoints(tmp_path))
 
 
@@ -229,9 +187,8 @@ def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(
     saver.save(2, training.train(2).state())
     assert saver._saving is not None
     saver._saving.work.exception(60)  # the thread has ended; training does not know yet
-    with pytest.raises(
-        FinetuneError, match="(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"
-    ):
+    why = "(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"
+    with pytest.raises(FinetuneError, match=why):
         saver.poll()
     assert saver.last == "checkpoint-1" and os.listdir(tmp_path) == ["checkpoint-1"]
     saver.finish()  # told once
@@ -249,28 +206,35 @@ def test_training_that_fails_waits_for_the_save_under_way(
 
 
 def test_a_host_without_memory_for_the_copies_lets_training_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch, caplog
 ) -> None:
     saver, training = checkpointer(tmp_path), Training().train(1)
-    state, copies = training.state(), HostCopies()
+    state = training.state()
     needed = state.snapshot_bytes(0, 1)
-    tensors = state.snapshot(copies, rank=0, world_size=1).files
-    assert needed == sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
+    files = state.snapshot(HostCopies(), rank=0, world_size=1).files.values()
+    assert needed == sum(tensor.nbytes for file in files for tensor in file.values())
     host = HostUse(None, 1.0, memory_used_bytes=0, memory_total_bytes=needed)
     monkeypatch.setattr(HostMeter, "look", lambda self: host)
     for step in (1, 2):
-        with caplog.at_level(logging.WARNING, "finetune"):
-            saver.save(step, training.train(step).state())
+        saver.save(step, training.train(step).state())
         assert saver.last == f"checkpoint-{step}" and not saver._copies_made
     assert caplog.text.count("no memory for a copy of the state") == 1
 
 
 def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
-    tmp_path: Path, held: threading.Event
+    tmp_path: Path, held: threading.Event, monkeypatch
 ) -> None:
-    runlog = RunLog(tmp_path)
+    """Those up to its step are on the disk by then."""
+    order: list[str] = []
+    sync, publish = SampleLog.sync, CheckpointWriter.publish
+    monkeypatch.setattr(SampleLog, "sync", lambda log: order.append("sync") or sync(log))
+    monkeypatch.setattr(
+        CheckpointWriter, "publish", lambda *given: order.append("publish") or publish(*given)
+    )
     with SampleLog(tmp_path / "samples.jsonl") as samples:
-        saver, training = checkpointer(tmp_path, sample_log=samples, runlog=runlog), Training()
+        order.clear()
+        saver = checkpointer(tmp_path, sample_log=samples, runlog=RunLog(tmp_path))
+        training = Training()
         for step in range(1, 5):
             samples.append(step, [step])
             training.train(step)
@@ -278,6 +242,7 @@ def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
                 saver.save(2, training.state())
         held.set()
         saver.finish()
+    assert order == ["sync", "publish"]
     (event,) = read_jsonl_tolerant(tmp_path / "events.jsonl")
     assert (event["event"], event["step"], event["name"]) == ("checkpoint", 2, "checkpoint-2")
     with SampleLog(tmp_path / "samples.jsonl", resume_step=2) as samples:
@@ -306,14 +271,9 @@ def test_ranks_agree_at_the_same_step(
     if fails == "publish":
         monkeypatch.setattr(CheckpointWriter, "publish", publish)
 
-    def rank(number: int) -> list[tuple[int, str]]:
-        heard: list[tuple[int, str]] = []
-        saver = checkpointer(
-            tmp_path,
-            ThreadControl(meeting),
-            rank=number,
-            model_files=lambda weights: lambda folder: None,
-        )
+    def rank(number: int) -> tuple[int, str]:
+        control = ThreadControl(meeting)
+        saver = checkpointer(tmp_path, control, rank=number, model_files=no_files)
         monkeypatch.setattr(saver, "_has_memory", lambda state: True)
         training = Training().train(1)
         saver.save(1, TrainingState(training.model, optimizer=training.optimizer, form="parts"))
@@ -324,84 +284,65 @@ def test_ranks_agree_at_the_same_step(
             try:
                 saver.poll()
             except FinetuneError as error:
-                return [(step, str(error))]
+                return step, str(error)
             if saver.last is not None:
-                return [(step, saver.last)]
+                return step, saver.last
             if step > 4:
                 threading.Event().wait(0.05)
-        return heard
+        raise AssertionError("nothing was published")
 
-    ((step, told),), ((other_step, other_told),) = meeting.run(rank)
+    (step, found), (other_step, other) = meeting.run(rank)
     assert step == other_step and step >= 4
     if fails is None:
-        assert told == other_told == "checkpoint-1"
-        names = {
-            f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)
+        assert found == other == "checkpoint-1"
+        files = {
+            f"{kind}-0000{rank}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)
         }
-        assert set(contents(tmp_path / "checkpoint-1")) == names | {"manifest.json", "state.json"}
+        assert set(contents(tmp_path / "checkpoint-1")) == files | {"manifest.json", "state.json"}
     else:
-        failed, other = (told, other_told) if fails == "publish" else (other_told, told)
+        failed, other = (found, other) if fails == "publish" else (other, found)
         assert failed.startswith("checkpoint-1 could not be written")
         assert f"rank {int(fails == 'write')} could not save the checkpoint" in other
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("form", ["whole", "parts"])
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize(("form", "behind"), [("whole", True), ("parts", True), ("parts", False)])
 def test_ranks_with_nothing_to_write_meet_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, behind: bool
+    tmp_path: Path, monkeypatch, form: Any, behind: bool
 ) -> None:
-    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as
-    many questions.
-    """
+    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all."""
     monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
     meeting = Meeting(3)
     # one after another: threads share one generator of random numbers
     trained = [Training() for _ in range(3)]
 
+    def tokenizer(weights: object) -> Callable[[Path], Any]:
+        return lambda folder: (folder / "tokenizer.json").write_text("{}")
+
     def rank(number: int) -> str | None:
-        saver = checkpointer(
-            tmp_path,
-            ThreadControl(meeting),
-            rank=number,
-            behind=behind,
-            model_files=lambda weights: lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        )
-        training = trained[number]
-        with saver:
-            for step in (1, 2, 3):
-                saver.save(
-                    step,
-                    TrainingState(
-                        training.train(step).model, optimizer=training.optimizer, form=form
-                    ),
-                )
+        training, control = trained[number], ThreadControl(meeting)
+        options = {"rank": number, "behind": behind, "model_files": tokenizer}
+        with checkpointer(tmp_path, control, **options) as saver:
+            for step in (1, 2, 3, 4):
+                model = training.train(step).model
+                state = TrainingState(model, optimizer=training.optimizer, form=form)
+                saver.save(step, state, wait=step == 4)
                 saver.poll()
-            saver.save(
-                4,
-                TrainingState(training.train(4).model, optimizer=training.optimizer, form=form),
-                wait=True,
-            )
         return saver.last
 
     assert meeting.run(rank) == ["checkpoint-4"] * 3
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     for folder in list_checkpoints(tmp_path):
         assert verify(folder).valid
         loaded = Training()
         loaded.state().load_weights(folder)
-        expected = Training().train(int(folder.name[-1])).model.state_dict()
-        assert all(
-            torch.equal(tensor, expected[name])
-            for name, tensor in loaded.model.state_dict().items()
-        )
+        found, expected = loaded.model, Training().train(int(folder.name[-1])).model
+        pairs = zip(found.parameters(), expected.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize(
-    ("torn", "stride"), [(False, 5), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
+    ("torn", "stride"), [(False, 9), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
 )
 def test_killed_at_every_call_of_a_save_behind_the_training(
     tmp_path: Path, torn: bool, stride: int
@@ -410,8 +351,7 @@ def test_killed_at_every_call_of_a_save_behind_the_training(
     saver = checkpointer(before)
     for step in (1, 2):
         saver.save(step, Training().train(step).state(), wait=True)
-    waited = checkpointer(tmp_path / "expected")
-    waited.save(3, Training().train(3).state(), wait=True)
+    checkpointer(tmp_path / "expected").save(3, Training().train(3).state(), wait=True)
     expected = contents(tmp_path / "expected" / "checkpoint-3")
 
     def train(folder: Path) -> None:
@@ -445,22 +385,11 @@ def test_killed_at_every_call_of_a_save_behind_the_training(
 def test_what_a_kept_checkpoint_names_as_the_best_stays(tmp_path: Path) -> None:
     """Also the best of the older one: a run that has to go back to it must find it."""
     training, saver = Training(), checkpointer(tmp_path, keep=2, behind=False)
-    for step, best in enumerate((1, 1, 1, 4, 4, 4), 1):
-        saver.best = {"checkpoint": f"checkpoint-{best}"}
+    kept = {4: [1, 3, 4], 6: [4, 5, 6], 8: [7, 8]}  # 3 is kept, and its best was 1
+    for step, best in enumerate((1, 1, 1, 4, 4, 4, None, None), 1):
+        saver.best = None if best is None else {"checkpoint": f"checkpoint-{best}"}
         saver.save(step, training.train(step).state())
-        if step == 4:  # 3 is kept, and its best was 1
-            assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-                f"checkpoint-{n}" for n in (1, 3, 4)
-            ]
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-        f"checkpoint-{n}" for n in (4, 5, 6)
-    ]
-    saver.best = None
-    saver.save(7, training.train(7).state())
-    saver.save(8, training.train(8).state())
+        if step in kept:
+            assert names(tmp_path) == [f"checkpoint-{number}" for number in kept[step]]
     saver.__exit__(None, None, None)
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-        "checkpoint-7",
-        "checkpoint-8",
-    ]
     assert rotate(tmp_path, 2, known_valid=()) == []

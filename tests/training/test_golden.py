@@ -1,7 +1,6 @@
 """Golden trajectories: what was trained on in every step, and to what loss, stays as it was.
 
-python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant
-to change training
+python tests/training/test_golden.py     # writes golden.json anew; only if training is meant to change
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import run_cli
+from run_helpers import lines, run_module
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Another processor adds in another order; a change of what is computed shows in the first digits.
@@ -20,55 +19,43 @@ LOSS_TOLERANCE = 2e-5
 COMMON = "--device-type cpu --dtype float32 --report-to none --log-samples --logging-steps 1"
 SFT = (
     "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12"
-    " --max-steps 6"
+    " --max-steps 6 --cache-dir {folder}/cache"
 )
 PRETRAIN = (
-    "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size"
-    " 512 --num-iterations 6 --warmup-steps 2 --sample-every 0"
+    "--train-data-path {folder}/tokens --depth 2 --max-seq-len 64 --device-batch-size 2"
+    " --total-batch-size 512 --num-iterations 6 --warmup-steps 2 --sample-every 0"
+)
+LORA = "--learning-rate 2e-4 --micro-batch-size 4 --cutoff-len 256 --warmup-steps 2"
+FULL = (
+    "--finetuning full --learning-rate 2e-5 --use-curriculum false --packing false"
+    " --micro-batch-size 3 --cutoff-len 128"
 )
 RUNS = {
-    "lora, curriculum, packed": (
-        "finetune.sft",
-        f"{SFT} --learning-rate 2e-4 --micro-batch-size 4 --cutoff-len 256 --warmup-steps 2",
-    ),
-    "full, uniform, padded": (
-        "finetune.sft",
-        (
-            f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false"
-            " --micro-batch-size 3 --cutoff-len 128"
-        ),
-    ),
+    "lora, curriculum, packed": ("finetune.sft", f"{SFT} {LORA}"),
+    "full, uniform, padded": ("finetune.sft", f"{SFT} {FULL}"),
     "pretraining of 0.1.0": (
         "finetune.pretrain",
         f"{PRETRAIN} --optimizer muon --lr-batch-exponent 0.5",
     ),
     "pretraining, normuon": ("finetune.pretrain", f"{PRETRAIN} --optimizer normuon"),
 }
+PREPARE = (
+    "prepare --data data_samples/networks_facts.txt --vocab-size 512 --output-dir {folder}/tokens"
+)
 
 
 def trajectory(name: str, folder: Path) -> dict[str, list]:
     """Ids, losses and gradient norms of each step of a run."""
     module, flags = RUNS[name]
-    if "{tokens}" in flags:
-        text = ["--data", "data_samples/networks_facts.txt", "--vocab-size", "512"]
-        run_cli(
-            ["prepare", *text, "--output-dir", folder / "tokens"], module="finetune", check=True
-        )
-        flags = flags.format(tokens=folder / "tokens")
-    own = ["--output-dir", folder / "run"] + (
-        ["--cache-dir", folder / "cache"] if module == "finetune.sft" else []
-    )
-    run_cli([*flags.split(), *COMMON.split(), *own], module=module, check=True)
-
-    def lines(file: str) -> list[dict]:
-        return [
-            json.loads(line)
-            for line in (folder / "run" / file).read_text(encoding="utf-8").splitlines()
-        ]
-
-    log = lines("trainer_log.jsonl")
+    commands = [(module, f"{flags} {COMMON} --output-dir {{folder}}/run")]
+    if module == "finetune.pretrain":
+        commands.insert(0, ("finetune", PREPARE))
+    for command, words in commands:
+        code, output = run_module(command, words.format(folder=folder).split(), folder / "log", {})
+        assert code == 0, output
+    log = lines(folder / "run" / "trainer_log.jsonl")
     return {
-        "ids": [line["ids"] for line in lines("samples.jsonl")],
+        "ids": [line["ids"] for line in lines(folder / "run" / "samples.jsonl")],
         "losses": [line["loss"] for line in log],
         "grad_norms": [line["grad_norm"] for line in log],
         "learning_rates": [line["learning_rate"] for line in log],
@@ -88,6 +75,5 @@ if __name__ == "__main__":
     for wanted in RUNS:
         with tempfile.TemporaryDirectory() as temporary:
             made[wanted] = trajectory(wanted, Path(temporary))
-    Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN).write_text(
-        json.dumps(made) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(made) + "\n"
+    Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN).write_text(text, encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Where a run starts, decided with what the ranks read: nothing is lost or written before all
-agree.
-"""
+"""Where a run starts, decided with what the ranks read: nothing is lost or written before all agree."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,20 +45,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def session(run: Path, resume: str = "auto", **identity: Any) -> Session:
+    own = IDENTITY | identity
+    options: dict[str, Any] = {"total_steps": 100, "allow_change": bool(identity)}
     return Session(
         run,
         launch_world(),
-        identity=IDENTITY | identity,
+        identity=own,
         config_yaml="a: 1\n",
         log_samples=False,
-        decide=lambda damaged: decide_resume(
-            run,
-            resume,
-            IDENTITY | identity,
-            total_steps=100,
-            allow_change=bool(identity),
-            damaged=damaged,
-        ),
+        decide=lambda damaged: decide_resume(run, resume, own, damaged=damaged, **options),
     )
 
 
@@ -69,20 +63,14 @@ def damage(checkpoint: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    files = (
-        path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "logs"
-    )
-    return {
-        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"
-    }
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path): path.read_bytes() for path in paths if path.parent.name != "logs"}
 
 
 def test_what_cannot_be_read_here_is_no_reason_to_go_back(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stale mount on one node would take one checkpoint after the other, and the run would begin
-    anew.
-    """
+    """A stale mount on one node would take one checkpoint after the other."""
     before = content(run)
 
     def stale(paths: list[Path]) -> list[str]:
@@ -103,6 +91,25 @@ def test_what_is_damaged_is_passed_over(run: Path) -> None:
         assert read_status(run)["state"] == "running"
 
 
+def test_a_start_that_waited_for_the_folder_sees_what_was_saved_meanwhile(run: Path) -> None:
+    waiting = session(run)
+    save(run, 20)
+    with waiting as started:
+        assert started.start is not None and started.start.step == started.steps_done == 20
+
+
+def test_the_smallest_of_the_nodes_out_of_memory_notes_counts(run: Path) -> None:
+    """Some nodes that share the folder may not see the last one yet."""
+    started = session(run)
+    for notes, smallest in (
+        ([None, {"token_budget": 96}, {"token_budget": 192}], {"token_budget": 96}),
+        ([{"samples_per_row": 2}, {"samples_per_row": 1}], {"samples_per_row": 1}),
+        ([None, None], None),
+    ):
+        started.control = SimpleNamespace(gather=lambda mine, notes=notes: notes)
+        assert started.out_of_memory_note() == smallest
+
+
 def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(
     run: Path, tmp_path: Path
 ) -> None:
@@ -120,9 +127,7 @@ def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(
 def test_rank_0_may_come_between_any_two_looks_of_another(
     run: Path, tmp_path: Path, begun: bool
 ) -> None:
-    """Until they meet, ranks look at the folder at whatever moment, and rank 0 makes and locks
-    it.
-    """
+    """Until they meet, ranks look at the folder at any moment, and rank 0 makes and locks it."""
     wanted = session(run).start if begun else Resume(None, 0)
     looks = 0
 
@@ -152,13 +157,11 @@ def test_rank_0_may_come_between_any_two_looks_of_another(
 def test_a_damaged_path_is_refused_and_nothing_written(run: Path, tmp_path: Path) -> None:
     backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
     damage(backup)
-    before = content(run)
-    for folder, identity in ((run, {"seed": 2}), (tmp_path / "new", {})):
+    before, new = content(run), tmp_path / "new"
+    for folder, identity in ((run, {"seed": 2}), (new, {})):
         refused = pytest.raises(StateError, match="the checkpoint is not valid: content changed")
         with refused, session(folder, str(backup), **identity) as started:
             started.agree_on_run(60)
-    assert content(run) == before
-    assert content(tmp_path / "new") == {}
-    # which is as free as it was
-    with session(tmp_path / "new", str(run / "checkpoint-10")) as started:
+    assert content(run) == before and content(new) == {}
+    with session(new, str(run / "checkpoint-10")) as started:  # which is as free as it was
         started.agree_on_run(60)

@@ -1,44 +1,36 @@
-"""Optimizers of full fine-tuning with less state: by hand, on any number of processes, resumed, and
-skipped.
-"""
+"""Optimizers of full fine-tuning with less state: by hand, on any number of processes, resumed, and skipped."""
 
 from __future__ import annotations
 
 import math
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import run_helpers
 import run_patches
 import torch
-from run_helpers import LAYOUTS, Materials
+from run_helpers import LAYOUTS, Materials, events, losses
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
+import finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config
 from finetune.planning.workload import Cluster
-from finetune.training.optimizers import JointOptimizer, make_small_optimizer
 from finetune.training.prepare import prepare_fine_tuning
+from finetune.training.trainer import RunTrainer
 
 NAMES = ("adamw-8bit", "adafactor", "muon")
-RATE = 1e-3
-# Bytes a number of Qwen3-8B: 36 blocks of (q, k, v, o, gate, up, down), embedding and head; 4 for
-# each row and column.
-_SIDES = 36 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 12288)) + 2 * (151936 + 4096)
-ADAFACTOR = 4 * _SIDES / 8.19e9
+RATE, DECAY = 1e-3, 0.5
 
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    # 64 wide: bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both kinds must
-    # be there.
+    # 64 wide: bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both must be there.
     return run_helpers.make_materials(tmp_path_factory.mktemp("optimizers"), hidden=64)
 
 
@@ -47,86 +39,84 @@ def settings(materials: Materials, folder: Path, name: str, **changes: Any) -> d
     return materials.settings(folder, **{**common, **changes})
 
 
-@pytest.fixture(scope="module")
-def adamw(materials: Materials) -> Path:
-    """A run with AdamW."""
-    folder = materials.folder / "adamw"
-    run_helpers.train(settings(materials, folder, "adamw"))
-    return folder
+def first_step(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, in_block: bool
+) -> torch.Tensor:
+    """Of the definition; vectors do not decay."""
+    decayed = weight * (1 - RATE * (DECAY if weight.ndim == 2 else 0.0))
+    if name == "muon" and in_block and weight.ndim == 2:
+        parameter = torch.nn.Parameter(weight.clone())
+        parameter.grad = gradient
+        muon = {"lr": RATE, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        torch.optim.Muon([parameter], **muon).step()
+        return parameter.detach()
+    if name != "adafactor":  # Adam's first step has the size of the rate
+        return decayed - RATE * gradient / (gradient.abs() + 1e-8)
+    squares = gradient.double().square() + 1e-30
+    if weight.ndim == 2:
+        rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+        squares = rows * columns / rows.mean()
+    update = gradient.double() / squares.sqrt()
+    return (decayed - RATE * update / update.square().mean().sqrt().clamp(min=1.0)).float()
 
 
-def test_muon_is_torchs_and_the_rest_is_adamw(materials) -> None:
-    """One step, against torch's own optimizers on the same gradients."""
-    arguments = SimpleNamespace(
-        learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw"
-    )
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(materials.model, dtype=torch.float32) for _ in range(2)
-    )
-    torch.manual_seed(2)
-    for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
-        mine.grad = torch.randn_like(mine)
-        their.grad = mine.grad.clone()
-    decayed = [p for p in ours.parameters() if p.ndim == 2]
-    others = [p for p in ours.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = make_small_optimizer("muon", ours, groups, arguments)
-    assert isinstance(optimizer, JointOptimizer)
-    optimizer.step()
-    blocks = [p for p in theirs.model.layers.parameters() if p.ndim == 2]
-    rest = [p for p in theirs.parameters() if not any(p is block for block in blocks)]
-    torch.optim.Muon(blocks, lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
-    embedding = theirs.get_input_embeddings().weight
-    torch.optim.AdamW([embedding], lr=RATE, weight_decay=0.1).step()
-    torch.optim.AdamW([p for p in rest if p is not embedding], lr=RATE, weight_decay=0.0).step()
-    for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, their, rtol=1e-3, atol=2e-5, msg=name)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_step_is_that_of_the_definition(materials, tmp_path, monkeypatch, name) -> None:
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    plain = RunTrainer._get_grad_norm
+
+    def looking(self: RunTrainer, *arguments: Any, **options: Any) -> Any:
+        norm = plain(self, *arguments, **options)
+        for key, parameter in self.model.named_parameters():
+            seen[key] = (parameter.detach().clone(), parameter.grad.clone())
+        return norm
+
+    monkeypatch.setattr(RunTrainer, "_get_grad_norm", looking)
+    changes = {"max_steps": 1, "warmup_steps": 0, "weight_decay": DECAY, "save_steps": 0}
+    finetune.run(settings(materials, tmp_path / "run", name, **changes))
+    result = run_helpers.result_weights(tmp_path / "run")
+    for key, (weight, gradient) in seen.items():
+        expected = first_step(name, weight, gradient, ".layers." in key)
+        assert (result[key] - expected).norm() < 0.03 * (expected - weight).norm(), key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_about_as_adamw_does_and_resumes_bit_by_bit(
-    materials, adamw, tmp_path, name
+def test_it_trains_about_as_adamw_does_and_the_same_after_any_resume(
+    materials, tmp_path, name
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    adamw, whole, killed, two = (tmp_path / name for name in ("adamw", "whole", "killed", "two"))
+    run_helpers.train(settings(materials, adamw, "adamw"))
     run_helpers.train(settings(materials, whole, name))
-    before, losses = run_helpers.losses(adamw), run_helpers.losses(whole)
-    assert losses[0] == before[0] and losses[-1] < losses[0] - 0.3 * (before[0] - before[-1])
-    wanted = settings(materials, killed, name, async_save=False)
-    run_helpers.kill_and_resume(wanted, 6, resumed_at=4)
+    before, after = losses(adamw), losses(whole)
+    assert after[0] == before[0] and after[-1] < after[0] - 0.3 * (before[0] - before[-1])
+    run_helpers.kill_and_resume(
+        settings(materials, killed, name, async_save=False), 6, resumed_at=4
+    )
     run_helpers.assert_same_training(killed, whole)
-
-
-@pytest.mark.parametrize("name", ["adamw-8bit", "muon"])
-def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path, name) -> None:
-    output_dir = tmp_path / "run"
-    run_helpers.train(
-        settings(materials, output_dir, name, save_steps=1, save_total_limit=9, max_steps=4),
-        patch=run_patches.spoil_losses,
-        patch_arguments=(0, (3,), math.nan, "loss"),
-    )
-    (event,) = run_helpers.events(output_dir, "nonfinite")
-    assert event["step"] == 3
-    weights = [
-        load_file(output_dir / f"checkpoint-{step}" / "weights.safetensors") for step in (2, 3, 4)
-    ]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    assert not all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_and_one_after_them_train_the_same(materials, tmp_path, name) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    run_helpers.train(settings(materials, one, name))
-    stopped = {"patch": run_patches.signal_self, "patch_arguments": (0, 4, signal.SIGTERM)}
-    run_helpers.train(settings(materials, two, name, packing=False), 2, expect=3, **stopped)
+    stop = {
+        "patch": run_patches.signal_self,
+        "patch_arguments": (0, 4, signal.SIGTERM),
+        "expect": 3,
+    }
+    run_helpers.train(settings(materials, two, name, packing=False), 2, **stop)
     run_helpers.train(settings(materials, two, name))
-    assert [event["step"] for event in run_helpers.events(two, "resume")] == [4]
-    assert (
-        run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two))
-        < 1e-5
+    assert [event["step"] for event in events(two, "resume")] == [4]
+    assert losses(two) == pytest.approx(after, rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path) -> None:
+    """By the host: this optimizer has no kernel that could. test_optimizers.py has Muon."""
+    output_dir = tmp_path / "run"
+    patch = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (3,), math.nan, "loss")}
+    changes = {"save_steps": 1, "save_total_limit": 9, "max_steps": 4}
+    run_helpers.train(settings(materials, output_dir, "adamw-8bit", **changes), **patch)
+    assert [event["step"] for event in events(output_dir, "nonfinite")] == [3]
+    two, three, four = (
+        load_file(output_dir / f"checkpoint-{step}" / "weights.safetensors") for step in (2, 3, 4)
     )
+    assert all(torch.equal(two[key], three[key]) for key in two)
+    assert not all(torch.equal(three[key], four[key]) for key in two)
 
 
 @pytest.mark.parametrize(
@@ -154,23 +144,21 @@ def test_it_makes_another_run_and_adamw_does_not(materials, tmp_path) -> None:
     assert plain == named and other == plain | {"optimizer": "muon"}
 
 
+# Of Adafactor: 4 bytes for each row and column of Qwen3-8B's matrices (36 blocks of q, k, v, o, gate, up,
+# down; embedding and head).
+SIDES = 36 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 12288)) + 2 * (151936 + 4096)
+
+
 @pytest.mark.parametrize(
-    ("name", "each"), [("adamw", 8), ("adamw-8bit", 2.03), ("adafactor", ADAFACTOR), ("muon", 0)]
+    ("name", "each"),
+    [("adamw", 8), ("adamw-8bit", 2.03), ("adafactor", 4 * SIDES / 8.19e9), ("muon", 0)],
 )
 def test_a_plan_counts_its_state(name: str, each: float) -> None:
-    given = {
-        "model": "Qwen/Qwen3-8B",
-        "data": "x.jsonl",
-        "output_dir": "out",
-        "finetuning": "full",
-        "optimizer": name,
-    }
+    given = {"model": "Qwen/Qwen3-8B", "data": "x.jsonl", "output_dir": "out", "finetuning": "full"}
+    config = resolve_object(given | {"optimizer": name}, 1).config
     shape = shape_of_config(known_config("Qwen/Qwen3-8B"))
-    work = fine_tuning_workload(resolve_object(given, 1).config, shape, Cluster(devices_per_node=1))
+    work = fine_tuning_workload(config, shape, Cluster(devices_per_node=1))
     state = sum(term.bytes for term in memory_of(work).terms if term.kind == "optimizer")
-    expected = (
-        4 * shape.block_matrices + 8 * (shape.total - shape.block_matrices)
-        if name == "muon"
-        else each * shape.total
-    )
+    others = shape.total - shape.block_matrices
+    expected = 4 * shape.block_matrices + 8 * others if name == "muon" else each * shape.total
     assert state == pytest.approx(expected, rel=0.2 if name == "adafactor" else 0.01)
