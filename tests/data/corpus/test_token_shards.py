@@ -5,6 +5,7 @@ what they seem.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -17,12 +18,9 @@ from hypothesis import strategies as st
 from finetune.data.corpus.token_shards import (
     ShardKind,
     ShardWriter,
-    TokenHeader,
     TokenShards,
     dtype_for,
-    header_path,
     index_path,
-    read_header,
     tokenizer_folder,
 )
 from finetune.errors import DataError, Problems
@@ -61,15 +59,10 @@ def refused(*args, **kwargs) -> str:
 def test_the_form_on_disk_is_frozen(tmp_path: Path):
     """Other programs read these files: what stands here may only grow with a new version number."""
     write_shards(tmp_path, [[1, 5, 6], [1, 999]])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "train-00000.bin",
-        "train-00000.index",
-        "train-00000.json",
-    ]
-    ids, index = (
-        b"\x01\0\x05\0\x06\0\x01\0\xe7\x03",
-        b"".join(n.to_bytes(8, "little") for n in (0, 3, 5)),
-    )
+    names = [f"train-00000.{suffix}" for suffix in ("bin", "index", "json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    ids = b"\x01\0\x05\0\x06\0\x01\0\xe7\x03"
+    index = b"".join(n.to_bytes(8, "little") for n in (0, 3, 5))
     assert (tmp_path / "train-00000.bin").read_bytes() == ids
     assert (tmp_path / "train-00000.index").read_bytes() == index
     assert json.loads((tmp_path / "train-00000.json").read_text()) == {
@@ -87,24 +80,20 @@ def test_the_form_on_disk_is_frozen(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype", "item_bytes"), [(65_536, "uint16", 2), (65_537, "uint32", 4)]
-)
-def test_ids_take_two_bytes_up_to_65536(
-    tmp_path: Path, vocabulary: int, dtype: str, item_bytes: int
-):
-    write_shards(tmp_path, [[1, vocabulary - 1]], vocabulary=vocabulary)
-    assert (tmp_path / "train-00000.bin").stat().st_size == 2 * item_bytes
-    shards = TokenShards(tmp_path)
-    assert shards.headers[0].dtype == dtype
-    read = shards.slice(0, 2)
-    assert read.dtype == np.int32 and read.tolist() == [1, vocabulary - 1]
+def test_ids_take_two_bytes_up_to_65536(tmp_path: Path):
+    for vocabulary, dtype, item_bytes in ((65_536, "uint16", 2), (65_537, "uint32", 4)):
+        write_shards(tmp_path / dtype, [[1, vocabulary - 1]], vocabulary=vocabulary)
+        assert (tmp_path / dtype / "train-00000.bin").stat().st_size == 2 * item_bytes
+        shards = TokenShards(tmp_path / dtype)
+        assert shards.headers[0].dtype == dtype
+        read = shards.slice(0, 2)
+        assert read.dtype == np.int32 and read.tolist() == [1, vocabulary - 1]
 
 
 # ---------------------------------------------------------------- reading
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
     shard_tokens=st.integers(1, 40),
@@ -114,7 +103,7 @@ def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_t
     folder = tmp_path_factory.mktemp("shards")
     ids = np.arange(sum(lengths)) % 1000
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    documents = [ids[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    documents = [ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
     write_shards(folder, documents, shard_tokens=shard_tokens)
     shards = TokenShards(folder)
     assert shards.tokens == len(shards) == len(ids)
@@ -122,69 +111,52 @@ def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_t
     start = data.draw(st.integers(0, len(ids)))
     stop = data.draw(st.integers(start, len(ids)))
     assert shards.slice(start, stop).tolist() == ids[start:stop].tolist()
-    # No shard is longer than asked, but for one document alone; and none could have taken the next
-    # document.
-    for one, following in zip(shards.headers, (*shards.headers[1:], None), strict=True):
-        assert one.tokens <= shard_tokens or one.documents == 1
-        if following is not None:
-            first = lengths[
-                sum(header.documents for header in shards.headers[: shards.headers.index(one) + 1])
-            ]
-            assert one.tokens + first > shard_tokens
+    # A shard is longer than asked with one document alone; none could have taken the next one.
+    ends = list(itertools.accumulate(header.documents for header in shards.headers))
+    for header, end in zip(shards.headers, ends, strict=True):
+        assert header.tokens <= shard_tokens or header.documents == 1
+        assert end == len(lengths) or header.tokens + lengths[end] > shard_tokens
     shards.verify()
 
 
-def test_a_slice_outside_is_an_index_error(tmp_path: Path):
-    write_shards(tmp_path, [[1, 2, 3]])
-    shards = TokenShards(tmp_path)
-    assert shards.slice(3, 3).tolist() == [] and shards.slice(1, 1).dtype == np.int32
-    for start, stop in ((-1, 2), (0, 4), (2, 1)):
-        with pytest.raises(IndexError):
-            shards.slice(start, stop)
-
-
-def test_sources_may_be_files_folders_globs_and_lists(tmp_path: Path):
+def test_slices_sources_and_copies(tmp_path: Path):
     write_shards(tmp_path, [[1, n] for n in range(9)], shard_tokens=6)
     write_shards(tmp_path, [[1, 77]], split="val")
-    assert TokenShards(tmp_path, split="train").tokens == 18
+    shards = TokenShards(tmp_path, split="train")
+    assert shards.tokens == 18
+    assert shards.slice(3, 3).tolist() == [] and shards.slice(1, 1).dtype == np.int32
+    for start, stop in ((-1, 2), (0, 19), (2, 1)):
+        with pytest.raises(IndexError):
+            shards.slice(start, stop)
     assert TokenShards(tmp_path, split="val").slice(0, 2).tolist() == [1, 77]
-    assert (
-        TokenShards(str(tmp_path / "train-*.bin")).fingerprint
-        == TokenShards(tmp_path, split="train").fingerprint
-    )
+    assert TokenShards(str(tmp_path / "train-*.bin")).fingerprint == shards.fingerprint
     names = [tmp_path / "train-00002.bin", str(tmp_path / "train-00000.bin")]
     assert TokenShards(names).slice(0, 12).tolist() == [1, 6, 1, 7, 1, 8, 1, 0, 1, 1, 1, 2]
     assert tokenizer_folder(tmp_path) is None
     (tmp_path / "tokenizer").mkdir()
     assert tokenizer_folder(tmp_path / "train-00000.bin") == tmp_path / "tokenizer"
+    write_shards(tmp_path / "large", [list(range(1000)) * 100])
+    shards = TokenShards(tmp_path / "large")
+    shards.slice(0, 10)
+    copy = pickle.dumps(shards)
+    assert len(copy) < 5000, "a copy for another process carries no tokens"
+    assert pickle.loads(copy).slice(99_990, 100_000).tolist() == list(range(990, 1000))
 
 
 def test_the_fingerprint_follows_content_and_not_names(tmp_path: Path):
     for name, last in (("a", 7), ("b", 7), ("c", 8)):
         write_shards(tmp_path / name, [[1, 2], [1, last]])
-    a, b, c = (TokenShards(tmp_path / name).fingerprint for name in "abc")
-    assert a == b != c
-    for name, last in (("raw", 7), ("moved", 7), ("other", 8)):
         np.array([1, 2, 1, last], "<u2").tofile(tmp_path / f"{name}.bin")
-    raw, moved, other = (
-        TokenShards(tmp_path / f"{n}.bin", vocab_size=9).fingerprint
-        for n in ("raw", "moved", "other")
-    )
-    assert raw == moved != other
-
-
-def test_a_copy_for_another_process_carries_no_tokens(tmp_path: Path):
-    write_shards(tmp_path, [list(range(1000)) * 100])
-    shards = TokenShards(tmp_path)
-    shards.slice(0, 10)
-    copy = pickle.dumps(shards)
-    assert len(copy) < 5000
-    assert pickle.loads(copy).slice(99_990, 100_000).tolist() == list(range(990, 1000))
+    for end, options in (("", {}), (".bin", {"vocab_size": 9})):
+        a, b, c = (TokenShards(tmp_path / f"{name}{end}", **options).fingerprint for name in "abc")
+        assert a == b != c
 
 
 def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path: Path):
     np.array([3, 500, 7], "<u2").tofile(tmp_path / "train.bin")
     np.array([3, 70_000, 7], "<u4").tofile(tmp_path / "big.bin")
+    (tmp_path / "train.json").write_text('{"rows": 2}')  # files of others beside it
+    (tmp_path / "prepare.json").write_text('{"steps": []}')
     shards = TokenShards(tmp_path / "train.bin", vocab_size=501)
     assert shards.slice(0, 3).tolist() == [3, 500, 7] and shards.documents.tolist() == [0, 3]
     assert shards.headers[0].tokenizer_hash == "" and shards.headers[0].separator_id is None
@@ -192,17 +164,10 @@ def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path: Path):
     assert "--vocab-size" in refused(tmp_path / "train.bin")
 
 
-def test_a_file_of_others_beside_a_bare_one_is_no_header(tmp_path: Path):
-    np.array([3, 5], "<u2").tofile(tmp_path / "train.bin")
-    (tmp_path / "train.json").write_text('{"rows": 2}')
-    (tmp_path / "prepare.json").write_text('{"steps": []}')
-    assert TokenShards(tmp_path / "train.bin", vocab_size=6).tokens == 2
-
-
 # ---------------------------------------------------------------- what is refused
 
 
-def test_missing_files_are_named_with_the_nearest(tmp_path: Path):
+def test_missing_and_unfinished_files_are_named(tmp_path: Path):
     write_shards(tmp_path, [[1, 2]])
     said = refused(tmp_path / "train-0000.bin")
     assert "no such token file" in said and "did you mean" in said and "train-00000.bin" in said
@@ -213,27 +178,28 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path):
     assert "no token files" in refused([])
     both = refused([tmp_path / "a.bin", tmp_path / "b.bin"])
     assert both.startswith("1. ") and "a.bin" in both and "b.bin" in both
+    plan = {"format": "finetune prepared data", "version": 1, "finished": None}
+    (tmp_path / "prepare.json").write_text(json.dumps(plan))
+    for source in (tmp_path, tmp_path / "train-00000.bin"):
+        assert "not completely prepared" in refused(source)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"), [(-2, "truncated"), (-1, "truncated"), (+2, "longer")]
-)
-def test_a_size_that_is_not_the_headers(tmp_path: Path, change: int, words: str):
-    write_shards(tmp_path, [[1, 2, 3]])
-    path = tmp_path / "train-00000.bin"
-    path.write_bytes((path.read_bytes() + b"\0\0")[: 6 + change])
-    said = refused(tmp_path)
-    assert words in said and f"{6 + change} bytes" in said and "are 6" in said
-
-
-def test_a_bare_file_with_half_a_token(tmp_path: Path):
-    path = tmp_path / "train.bin"
-    path.write_bytes(b"\1\0\2")
-    assert "no multiple of 2" in refused(path, vocab_size=10)
-    path.write_bytes(b"\1\0\2\0\3\0")
-    assert "no multiple of 4" in refused(path, vocab_size=70_000)
-    path.write_bytes(b"")
-    assert "is empty" in refused(path, vocab_size=10)
+def test_sizes_that_do_not_fit(tmp_path: Path):
+    write_shards(tmp_path / "headed", [[1, 2, 3]])
+    path = tmp_path / "headed" / "train-00000.bin"
+    whole = path.read_bytes()
+    for change, words in ((-2, "truncated"), (-1, "truncated"), (2, "longer")):
+        path.write_bytes((whole + b"\0\0")[: 6 + change])
+        said = refused(path)
+        assert words in said and f"{6 + change} bytes" in said and "are 6" in said
+    bare = tmp_path / "train.bin"
+    for raw, vocab_size, words in (
+        (b"\1\0\2", 10, "no multiple of 2"),
+        (b"\1\0\2\0\3\0", 70_000, "no multiple of 4"),
+        (b"", 10, "is empty"),
+    ):
+        bare.write_bytes(raw)
+        assert words in refused(bare, vocab_size=vocab_size)
 
 
 def test_bare_files_of_other_forms_are_known(tmp_path: Path):
@@ -248,28 +214,26 @@ def test_bare_files_of_other_forms_are_known(tmp_path: Path):
     assert TokenShards(path, vocab_size=50_257).tokens == 1000
 
 
-@pytest.mark.parametrize("position", [0, 3, 4, 7])
-def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path: Path, position: int):
-    for name, start in (("a-train.bin", 0), ("b-train.bin", 4)):
-        ids = np.array([1, 2, 3, 4], "<u2")
-        if start <= position < start + 4:
-            ids[position - start] = 10
-        ids.tofile(tmp_path / name)
-    shards = TokenShards(tmp_path, split="train", vocab_size=10)
-    with pytest.raises(DataError) as caught:
-        shards.slice(0, 8)
-    assert f"token {position % 4} is 10, and the vocabulary has 10 ids" in str(caught.value)
-    assert ("a-train.bin" if position < 4 else "b-train.bin") in caught.value.where
-    with pytest.raises(DataError, match="is 10, and"):
-        shards.verify()
+def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path: Path):
+    for position in (0, 3, 4, 7):
+        ids = np.array([1, 2, 3, 4] * 2, "<u2")
+        ids[position] = 10
+        for name, part in zip(("a", "b"), np.split(ids, 2), strict=True):
+            part.tofile(tmp_path / f"{name}-train.bin")
+        shards = TokenShards(tmp_path, split="train", vocab_size=10)
+        said = f"token {position % 4} is 10, and the vocabulary has 10 ids"
+        with pytest.raises(DataError, match=said) as caught:
+            shards.slice(0, 8)
+        assert ("a-train.bin" if position < 4 else "b-train.bin") in caught.value.where
+        with pytest.raises(DataError, match="is 10, and"):
+            shards.verify()
 
 
 def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
     write_shards(tmp_path, [[1, 2]])
     assert TokenShards(tmp_path, tokenizer_hash=HASH, vocab_size=1000).tokens == 2
-    assert (
-        TokenShards(tmp_path, vocab_size=1024).headers[0].vocabulary == 1000
-    )  # a padded embedding
+    padded = TokenShards(tmp_path, vocab_size=1024)  # an embedding that is larger
+    assert padded.headers[0].vocabulary == 1000
     said = refused(tmp_path, tokenizer_hash=OTHER_HASH)
     assert "another tokenizer" in said and HASH[:12] in said and OTHER_HASH[:12] in said
     assert "at least 1000" in refused(tmp_path, vocab_size=999)
@@ -277,18 +241,11 @@ def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
     assert "of two kinds: tokenizer" in refused([tmp_path, tmp_path / "other"])
 
 
-def test_a_folder_that_is_not_finished_is_refused(tmp_path: Path):
+def test_a_damaged_header_is_refused(tmp_path: Path):
     write_shards(tmp_path, [[1, 2]])
-    (tmp_path / "prepare.json").write_text(
-        '{"format": "finetune prepared data", "version": 1, "finished": null}'
-    )
-    assert "not completely prepared" in refused(tmp_path)
-    assert "not completely prepared" in refused(tmp_path / "train-00000.bin")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
+    path = tmp_path / "train-00000.json"
+    header = json.loads(path.read_text())
+    for name, value, words in (
         ("dtype", "float16", "dtype is 'float16'"),
         ("tokens", -3, "tokens is -3"),
         ("tokens", True, "tokens is True"),
@@ -296,22 +253,14 @@ def test_a_folder_that_is_not_finished_is_refused(tmp_path: Path):
         ("tokenizer_hash", "x", "tokenizer_hash is 'x'"),
         ("continues_at", [1], "continues_at is [1]"),
         ("version", 2, "version 2"),
-    ],
-)
-def test_a_damaged_header_is_refused(tmp_path: Path, name: str, value: object, words: str):
-    write_shards(tmp_path, [[1, 2]])
-    path = tmp_path / "train-00000.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    assert words in refused(tmp_path)
+    ):
+        path.write_text(json.dumps(header | {name: value}))
+        assert words in refused(tmp_path)
     path.write_text("{")
     assert "no JSON" in refused(tmp_path)
-
-
-def test_headers_come_back_as_they_were_written(tmp_path: Path):
-    header = TokenHeader("uint32", 7, 2, 70_000, HASH, None, HASH, OTHER_HASH, (3, 4))
-    header_path(tmp_path / "x.bin").write_text(header.to_json())
-    assert read_header(tmp_path / "x.bin") == header
-    assert read_header(tmp_path / "y.bin") is None
+    path.unlink()
+    path.mkdir()
+    assert "the header cannot be read" in refused(tmp_path)
 
 
 def test_damage_inside_is_found_by_verify(tmp_path: Path):
@@ -323,24 +272,17 @@ def test_damage_inside_is_found_by_verify(tmp_path: Path):
             TokenShards(tmp_path).verify()
         path.write_bytes(whole)
     TokenShards(tmp_path).verify()
-
-
-@pytest.mark.parametrize(
-    ("starts", "words"),
-    [
-        (None, "cannot be read"),
+    path = index_path(tmp_path / "train-00000.bin")
+    for starts, words in (
         ([0, 4], "16 bytes"),
         ([1, 2, 4], "does not fit"),
         ([0, 2, 5], "does not fit"),
         ([0, 4, 4], "does not fit"),
-    ],
-)
-def test_an_index_that_does_not_fit(tmp_path: Path, starts: list[int] | None, words: str):
-    write_shards(tmp_path, [[1, 2], [1, 3]])
-    path = tmp_path / "train-00000.index"
-    path.unlink() if starts is None else np.array(starts, "<i8").tofile(path)
-    with pytest.raises(DataError, match=words):
-        TokenShards(tmp_path).documents  # noqa: B018
+        (None, "cannot be read"),
+    ):
+        path.unlink() if starts is None else np.array(starts, "<i8").tofile(path)
+        with pytest.raises(DataError, match=words):
+            TokenShards(tmp_path).documents  # noqa: B018
 
 
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path):
