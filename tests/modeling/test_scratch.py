@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, NanoChatConfig
 
+from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
-from finetune.modeling.adapter import check_targets, linear_names
+from finetune.modeling.adapter import add_adapter, check_targets, linear_names
 from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
 from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, width_and_heads
 from finetune.planning.shapes import shape_of_model
@@ -38,11 +39,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("depth", SHAPES)
-def test_shape_by_depth(depth: int):
-    width, heads = width_and_heads(depth)
-    assert (width, heads, width // heads) == SHAPES[depth]
-    assert width % heads == 0
+def test_shape_by_depth():
+    for depth, shape in SHAPES.items():
+        width, heads = width_and_heads(depth)
+        assert (width, heads, width // heads) == shape and width % heads == 0
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -51,30 +51,21 @@ def model(request):
     return make_model(config, seed=7)
 
 
-def test_vocabulary_is_rounded_up_and_no_token_is_padding(model):
-    assert model.config.vocab_size == 128
-    assert model.config.pad_token_id is None
-    assert model.get_input_embeddings().padding_idx is None
-
-
 def test_every_token_trains(model):
     """Trap: NanoChatConfig's default pad token 1 is a padding_idx, whose embedding gets no
     gradient.
     """
+    assert NanoChatConfig().pad_token_id == 1, "transformers has changed it: the trap may go"
+    assert model.config.vocab_size == 128 and model.config.pad_token_id is None
+    assert model.get_input_embeddings().padding_idx is None
     model.zero_grad()
     ids = torch.arange(32)[None]
-    logits = model(ids).logits
-    torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
     gradient = model.get_input_embeddings().weight.grad
     # The last token is never looked up as an input that matters; a head of 0.001 makes gradients
     # small, never 0.
     assert (gradient[:31].abs().sum(1) > 0).all()
     model.zero_grad()
-
-
-def test_the_trap_is_there():
-    """If this fails, transformers has changed its default and the word about it may go."""
-    assert NanoChatConfig().pad_token_id == 1
 
 
 def test_the_start_is_nanochats(model):
@@ -88,15 +79,11 @@ def test_the_start_is_nanochats(model):
         if parameter.ndim < 2:
             factor = 1.2 if re.search(r"\.[qk]_(layer)?norm\.", name) else 1.0
             assert (parameter == factor).all(), name
-        elif "embed_tokens" in name:
-            assert deviation == pytest.approx(0.8, rel=0.03)
-            seen.add("embedding")
-        elif "lm_head" in name:
-            assert deviation == pytest.approx(0.001, rel=0.03)
-            seen.add("head")
-        elif name.endswith(
-            ("o_proj.weight", "out_proj.weight", "fc2.weight", "down_proj.weight", "w2.weight")
-        ):
+        elif "embed_tokens" in name or "lm_head" in name:
+            end = "embedding" if "embed_tokens" in name else "head"
+            assert deviation == pytest.approx({"embedding": 0.8, "head": 0.001}[end], rel=0.03)
+            seen.add(end)
+        elif re.search(r"\.(o_proj|out_proj|fc2|down_proj|w2)\.weight$", name):
             assert not parameter.any(), name
             seen.add("output")
         elif name.endswith("value_gate"):
@@ -104,9 +91,8 @@ def test_the_start_is_nanochats(model):
         else:
             factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
             inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
-            assert deviation == pytest.approx(
-                factor / math.sqrt(inputs), rel=0.03 if inputs == width else 0.06
-            ), name
+            near = 0.03 if inputs == width else 0.06
+            assert deviation == pytest.approx(factor / math.sqrt(inputs), rel=near), name
             bound = factor * math.sqrt(3 / inputs)
             assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
             seen.add("input")
@@ -114,19 +100,22 @@ def test_the_start_is_nanochats(model):
 
 
 def test_the_start_depends_on_seed_and_name_only():
-    shallow, deep = (
-        make_model(scratch_config("nanochat", d, vocab_size=64, max_seq_len=8), seed=3)
-        for d in (1, 1)
-    )
-    other = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=4)
     state = torch.get_rng_state()
-    for (name, a), (_, b), (_, c) in zip(
-        shallow.named_parameters(), deep.named_parameters(), other.named_parameters(), strict=True
-    ):
-        assert torch.equal(a, b)
-        assert not a.any() or not torch.equal(a, c), name
-    make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=3)
+    config = scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8)
+    made = [make_model(config, seed=seed) for seed in (3, 3, 4)]
     assert torch.equal(state, torch.get_rng_state()), "the process's own generator was used"
+    # adapters too
+    given = {"model": "m", "data": "d", "output_dir": "o"}
+    adapted = [
+        add_adapter(model, RunConfig(**given, seed=seed), one_dtype=True)
+        for model, seed in zip(made, (3, 3, 4), strict=True)
+    ]
+    weights = [dict(model.named_parameters()) for model in adapted]
+    assert any("lora_A" in name for name in weights[0])
+    for name, (a, b, c) in zip(
+        weights[0], zip(*(w.values() for w in weights), strict=True), strict=True
+    ):
+        assert torch.equal(a, b) and (not a.any() or not torch.equal(a, c)), name
 
 
 @pytest.mark.frozen
@@ -134,49 +123,38 @@ def test_numbers_of_the_start_are_frozen():
     """The same numbers on every machine; to change them is to change every run."""
     model = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=42)
     parameters = dict(model.named_parameters())
-    found = [
-        parameters[name].detach().flatten()[:2].tolist()
-        for name in (
-            "model.embed_tokens.weight",
-            "model.layers.0.self_attn.q_proj.weight",
-            "lm_head.weight",
-        )
-    ]
-    assert torch.allclose(torch.tensor(found), torch.tensor(FROZEN), rtol=1e-6, atol=0)
-
-
-FROZEN = [
-    [0.33896517753601074, 2.107712507247925],
-    [0.07233887910842896, 0.05012556165456772],
-    [-5.876656359760091e-05, 9.861028956947848e-05],
-]
+    for name, numbers in (
+        ("model.embed_tokens.weight", [0.33896517753601074, 2.107712507247925]),
+        ("model.layers.0.self_attn.q_proj.weight", [0.07233887910842896, 0.05012556165456772]),
+        ("lm_head.weight", [-5.876656359760091e-05, 9.861028956947848e-05]),
+    ):
+        found = parameters[name].detach().flatten()[:2]
+        torch.testing.assert_close(found, torch.tensor(numbers), rtol=1e-6, atol=0)
 
 
 def test_lora_names(model):
     """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and
     all-linear finds all.
     """
-    mlps = {
-        "nanochat": ("fc1", "fc2"),
-        "lfm2": ("w1", "w2", "w3"),
-        "lfm2_value": ("w1", "w2", "w3"),
-    }
-    names = mlps.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
-    absent = ("fc1", "fc2") if "fc1" not in names else ("gate_proj", "up_proj", "down_proj")
+    kind, gated = model.config.model_type, ("gate_proj", "up_proj", "down_proj")
+    mlps = {"nanochat": ("fc1", "fc2")} | dict.fromkeys(SHORT_CONVOLUTION_TYPES, ("w1", "w2", "w3"))
+    names = mlps.get(kind, gated)
+    absent = ("fc1", "fc2") if "fc1" not in names else gated
     check_targets(linear_names(model), list(names))
     with pytest.raises(ConfigError, match=absent[0]):
-        check_targets(linear_names(model), list(absent))
-    config = scratch_config(model.config.model_type, 1, vocab_size=64, max_seq_len=8)
-    adapted = get_peft_model(
-        make_model(config, seed=0), LoraConfig(r=2, target_modules="all-linear")
-    )
-    adapters = {
-        name.split(".lora_A")[0].rsplit(".", 1)[1]
-        for name, _ in adapted.named_parameters()
-        if "lora_A" in name
+        check_targets(linear_names(model), [*names, *absent])
+    config = scratch_config(kind, 1, vocab_size=64, max_seq_len=8)
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    adapted = get_peft_model(make_model(config, seed=0), lora)
+    paths = [name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
+    output = "out_proj" if kind in SHORT_CONVOLUTION_TYPES else "o_proj"
+    assert {path.rpartition(".")[2] for path in paths} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        output,
+        *names,
     }
-    output = "out_proj" if model.config.model_type in SHORT_CONVOLUTION_TYPES else "o_proj"
-    assert adapters == {"q_proj", "k_proj", "v_proj", output, *names}
 
 
 def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
@@ -187,45 +165,29 @@ def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
     assert again.get_input_embeddings().padding_idx is None
 
 
-def test_an_unknown_architecture():
-    with pytest.raises(ValueError, match="nanochat, qwen3, llama, lfm2 and lfm2_value"):
-        scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
-
-
 def flops_of(model, sequence: int) -> int:
     shape = shape_of_model(model)
-    return flops_per_token(
-        Workload(shape, Computing(4, 4), Sharding(), trained=shape.total, longest=sequence)
-    )
+    whole = {"trained": shape.total, "longest": sequence}
+    return flops_per_token(Workload(shape, Computing(4, 4), Sharding(), **whole))
 
 
 def test_flops_of_a_token_by_hand():
     """Depth 4, vocabulary 8192, sequence 512: 12 width^2 a layer and the head; 37.7 MFLOP, as
-    nanochat prints.
+    nanochat prints. Of LFM2 two layers attend; a tap of the convolution is a number that a token
+    passes.
     """
     empty = make_empty_model(scratch_config("nanochat", 4, vocab_size=8192, max_seq_len=512))
     assert matrix_parameters(empty) == 4 * 12 * 256**2 + 8192 * 256
-    assert (
-        flops_of(empty, 512)
-        == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512
-        == 37_748_736
-    )
-
-
-def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
-    """Depth 4 of LFM2: two layers attend; a tap of the convolution is a number that a token
-    passes.
-    """
+    assert flops_of(empty, 512) == 6 * matrix_parameters(empty) + 12 * 4 * 256 * 512 == 37_748_736
     empty = make_empty_model(scratch_config("lfm2", 4, vocab_size=8192, max_seq_len=512))
     assert empty.config.layer_types == ["conv", "full_attention"] * 2
     assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256
     assert flops_of(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
-
-
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])
-def test_gated_models_are_about_as_large(arch: str):
-    empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
-    assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)
+    for arch in ARCHITECTURES[1:]:  # about as large as nanochat
+        empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
+        assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)
+    with pytest.raises(ValueError, match="nanochat, qwen3, llama, lfm2 and lfm2_value"):
+        scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
 
 
 def test_utilisation():

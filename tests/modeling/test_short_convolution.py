@@ -34,31 +34,24 @@ def test_documents_are_as_alone_forward_and_backward(
     bias = torch.randn(3, dtype=torch.float64, requires_grad=True) if with_bias else None
     inputs = [states, weight, *([bias] if bias is not None else [])]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    ours = convolve(
-        states, weight, bias, cu_seq_lens_q=bounds, document_lengths=tuple(lengths), max_length_q=7
-    )
+    ours = convolve(states, weight, bias, cu_seq_lens_q=bounds, max_length_q=7)
     wanted = torch.cat([torchs(part, weight, bias) for part in states.split(lengths, -1)], -1)
     torch.testing.assert_close(ours, wanted)
     upstream = torch.randn_like(wanted)
-    pairs = zip(
-        *(torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted)), strict=True
-    )
-    for found, expected in pairs:
+    gradients = (torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted))
+    for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_lines_without_bounds_are_one_document_each():
+def test_lines_without_bounds_are_one_document_each_and_products_have_the_weights_dtype():
     torch.manual_seed(0)
     states, weight = torch.randn(4, 3, 9), torch.randn(3, 4)
     torch.testing.assert_close(convolve(states, weight), torchs(states, weight, None))
-
-
-def test_products_are_in_the_dtype_of_the_weight():
-    """As in transformers: 16-bit activations beside a weight in float32."""
-    states, weight = torch.randn(1, 3, 9).bfloat16(), torch.randn(3, 3)
-    found = convolve(states, weight)
+    # as in transformers: 16-bit activations beside a weight in float32
+    found = convolve(states.bfloat16(), weight)
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, torchs(states.float(), weight, None).bfloat16())
+    wanted = torchs(states.bfloat16().float(), weight, None).bfloat16()
+    torch.testing.assert_close(found, wanted)
 
 
 def test_transformers_calls_it_and_its_model_computes_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -78,9 +71,6 @@ def test_transformers_calls_it_and_its_model_computes_the_same(monkeypatch: pyte
             step = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits
             torch.testing.assert_close(step[:, 0], ours[:, place], rtol=1e-4, atol=1e-5)
         assert modeling_lfm2.causal_conv1d_fn is convolve
-        monkeypatch.setattr(
-            modeling_lfm2,
-            "causal_conv1d_fn",
-            lambda states, weight, bias=None, **_: torchs(states, weight, bias),
-        )
+        plain = lambda states, weight, bias=None, **_: torchs(states, weight, bias)  # noqa: E731
+        monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", plain)
         torch.testing.assert_close(model(ids, use_cache=False).logits, ours)
