@@ -322,8 +322,9 @@ def test_the_folder_of_a_run_does_not_prove_a_process_without_its_start(place: P
 
 def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, clean: Clean):
     run = place / "runs" / "one"
-    unfinished, kept = "removing-checkpoint-3 staging-5-abc", "invalid-checkpoint-4-1 checkpoint-5"
-    for name in f".{unfinished.replace(' ', ' .')} .{kept}".split():
+    unfinished = [".removing-checkpoint-3", ".staging-5-abc"]
+    kept = [".invalid-checkpoint-4-1", "checkpoint-5"]
+    for name in (*unfinished, *kept):
         (run / name).mkdir()
         (run / name / "weights.safetensors").write_bytes(b"x" * 100)
     with RunLock(run):
@@ -332,13 +333,12 @@ def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, clean:
         assert {"run": "runs/one", "why": "the run is at work"} in report["left_alone"]
     code, report = clean()
     assert code == 1 and (run / ".staging-5-abc").exists()
-    found = [
-        (file["kind"], Path(file["path"]).name, file["size_bytes"]) for file in report["files"]
-    ]
-    assert found == [("checkpoint", f".{name}", 100) for name in unfinished.split()]
+    for file, name in zip(report["files"], unfinished, strict=True):
+        assert (file["kind"], Path(file["path"]).name) == ("checkpoint", name)
+        assert file["size_bytes"] == 100
     assert clean("--yes")[0] == 0
-    left = {path.name.lstrip(".") for path in run.iterdir()}
-    assert left >= set(kept.split()) and not left & set(unfinished.split())
+    left = {path.name for path in run.iterdir()}
+    assert left >= set(kept) and not left & set(unfinished)
 
 
 @pytest.fixture

@@ -30,45 +30,28 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def test_nothing_sticks_out(page: Page, width: int) -> None:
     page.size(width, 700, phone=width < 800)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
-    cut = (
-        "[...document.querySelectorAll('h1, h2, p, dt, dd, figcaption, pre, td,"
-        " th')].filter((node) => "
-    )
-    cut += (
-        "!node.closest('.scroll') && node.getBoundingClientRect().right > innerWidth + 1).map((n)"
-        " => n.innerText)"
-    )
+    cut = """[...document.querySelectorAll('h1, h2, p, dt, dd, figcaption, pre, td, th')].filter(
+        (node) => !node.closest('.scroll') && node.getBoundingClientRect().right > innerWidth + 1
+    ).map((node) => node.innerText)"""
     assert page.run(cut) == []
 
 
 def test_labels_of_charts_can_be_read_on_a_phone(page: Page) -> None:
     page.size(360, 700, phone=True)
-    heights = page.run(
-        "[...document.querySelectorAll('svg text')].map((node) =>"
-        " node.getBoundingClientRect().height)"
-    )
-    assert heights and min(heights) >= 11  # of the line; its letters have 10 pixels
-    inside = page.run(
-        "[...document.querySelectorAll('svg text')].every((node) => { const t ="
-        " node.getBoundingClientRect(), s = node.ownerSVGElement.getBoundingClientRect(); return"
-        " t.left >= s.left - 1 && t.right <= s.right + 1; })"
-    )
-    assert inside
+    labels = """[...document.querySelectorAll('svg text')].map((node) => {
+        const t = node.getBoundingClientRect(), s = node.ownerSVGElement.getBoundingClientRect();
+        return [t.height, t.left >= s.left - 1 && t.right <= s.right + 1]; })"""
+    heights, inside = zip(*page.run(labels), strict=True)
+    assert min(heights) >= 11 and all(inside)  # of the line; its letters have 10 pixels
 
 
 def test_a_wide_table_scrolls_by_the_keyboard(page: Page) -> None:
     page.size(320, 700)
     page.run("document.activeElement.blur()")
-    wide = (
-        "[...document.querySelectorAll('.scroll')].filter((node) => node.scrollWidth >"
-        " node.clientWidth).length"
-    )
+    nodes = "[...document.querySelectorAll('.scroll, summary')]"
+    wide = f"{nodes}.filter((node) => node.scrollWidth > node.clientWidth).length"
     reached = set()
     for _ in range(20):
         page.press("Tab")
-        reached.add(
-            page.run(
-                "[...document.querySelectorAll('.scroll, summary')].indexOf(document.activeElement)"
-            )
-        )
+        reached.add(page.run(f"{nodes}.indexOf(document.activeElement)"))
     assert len(reached - {-1}) >= page.run(wide)
