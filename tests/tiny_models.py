@@ -61,6 +61,35 @@ TINY: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "block_auto_adjust_ff_dim": False,
 }
+# Layers with a state, and one of attention behind it; what their configurations call the sizes.
+_DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+    },
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+}
 # Multi-head latent attention has as many key heads as query heads.
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
 
@@ -74,6 +103,7 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
         sizes |= {"num_key_value_heads": 4}
     if model_type in SHORT_CONVOLUTION_TYPES:
         sizes |= {"layer_types": ["conv", "full_attention"] * 2}
+    sizes |= RECURRENT.get(model_type, {})
     return config_class(**{**sizes, **changes})
 
 

@@ -11,7 +11,7 @@ earlier tokens in the same document.
 | NPU, 16-bit       | npu_fusion_attention (3)                | the same, one document a row  |
 | CPU               | SDPA per document, in float32 (4)       | the same, causal              |
 | all others        | SDPA per document (5)                   | SDPA, causal                  |
-| softcap           | scores of a document, capped, masked    | the same                      |
+| softcap, sinks    | scores of a document, masked            | the same                      |
 | other model types | never packed                            | what transformers chooses     |
 
 (1) over document bounds; (2) if it is installed, see attention_check; (3) over document ends, see
@@ -36,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 from finetune.modeling.npu_attention import npu_attention, npu_takes
+from finetune.modeling.recurrent_layers import RECURRENT_TYPES, keep_states_apart
 from finetune.modeling.short_convolution import keep_documents_apart
 from finetune.runtime.device import capabilities
 
@@ -44,17 +45,19 @@ BY_DOCUMENT = "finetune_by_document"  # the same without the device's kernels
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each
 # is tested (tests/modeling/test_attention.py). Others are trained padded, with transformers'
 # attention. They may build ALiBi or a window into a mask that is not visible here (Bloom, Llama 4,
-# Phi-3.5-MoE) or call attention themselves (Nemotron, StableLM). Others do not pass the documents
-# to the mask (gpt-oss), or carry a state along the sequence (Mamba).
+# Phi-3.5-MoE) or call attention themselves (Nemotron, StableLM). Others carry a state along the
+# sequence in a way that recurrent_layers does not have (Mamba, Jamba, Kimi Linear).
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5
     ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe
-    glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium
+    glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe granitemoeshared helium
     hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe lfm2 lfm2_value llama longcat_flash minicpm3
     minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon
     phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2
 """
-ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
+ISOLATED_MODEL_TYPES = frozenset(_TESTED.split()) | RECURRENT_TYPES.keys()
+# Model types with images, of which transformers' AutoModelForCausalLM loads the text part.
+TEXT_LOADED = frozenset({"qwen3_5", "qwen3_5_moe"})
 SHORT_CONVOLUTION_TYPES = frozenset({"lfm2", "lfm2_value"})
 FLASH_WIDEST_HEAD = 256  # of torch's kernels
 HALF = (torch.float16, torch.bfloat16)
@@ -78,6 +81,8 @@ def choose_attention(config: PretrainedConfig) -> str | None:
     AttentionInterface.register(BY_DOCUMENT, partial(isolated_attention, kernels=False))
     if config.model_type in SHORT_CONVOLUTION_TYPES:
         keep_documents_apart()
+    if _trained_type(config) in RECURRENT_TYPES:
+        keep_states_apart(_trained_type(config))
     return ISOLATED
 
 
@@ -85,16 +90,23 @@ def can_pack(config: PretrainedConfig) -> bool:
     """Return whether documents are known to stay apart when packed: a tested model type with known
     layers.
     """
-    return config.model_type in ISOLATED_MODEL_TYPES and (
-        only_attends(config) or config.model_type in SHORT_CONVOLUTION_TYPES
-    )
+    kind = _trained_type(config)
+    others = SHORT_CONVOLUTION_TYPES | RECURRENT_TYPES.keys()
+    return kind in ISOLATED_MODEL_TYPES and (only_attends(config) or kind in others)
 
 
 def only_attends(config: PretrainedConfig) -> bool:
     """Return whether every layer is attention, so that a token passes only its keys and values to
     later tokens.
     """
+    if _trained_type(config) in RECURRENT_TYPES:
+        return False
     return set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYER_TYPES
+
+
+def _trained_type(config: PretrainedConfig) -> str:
+    text = config.get_text_config() if config.model_type in TEXT_LOADED else config
+    return str(text.model_type)
 
 
 def shortest_window(config: PretrainedConfig) -> int | None:
@@ -129,6 +141,7 @@ def isolated_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     document_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: Any = None,
     max_length_q: Any = None,
@@ -141,6 +154,7 @@ def isolated_attention(
         query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
         softcap: scores are `softcap * tanh(score / softcap)`. No kernel behind SDPA or flash
             attention has it.
+        s_aux: `(H,)`, sinks: the score of one more key, whose value is zero (gpt-oss).
         document_lengths: tokens of each document of a packed sequence, in order; None: every row is
             one document. It and the next two come from `Microbatch.model_inputs`: models pass on
             keyword arguments that they do not know.
@@ -153,7 +167,8 @@ def isolated_attention(
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
-    if softcap is None and (has_flash(query.device) or query.device.type == "npu"):
+    plain = softcap is None and s_aux is None
+    if plain and (has_flash(query.device) or query.device.type == "npu"):
         # Under autocast with float32 weights, norm and rotation leave query and key in float32:
         # cast as SDPA would be.
         if torch.is_autocast_enabled(query.device.type):
@@ -176,10 +191,10 @@ def isolated_attention(
                 query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window
             )
             return output, None
-    if softcap is None:
+    if plain:
         attend = partial(_causal, dropout, scaling, sliding_window)
     else:
-        attend = partial(_softcapped_attention, dropout, scaling, sliding_window, softcap)
+        attend = partial(_scored_attention, dropout, scaling, sliding_window, softcap, s_aux)
     # Lengths as Python integers in addition to cu_seq_lens: to split by a tensor's values, the host
     # would have to wait for the device in every layer.
     bounds = document_lengths if document_lengths is not None else (query.shape[2],)
@@ -248,11 +263,12 @@ def _causal(
     return output.to(dtype) if on_cpu else output
 
 
-def _softcapped_attention(
+def _scored_attention(
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -261,10 +277,15 @@ def _softcapped_attention(
     key = key.repeat_interleave(copies, dim=1)
     value = value.repeat_interleave(copies, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_causal_mask(query, sliding_window), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
+    weights = weights[..., : key.shape[2]]
     return nn.functional.dropout(weights, dropout) @ value
 
 

@@ -110,24 +110,40 @@ def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return own if own is not None and own < config.get_text_config().vocab_size else 0
 
 
-def check_unquantized(config: PretrainedConfig) -> None:
-    """Raise ConfigError if the model's weights are quantized: whether they can be trained depends
-    on kernels and devices.
-    """
+def weight_format(config: PretrainedConfig) -> str | None:
+    """Return how the model's weights are quantized on disk; None: not at all."""
     method = getattr(config, "quantization_config", None)
     if method is None:
-        return
+        return None
     if isinstance(method, dict):
-        kind = method.get("quant_method")
-    else:
-        kind = getattr(method, "quant_method", None)
+        return str(method.get("quant_method"))
+    kind = getattr(method, "quant_method", None)
+    return str(getattr(kind, "value", kind))
+
+
+def check_unquantized(config: PretrainedConfig, quantization: str) -> None:
+    """Raise ConfigError if the model's weights are quantized: whether they can be trained depends
+    on kernels and devices. MXFP4 (gpt-oss) is converted to 16 bits while it is loaded.
+
+    Args:
+        quantization: of the base model while it is trained.
+    """
+    kind = weight_format(config)
+    if kind is None or (kind == "mxfp4" and quantization == "none"):
+        return
+    if kind == "mxfp4":
+        raise ConfigError(
+            f"the model's weights are MXFP4, and are not quantised again as {quantization}",
+            where=str(config.name_or_path),
+            fix="--quantization none: they are converted to 16 bits while they are loaded",
+        )
     raise ConfigError(
         f"the model's weights are quantised ({kind}), and are not trained",
         where=str(config.name_or_path),
         fix=(
             "take its release in 16 bits (--quantization nf4 or int8 rounds it here), or write one:"
-            " load it with transformers' quantization config that has dequantize=True (Mxfp4Config"
-            " of gpt-oss, FineGrainedFP8Config), and save_pretrained into a folder"
+            " load it with transformers' quantization config that has dequantize=True"
+            " (FineGrainedFP8Config), and save_pretrained into a folder"
         ),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, FinetuneError
@@ -20,6 +21,7 @@ from finetune.modeling.model_config import (
     load_model_config,
     outside_text,
     warn_of_text_alone,
+    weight_format,
 )
 from finetune.modeling.quantization import compute_exactly, parameter_count, quantized_loading
 
@@ -44,7 +46,7 @@ def check_model(config: RunConfig | PretrainConfig) -> PretrainedConfig:
     """
     assert config.model is not None
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
-    check_unquantized(model_config)
+    check_unquantized(model_config, getattr(config, "quantization", "none"))
     check_weights(config.model)
     if config.finetuning == "lora":
         check_adapter(model_config, config)
@@ -78,6 +80,8 @@ def load_model(
     quantized = {}
     if quantization != "none":
         quantized = quantized_loading(quantization, model_dtype, device, zero3=zero3)
+    elif weight_format(model_config) == "mxfp4":
+        quantized = {"quantization_config": Mxfp4Config(dequantize=True)}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             repository,
@@ -100,6 +104,11 @@ def load_model(
         ) from error
     let_choose_logits(model)
     warn_of_text_alone(model, model_config)
+    loaded: Any = model
+    if weight_format(model_config) == "mxfp4":
+        # transformers 5.23 would save 16-bit weights under the names of the 4-bit blocks, which no
+        # program reads (Mxfp4Dequantize.reverse_op). Remove this when it renames them.
+        loaded._weight_conversions = []
     if quantization != "none":
         compute_exactly(model)
     elif zero3:
@@ -109,7 +118,6 @@ def load_model(
         # that it knows, and would save under names that no other program reads
         # (_load_state_dict_into_zero3_model). Remove this when it filters them there too.
         conversions = getattr(model, "_weight_conversions", None) or []
-        loaded: Any = model
         loaded._weight_conversions = [
             conversion for conversion in conversions if conversion.was_used()
         ]

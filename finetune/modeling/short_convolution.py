@@ -1,5 +1,5 @@
-"""LFM2's short convolution as shifts and products: they work on every device, compilers fuse them,
-and they can keep documents apart.
+"""Short causal convolutions as shifts and products: they work on every device, compilers fuse them,
+and they can keep documents apart. LFM2 has them, and so have recurrent layers (recurrent_layers).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.activations import ACT2FN
 
 from finetune.errors import FinetuneError
 
@@ -38,7 +39,7 @@ def convolve(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: None = None,
+    activation: str | None = None,
     *,
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
@@ -48,7 +49,7 @@ def convolve(
     Args:
         hidden_states: `(samples, channels, T)`.
         weight: `(channels, taps)`, the last for the token itself; bias: `(channels,)`.
-        activation: LFM2 has none.
+        activation: transformers' name of a function that is applied to the result.
         cu_seq_lens_q: `(documents + 1,)`, the first positions of the documents of a packed
             sequence, and its end; None: every row is one document.
         kwargs: the other arguments of attention.
@@ -56,7 +57,6 @@ def convolve(
     Returns:
         `(samples, channels, T)` in the dtype of `hidden_states`; products have that of `weight`.
     """
-    assert activation is None, activation
     states = hidden_states.to(weight.dtype)
     tokens, taps = states.shape[-1], weight.shape[-1]
     mixed = states * weight[:, -1:]
@@ -71,4 +71,6 @@ def convolve(
         mixed = mixed + earlier * weight[:, -1 - back, None]
     if bias is not None:
         mixed = mixed + bias[:, None]
+    if activation is not None:
+        mixed = ACT2FN[activation](mixed)
     return mixed.to(hidden_states.dtype)
