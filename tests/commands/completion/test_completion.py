@@ -30,32 +30,25 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     return result.stdout.split()
 
 
-def test_commands_are_completed(script: str) -> None:
-    assert completed(script, "finetune", "") == list(COMMANDS)
-    assert completed(script, "finetune", "pre") == ["prepare", "pretrain"]
-
-
-def test_flags_and_their_choices_are_completed(script: str) -> None:
-    assert completed(script, "finetune", "sft", "--lora-alp") == ["--lora-alpha"]
-    assert completed(script, "finetune", "sft", "--dtype", "") == [
-        "auto",
-        "float32",
-        "float16",
-        "bfloat16",
-    ]
-    assert completed(script, "finetune", "sft", "--dtype", "b") == ["bfloat16"]
-    assert completed(script, "finetune", "monitor", "--lang", "z") == ["zh"]
-    assert completed(script, "finetune", "chat", "--lora-alp") == []
-
-
-def test_a_launch_and_a_plan_take_the_flags_of_a_run_too(script: str) -> None:
-    for command in ("launch", "plan"):
-        assert completed(script, "finetune", command, "--lora-alp") == ["--lora-alpha"]
-    assert completed(script, "finetune", "plan", "--devices-p") == ["--devices-per-node"]
-
-
-def test_files_are_left_to_the_shell(script: str) -> None:
-    assert completed(script, "finetune", "sft", "--config", "ds") == []
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("", " ".join(COMMANDS)),
+        ("pre", "prepare pretrain"),
+        ("sft --lora-alp", "--lora-alpha"),
+        ("sft --dtype ", "auto float32 float16 bfloat16"),
+        ("sft --dtype b", "bfloat16"),
+        ("monitor --lang z", "zh"),
+        ("chat --lora-alp", ""),
+        # these take the flags of a run too
+        ("launch --lora-alp", "--lora-alpha"),
+        ("plan --lora-alp", "--lora-alpha"),
+        ("plan --devices-p", "--devices-per-node"),
+        ("sft --config ds", ""),  # files are left to the shell
+    ],
+)
+def test_what_bash_offers(script: str, words: str, offered: str) -> None:
+    assert completed(script, "finetune", *words.split(" ")) == offered.split()
     assert "complete -o default" in script
 
 

@@ -16,48 +16,38 @@ from finetune.data import parts
 from finetune.errors import FinetuneError
 
 WORDS = [f"word{number}" for number in range(2000)]
-
-
-def text_of(generator: random.Random, words: int = 40) -> str:
-    return " ".join(generator.choices(WORDS, k=words))
+Rows = list[dict[str, Any]]
 
 
 @pytest.fixture
-def rows() -> list[dict[str, Any]]:
+def rows() -> Rows:
     generator = random.Random(0)
-    return [
-        {"prompt": text_of(generator), "completion": text_of(generator), "id": number}
-        for number in range(60)
-    ]
+    texts = [" ".join(generator.choices(WORDS, k=40)) for _ in range(120)]
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [{"prompt": asked, "completion": said} for asked, said in pairs]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(tmp_path / "model")
-
-    def call(path: Path, *more: str, json_wanted: bool = True) -> Any:
-        given = [
-            "--model",
-            str(tmp_path / "model"),
-            "--data",
-            str(path),
-            "--cache-dir",
-            str(tmp_path / "cache"),
-        ]
-        assert main([*given, "--audit", *more, *(["--json"] if json_wanted else [])]) == 0
+def audited(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(path: Path, words: str, as_json: bool = True) -> Any:
+        given = f"--model {model} --data {path} --cache-dir {tmp_path / 'cache'} --audit {words}"
+        assert main([*given.split(), *(["--json"] if as_json else [])]) == 0
         shown = capsys.readouterr().out
-        return json.loads(shown) if json_wanted else shown
+        return json.loads(shown) if as_json else shown
 
     return call
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_what_is_wrong_with_rows_is_found(
-    rows: list[dict[str, Any]],
-    audited: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: str,
+    rows: Rows, audited: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
     near = {**rows[3], "completion": rows[3]["completion"].upper().replace("WORD", "word", 1) + "."}
@@ -67,20 +57,17 @@ def test_what_is_wrong_with_rows_is_found(
         {"prompt": "什么是路由器?", "completion": "转发数据包"}, {"prompt": "w " * 100, "completion": "a"},
     ]  # fmt: skip
     path = write(tmp_path / "train.jsonl", data)
-    valid = write(
-        tmp_path / "valid.jsonl",
-        [{"prompt": "Say", "completion": f"so: {leak}!"}, rows[9], rows[9]],
-    )
+    held_out = [{"prompt": "Say", "completion": f"so: {leak}!"}, rows[9], rows[9]]
+    valid = write(tmp_path / "valid.jsonl", held_out)
     unseen = [{"question": f"q {number}", "choices": ["no such words"]} for number in range(3)]
     benchmark = write(tmp_path / "benchmark.jsonl", [*unseen, {"question": "x", "answer": [leak]}])
-    more = ("--valid-data", str(valid), "--benchmark", str(benchmark), "--cutoff-len", "160")
-    found = audited(path, *more, "--preprocessing-num-workers", workers)
+    words = f"--valid-data {valid} --benchmark {benchmark} --cutoff-len 160"
+    found = audited(path, f"{words} --preprocessing-num-workers {workers}")
     assert found["records"] == 65 and found["unusable"] == {"empty answer": 1}
     assert found["over_cutoff"]["prompts_trimmed"] >= 1
-    assert found["exact_duplicates"] == 1 and found["exact_examples"] == [
-        [f"{path}:61", f"{path}:2"]
-    ]
-    assert found["near_duplicates"] == 1 and found["near_examples"] == [[f"{path}:62", f"{path}:4"]]
+    assert found["exact_duplicates"] == found["near_duplicates"] == 1
+    assert found["exact_examples"] == [[f"{path}:61", f"{path}:2"]]
+    assert found["near_examples"] == [[f"{path}:62", f"{path}:4"]]
     assert found["scripts"] == {"Latin": 63, "Chinese": 1}
     first, second = found["overlap"]
     assert (first["records"], first["found"], first["training_records"]) == (3, 3, 2)
@@ -89,95 +76,69 @@ def test_what_is_wrong_with_rows_is_found(
         "name": str(benchmark), "records": 4, "found": 1, "training_records": 1,
         "examples": [[f"{benchmark}:4", f"{path}:8"]],
     }  # fmt: skip
+    shown = audited(path, words, as_json=False)
+    for text in ("exact duplicates", "1 (1.5%)", f"{path}:61 says the same as {path}:2"):
+        assert text in shown
 
 
-def test_chinese_is_compared_by_characters(audited: Any, tmp_path: Path) -> None:
-    said = "路由器在不同的网络之间转发数据包"
-    path = write(tmp_path / "train.jsonl", [{"prompt": "问", "completion": f"因为{said}。"}])
-    valid = write(
-        tmp_path / "valid.jsonl",
-        [{"prompt": "甲", "completion": f"{said}吗"}, {"prompt": "乙", "completion": "否"}],
-    )
-    (overlap,) = audited(path, "--valid-data", str(valid))["overlap"]
-    assert (overlap["records"], overlap["found"]) == (2, 1)
+ROUTER = "路由器在不同的网络之间转发数据包"
+FORM = "Answer the following question with one of the four choices and say why you think so"
 
 
-def test_texts_that_are_too_short_to_compare(
-    rows: list[dict[str, Any]], audited: Any, tmp_path: Path
-) -> None:
-    benchmark = write(tmp_path / "benchmark.jsonl", [{"question": "2 + 2?", "answer": "4"}])
-    (overlap,) = audited(write(tmp_path / "train.jsonl", rows), "--benchmark", str(benchmark))[
-        "overlap"
-    ]
-    assert (overlap["records"], overlap["found"], overlap["training_records"]) == (1, 0, 0)
+def test_what_is_no_leak(rows: Rows, audited: Any, tmp_path: Path) -> None:
+    def overlap(train: Rows, held_out: Rows, option: str = "--valid-data") -> tuple[int, int]:
+        path = write(tmp_path / "train.jsonl", train)
+        other = write(tmp_path / "other.jsonl", held_out)
+        (found,) = audited(path, f"{option} {other}")["overlap"]
+        return found["records"], found["found"]
+
+    # texts that are too short to compare
+    assert overlap(rows, [{"question": "2 + 2?", "answer": "4"}], "--benchmark") == (1, 0)
+    # a form of words
+    asked = [{**row, "prompt": f"{FORM} {row['prompt']}"} for row in rows]
+    assert overlap(asked[:40], asked[40:]) == (20, 0)
+    # Chinese is compared by characters
+    train = [{"prompt": "问", "completion": f"因为{ROUTER}。"}]
+    valid = [{"prompt": "甲", "completion": f"{ROUTER}吗"}, {"prompt": "乙", "completion": "否"}]
+    assert overlap(train, valid) == (2, 1)
 
 
-def test_a_form_of_words_is_no_leak(
-    rows: list[dict[str, Any]], audited: Any, tmp_path: Path
-) -> None:
-    form = "Answer the following question with one of the four choices and say why you think so"
-    asked = [{**row, "prompt": f"{form} {row['prompt']}"} for row in rows]
-    path = write(tmp_path / "train.jsonl", asked[:40])
-    (overlap,) = audited(path, "--valid-data", str(write(tmp_path / "valid.jsonl", asked[40:])))[
-        "overlap"
-    ]
-    assert overlap["found"] == 0 and overlap["records"] == 20
-
-
-def test_the_sides_of_a_split_are_compared(
-    rows: list[dict[str, Any]], audited: Any, tmp_path: Path
-) -> None:
-    path = write(
-        tmp_path / "train.jsonl",
-        [*rows, *({**row, "prompt": f"So {row['prompt']}"} for row in rows)],
-    )
-    (overlap,) = audited(path, "--valid-split", "0.3")["overlap"]
+def test_the_sides_of_a_split_are_compared(rows: Rows, audited: Any, tmp_path: Path) -> None:
+    grouped = [{**row, "group": number} for number, row in enumerate(rows)]
+    grouped += [{**row, "prompt": f"So {row['prompt']}"} for row in grouped]
+    path = write(tmp_path / "train.jsonl", grouped)
+    (overlap,) = audited(path, "--valid-split 0.3")["overlap"]
     assert 10 < overlap["found"] < overlap["records"] and "--valid-split 0.3" in overlap["name"]
-    rows = [{**row, "group": number} for number, row in enumerate(rows)]
-    path = write(
-        tmp_path / "grouped.jsonl",
-        [*rows, *({**row, "prompt": f"So {row['prompt']}"} for row in rows)],
-    )
-    (overlap,) = audited(path, "--valid-split", "0.3", "--split-by", "group")["overlap"]
+    (overlap,) = audited(path, "--valid-split 0.3 --split-by group")["overlap"]
     assert overlap["found"] == 0 and overlap["records"] > 10
 
 
 def test_rows_with_media_are_read_as_training_reads_them(
-    rows: list[dict[str, Any]], audited: Any, tmp_path: Path
+    rows: Rows, audited: Any, tmp_path: Path
 ) -> None:
     pictured = [{**row, "image": "a.png"} for row in rows[:5]]
     path = write(tmp_path / "train.jsonl", [*rows[5:20], *pictured, pictured[0]])
-    valid = str(write(tmp_path / "valid.jsonl", [{**pictured[1], "image": "b.png"}, rows[30]]))
-    found = audited(path, "--on-media", "drop-media", "--valid-data", valid)
+    valid = write(tmp_path / "valid.jsonl", [{**pictured[1], "image": "b.png"}, rows[30]])
+    found = audited(path, f"--on-media drop-media --valid-data {valid}")
     assert found["exact_duplicates"] == 1 and found["unusable"] == {}
     assert found["overlap"][0]["found"] == 1
-    found = audited(path, "--on-media", "drop-row")
+    found = audited(path, "--on-media drop-row")
     assert found["exact_duplicates"] == 0 and found["unusable"] == {"images, video or sound": 6}
 
 
 def test_difficulties_of_entries_are_not_read_without_a_curriculum(
-    rows: list[dict[str, Any]], tmp_path: Path, audited: Any, capsys: pytest.CaptureFixture[str]
+    rows: Rows, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "train.jsonl", rows)
-    config = {"model": str(tmp_path / "model"), "data": [{"path": str(path), "difficulty": "hard"}]}
-    settings = {**config, "use_curriculum": False, "cache_dir": str(tmp_path / "cache")}
-    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    config = {"model": str(model), "data": [{"path": str(path), "difficulty": "hard"}]}
+    config |= {"use_curriculum": False, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
     for options in (["--audit", "--json"], ["--rows", "0"]):
         assert main(["--config", str(tmp_path / "run.yaml"), *options]) == 0
     assert '"records": 60' in capsys.readouterr().out
 
 
-def test_the_table(rows: list[dict[str, Any]], audited: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", [*rows, rows[0]])
-    shown = audited(path, json_wanted=False)
-    assert (
-        "exact duplicates" in shown
-        and "1 (1.6%)" in shown
-        and f"{path}:61 says the same as {path}:1" in shown
-    )
-
-
 def test_options_of_the_audit_belong_to_it() -> None:
-    for option in (["--json"], ["--benchmark", "b.jsonl"]):
-        with pytest.raises(FinetuneError, match=f"{option[0]} belongs to --audit"):
-            main(["--model", "m", "--data", "d", *option])
+    for option in ("--json", "--benchmark b.jsonl"):
+        with pytest.raises(FinetuneError, match=f"{option.split()[0]} belongs to --audit"):
+            main(f"--model m --data d {option}".split())
