@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,8 +25,6 @@ from launching import environment
 from run_helpers import Materials
 
 from finetune.commands.diagnose.command import diagnose_logs
-
-ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems needs root")
 
 
 def _child(log: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -69,18 +68,14 @@ def broken(
     return logs
 
 
-def causes(paths: list[Path]) -> list[str]:
+def causes(*paths: Path) -> list[str]:
     return [finding.cause for finding in diagnose_logs(paths)]
 
 
 def assert_cause(cause: str, paths: list[Path]) -> None:
     findings = diagnose_logs(paths)
-    texts = "\n".join(
-        f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
-        for path in paths
-        if path.is_file()
-    )
-    assert [finding.cause for finding in findings] == [cause], texts
+    texts = [f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths]
+    assert [finding.cause for finding in findings] == [cause], "\n".join(texts)
     assert all(finding.evidence and finding.fix and finding.explanation for finding in findings)
 
 
@@ -125,36 +120,28 @@ def test_one_process(cause, function, tmp_path):
     assert_cause(cause, broken(tmp_path, function, str(tmp_path)))
 
 
-def test_flash_attention_without_its_package(materials, tmp_path):
-    if importlib.util.find_spec("flash_attn"):
-        pytest.skip("flash_attn is installed here")
-    assert_cause(
-        "flash_attn_missing", broken(tmp_path, breaks.flash_attention, str(materials.model))
-    )
-
-
-def test_wandb_without_a_key(tmp_path):
+def test_packages_that_are_not_there_or_not_set_up(materials, tmp_path):
+    if not importlib.util.find_spec("flash_attn"):
+        logs = broken(tmp_path, breaks.flash_attention, str(materials.model))
+        assert_cause("flash_attn_missing", logs)
     if not importlib.util.find_spec("wandb"):
         pytest.skip("wandb is not installed here")
-    assert_cause("wandb_login", broken(tmp_path, breaks.wandb, str(tmp_path)))
+    (tmp_path / "own").mkdir()
+    assert_cause("wandb_login", broken(tmp_path / "own", breaks.wandb, str(tmp_path)))
 
 
-@ROOT_ONLY
-def test_small_shared_memory(tmp_path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems needs root")
+def test_small_shared_memory_and_a_full_disk(tmp_path):
     logs = broken(tmp_path, breaks.shared_memory, str(tmp_path))
-    if "NO MOUNT" in logs[0].read_text():
-        pytest.skip("mounting is not allowed here")
-    assert_cause("dataloader_worker_killed_shm", logs)
-
-
-@ROOT_ONLY
-def test_full_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small tmpfs is not allowed here")
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    if "NO MOUNT" in logs[0].read_text() or not mounted:
+        pytest.skip("mounting is not allowed here")
     try:
+        assert_cause("dataloader_worker_killed_shm", logs)
+        logs[0].unlink()
         assert_cause("disk_full", broken(tmp_path, breaks.disk, str(disk)))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
@@ -179,35 +166,19 @@ def test_processes(cause, function, processes, tmp_path, free_port):
 
 def test_the_rank_that_failed_first_is_blamed(tmp_path, free_port):
     logs = broken(tmp_path, breaks.peer_fails_first, free_port, processes=2)
-    assert causes(logs[:1]) == ["peer_died"]  # all that rank 0 can know
-    assert_cause("host_oom", logs)
-    finding = diagnose_logs(logs)[0]
-    assert finding.rank == 1
-    assert finding.consequences == ["peer_died"]
+    assert causes(logs[0]) == ["peer_died"]  # all that rank 0 can know
+    (finding,) = diagnose_logs(logs)
+    assert (finding.cause, finding.rank, finding.consequences) == ("host_oom", 1, ["peer_died"])
 
 
 def test_port_taken_under_torchrun(tmp_path):
-    script = tmp_path / "worker.py"
+    script, log = tmp_path / "worker.py", tmp_path / "launcher.log"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
-    with bound_port() as port:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=1",
-            f"--master-port={port}",
-        ]
-        ended = subprocess.run(
-            [*command, str(script)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert ended.returncode != 0
-    log = tmp_path / "launcher.log"
-    log.write_text(ended.stdout + ended.stderr)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    with bound_port() as port, log.open("wb") as output:
+        words += [f"--master-port={port}", str(script)]
+        done = subprocess.run(words, env=environment(), stdout=output, stderr=output, check=False)
+    assert done.returncode != 0
     assert_cause("port_in_use", [log])
 
 
@@ -216,117 +187,89 @@ def test_port_taken_under_torchrun(tmp_path):
 
 def run_sft(materials: Materials, folder: Path, **changes: Any) -> list[Path]:
     """A run of the package that is expected to fail; its console logs."""
-    settings = materials.settings(folder / "run", **changes)
-    ranks = run_helpers.start(settings)
-    codes = ranks.wait()
-    assert codes != [0], ranks.output()
+    ranks = run_helpers.start(materials.settings(folder / "run", **changes))
+    assert ranks.wait() != [0], ranks.output()
     return ranks.log_paths
 
 
-def bad_rows(folder: Path, line: str) -> str:
-    path = folder / "bad.jsonl"
+def rows(folder: Path, line: str) -> dict[str, str]:
+    """Data with one line between good ones."""
     good = json.dumps({"instruction": "what", "output": "that"})
-    path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
-    return str(path)
+    (folder / "bad.jsonl").write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
+    return {"data": str(folder / "bad.jsonl")}
 
 
-OWN = {
-    "model_not_found": lambda _, folder: {"model": str(folder / "no-model")},
-    "dataset_missing_field": lambda _, folder: {
-        "data": bad_rows(folder, '{"instruction": "what", "answer": "that"}')
+def model_cut_short(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def more_tokens_than_embeddings(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<new-{number}>" for number in range(64)])
+    tokenizer.save_pretrained(model)
+
+
+NO_OUTPUT, NO_COMMA = '{"instruction": "q", "answer": "a"}', '{"instruction": "q" "output": "a"}'
+NEW_TOKEN = '{"instruction": "<new-3>", "output": "a"}'
+# What a run of one's own has: settings, or what makes them in a folder.
+OWN: dict[str, Any] = {
+    "model_not_found": {"model": "/tmp/no-model"},
+    "dataset_missing_field": lambda folder: rows(folder, NO_OUTPUT),
+    "dataset_bad_json": lambda folder: rows(folder, NO_COMMA),
+    "explained_by_run": {"lora_target_modules": ["no_such_layer"]},
+    "hub_offline": {"model": "an-owner/a-model-that-is-not-cached"},
+    "cuda_driver_mismatch": {"device_type": "cuda"},
+    "torch_npu_missing_or_mismatch": {"device_type": "npu"},
+    "nan_loss": {"learning_rate": 1e30, "max_steps": 40, "max_grad_norm": 0},
+    "deepspeed_batch_assert": {"global_batch_size": 7, "gradient_accumulation_steps": 4},
+    "checkpoint_corrupt": {"change": model_cut_short},
+    "tokenizer_vocab_mismatch": lambda folder: {
+        "change": more_tokens_than_embeddings,
+        **rows(folder, NEW_TOKEN),
     },
-    "dataset_bad_json": lambda _, folder: {
-        "data": bad_rows(folder, '{"instruction": "what" "output": "that"}')
-    },
-    "explained_by_run": lambda materials, _: {"lora_target_modules": ["no_such_layer"]},
-    "hub_offline": lambda *_: {"model": "an-owner/a-model-that-is-not-cached"},
-    "cuda_driver_mismatch": lambda *_: {"device_type": "cuda"},
-    "torch_npu_missing_or_mismatch": lambda *_: {"device_type": "npu"},
-    "nan_loss": lambda *_: {"learning_rate": 1e30, "max_steps": 40, "max_grad_norm": 0},
-    "deepspeed_batch_assert": lambda *_: {"global_batch_size": 7, "gradient_accumulation_steps": 4},
 }
 
 
 @pytest.mark.parametrize("cause", OWN)
 def test_own_run(cause, materials, tmp_path):
-    assert_cause(cause, run_sft(materials, tmp_path, **OWN[cause](materials, tmp_path)))
-
-
-def other_model(materials: Materials, folder: Path) -> Path:
-    copy = folder / "model"
-    copy.mkdir()
-    for path in materials.model.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    return copy
-
-
-def test_weights_cut_short(materials, tmp_path):
-    model = other_model(materials, tmp_path)
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_cause("checkpoint_corrupt", run_sft(materials, tmp_path, model=str(model)))
-
-
-def test_tokenizer_with_more_tokens_than_embeddings(materials, tmp_path):
-    from transformers import AutoTokenizer
-
-    model = other_model(materials, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens([f"<new-{number}>" for number in range(64)])
-    tokenizer.save_pretrained(model)
-    logs = run_sft(
-        materials,
-        tmp_path,
-        model=str(model),
-        data=bad_rows(tmp_path, '{"instruction": "<new-3>", "output": "a"}'),
-    )
-    assert_cause("tokenizer_vocab_mismatch", logs)
+    changes = dict(OWN[cause](tmp_path) if callable(OWN[cause]) else OWN[cause])
+    if change := changes.pop("change", None):
+        changes["model"] = str(shutil.copytree(materials.model, tmp_path / "model"))
+        change(tmp_path / "model")
+    assert_cause(cause, run_sft(materials, tmp_path, **changes))
+    if cause == "nan_loss":
+        assert causes(tmp_path / "run") == ["nan_loss"]
 
 
 def test_output_folder_of_somebody_else(materials, tmp_path):
-    closed = tmp_path / "closed"
+    closed, config = tmp_path / "closed", tmp_path / "run.json"
     closed.mkdir()
     closed.chmod(0o555)
-    config = tmp_path / "run.json"
     config.write_text(json.dumps(materials.settings(closed / "run")))
     assert_cause("permission_denied", broken(tmp_path, breaks.sft_without_rights, str(config)))
 
 
-def start_and_wait(materials: Materials, folder: Path) -> run_helpers.Ranks:
-    """A run that would take long and has done a step."""
-    ranks = run_helpers.start(materials.settings(folder / "run", max_steps=2000))
-    log = folder / "run" / "trainer_log.jsonl"
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_run_that_was_ended(how, materials, tmp_path):
+    ranks = run_helpers.start(materials.settings(tmp_path / "run", max_steps=2000))
+    log = tmp_path / "run" / "trainer_log.jsonl"
     run_helpers.wait_for(
         lambda: log.exists() and log.read_bytes().count(b"\n"), what="the first step"
     )
-    return ranks
-
-
-def test_stopped_by_a_signal(materials, tmp_path):
-    ranks = start_and_wait(materials, tmp_path)
+    assert causes(tmp_path / "run") == []  # it runs
+    if how == "killed":
+        ranks.kill()
+        assert causes(tmp_path / "run") == ["peer_died"]
+        return
     run_helpers.send(ranks.pids, signal.SIGTERM)
     assert ranks.wait() == [3], ranks.output()
     assert_cause("preempted", ranks.log_paths)
-    assert causes([tmp_path / "run"]) == ["preempted"]
+    assert causes(tmp_path / "run") == ["preempted"]
 
 
-def test_killed_run_folder(materials, tmp_path):
-    ranks = start_and_wait(materials, tmp_path)
-    assert causes([tmp_path / "run"]) == []  # it runs
-    ranks.kill()
-    assert causes([tmp_path / "run"]) == ["peer_died"]
-
-
-def test_failed_run_folder(materials, tmp_path):
-    run_sft(materials, tmp_path, **OWN["nan_loss"](materials, tmp_path))
-    assert causes([tmp_path / "run"]) == ["nan_loss"]
-
-
-# ---------------------------------------------------------------- runs that are well
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_good_runs_get_no_finding(processes, materials, tmp_path):
-    ranks = run_helpers.train(materials.settings(tmp_path / "run"), processes)
-    assert causes(ranks.log_paths) == []
-    assert causes([tmp_path / "run"]) == []
+def test_good_runs_get_no_finding(materials, tmp_path):
+    ranks = run_helpers.train(materials.settings(tmp_path / "run"), 2)
+    assert causes(*ranks.log_paths) == [] and causes(tmp_path / "run") == []
