@@ -345,9 +345,9 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
     assert sum(made for _, made in results) == 1
 
 
-def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> None:
-    """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for
-    other nodes.
+def _open_as(rank: int, node: str, folder: Path, meet: Any) -> None:
+    """A rank that hashes a data file and opens an entry, with every hash noted; with `meet`, it
+    waits there for other nodes.
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     cache.socket.gethostname = lambda: node
@@ -355,14 +355,16 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
 
     def noted(paths: list[Path]) -> list[str]:
         for path in paths:
-            with log.open("a") as file:
+            with (folder / "hashed").open("a") as file:
                 file.write(f"{path.name}\n")
             if meet is not None:
                 meet.wait(60)
         return plain(paths)
 
+    cache.source_hashes([folder / "source"], folder)
     cache.hash_files = noted
-    cache.open_or_make(cache_dir, {"data": "1"}, _make_two)
+    cache.source_hashes([folder / "source"], folder)
+    cache.open_or_make(folder / "cache", {"data": "1"}, _make_two)
 
 
 def _make_two(folder: Path) -> dict[str, Any]:
@@ -371,15 +373,13 @@ def _make_two(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _open_on(nodes: list[str], tmp_path: Path, *, together: bool = False) -> list[str]:
-    """Names of the files that were hashed, when a rank opened the entry on each of the nodes
-    named.
-    """
+def _open_on(nodes: str, folder: Path, *, together: bool = False) -> str:
+    """The first letters of files that were hashed, when a rank opened the entry on each node."""
     context = multiprocessing.get_context("fork")
-    log, meet = tmp_path / "hashed", context.Barrier(len(nodes)) if together else None
-    log.write_text("")
+    meet = context.Barrier(len(nodes)) if together else None
+    (folder / "hashed").write_text("")
     processes = [
-        context.Process(target=_open_as, args=(rank, node, tmp_path / "cache", log, meet))
+        context.Process(target=_open_as, args=(rank, node, folder, meet))
         for rank, node in enumerate(nodes)
     ]
     for process in processes:
@@ -387,25 +387,26 @@ def _open_on(nodes: list[str], tmp_path: Path, *, together: bool = False) -> lis
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    return sorted(log.read_text().split())
+    return "".join(sorted(name[0] for name in (folder / "hashed").read_text().split()))
 
 
 def test_an_entry_is_checked_once_a_node_and_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _open_on(["n0"] * 4, tmp_path) == ["a", "b"], "made once, not read again by who waited"
-    assert _open_on(["n0"] * 4, tmp_path) == [], "the same launcher's"
-    assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"]
+    (tmp_path / "source").write_text("s")
+    assert _open_on("0000", tmp_path) == "ab", "made once, not read again by who waited"
+    assert _open_on("0000", tmp_path) == "", "the same launcher's"
+    assert _open_on("1111", tmp_path) == "ab"
     (folder,) = folders(tmp_path / "cache")
     state = (folder / "a").stat()
     (folder / "a").write_text("x")
     os.utime(folder / "a", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     # Damaged: seen on one node, looked at again under the lock for making, and made anew.
-    assert _open_on(["n0"] * 4, tmp_path) == ["a"] * 3 + ["b"] * 3
+    assert _open_on("0000", tmp_path) == "aaabbb"
     assert (folder / "a").read_text() == "a"
-    assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"], "which is news on the other node"
+    assert _open_on("1111", tmp_path) == "ab", "which is news on the other node"
     # Side by side: each waits in the middle of its check for the others to have come as far.
-    assert _open_on(["n2", "n3", "n4"], tmp_path, together=True) == ["a"] * 3 + ["b"] * 3
+    assert _open_on("234", tmp_path, together=True) == "aaabbb"
     hashed: list[Path] = []
     plain = cache.hash_files
     monkeypatch.setattr(cache, "hash_files", lambda paths: hashed.extend(paths) or plain(paths))
