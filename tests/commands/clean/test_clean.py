@@ -77,7 +77,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch) -> Path:
     """An empty folder to work in, with `runs/one` of a run that has ended."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -89,7 +89,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def clean(place: Path, capsys: pytest.CaptureFixture[str]) -> Clean:
+def clean(place: Path, capsys) -> Clean:
     """Exit code and report of the command."""
 
     def call(*words: str) -> tuple[int, dict[str, Any]]:
@@ -138,9 +138,7 @@ def pids(report: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.frozen
-def test_an_orphan_is_listed_and_ended_only_with_yes(
-    place: Path, start: Start, clean: Clean, capsys: pytest.CaptureFixture[str]
-):
+def test_an_orphan_is_listed_and_ended_only_with_yes(place, start, clean, capsys):
     orphan, stranger, other = start(), start(), start()  # of the same command line
     # a step of the clock changes nothing
     facts = described(orphan, rank=3)
@@ -182,9 +180,7 @@ def test_an_orphan_is_listed_and_ended_only_with_yes(
         ({"pid": "none"}, None),
     ],
 )
-def test_a_process_that_is_not_what_was_recorded_is_left_alone(
-    changed: dict[str, Any], why: str | None, place: Path, start: Start, clean: Clean
-):
+def test_a_process_that_is_not_what_was_recorded_is_left_alone(changed, why, place, start, clean):
     process = start()
     record_launch(place, gone(start()), described(process) | changed)
     code, report = clean(*NOW)
@@ -192,9 +188,7 @@ def test_a_process_that_is_not_what_was_recorded_is_left_alone(
     assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
 
 
-def test_a_record_that_others_may_have_written_is_not_believed(
-    place: Path, start: Start, clean: Clean
-):
+def test_a_record_that_others_may_have_written_is_not_believed(place, start, clean):
     """Process ids, start times and commands are there for everybody to see: a forged record has
     them right.
     """
@@ -216,9 +210,7 @@ def test_a_record_that_others_may_have_written_is_not_believed(
         assert is_refused("the record belongs to another user")
 
 
-def test_another_users_process_is_left_alone(
-    place: Path, start: Start, clean: Clean, monkeypatch: pytest.MonkeyPatch
-):
+def test_another_users_process_is_left_alone(place: Path, start: Start, clean: Clean, monkeypatch):
     if os.getuid() == 0:
         process = start(SLEEP, user=65534)  # for real
     else:
@@ -230,9 +222,7 @@ def test_another_users_process_is_left_alone(
 
 
 @pytest.mark.parametrize("changed", [{}, {"host": "another-host"}, {"start_time": 1.0}])
-def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
-    changed: dict[str, Any], place: Path, start: Start, clean: Clean
-):
+def test_a_run_whose_launcher_may_be_alive_is_no_orphan(changed, place, start, clean):
     worker, supervisor = start(), start()
     facts = described(supervisor, role="supervisor", rank=None, **changed)
     record_launch(place, facts, described(worker))
@@ -247,9 +237,7 @@ def test_a_list_without_its_launcher_proves_nothing(place: Path, start: Start, c
     assert clean(*NOW)[0] == 0 and is_running(worker)
 
 
-def test_one_that_does_not_listen_is_killed_and_one_that_saves_is_waited_for(
-    place: Path, start: Start, clean: Clean
-):
+def test_one_that_does_not_listen_is_killed_and_one_that_saves_is_waited_for(place, start, clean):
     stubborn = start(STUBBORN, stdout=subprocess.PIPE)
     stubborn.stdout.readline()
     record_launch(place, gone(start()), described(stubborn))
@@ -260,9 +248,7 @@ def test_one_that_does_not_listen_is_killed_and_one_that_saves_is_waited_for(
     assert saving.wait() == 0, "it was signalled although it was saving"
 
 
-def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
-    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_that_took_the_id_meanwhile_is_not_signalled(place, start, monkeypatch):
     """Between the listing and the signal: the process of that id is another one by now."""
     process = start()
     record_launch(place, gone(start()), described(process))
@@ -273,9 +259,7 @@ def test_a_process_that_took_the_id_meanwhile_is_not_signalled(
     assert orphan.problem == "" and is_running(process)
 
 
-def test_a_worker_that_only_the_run_folder_knows(
-    place: Path, start: Start, clean: Clean, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_worker_that_only_the_run_folder_knows(place, start, clean, monkeypatch):
     run = place / "runs" / "two"
     piped = {"stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-c", WORKER, str(run)]
@@ -342,7 +326,7 @@ def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, clean:
 
 
 @pytest.fixture
-def shared(place: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def shared(place: Path, start: Start, monkeypatch) -> tuple[Path, Path]:
     """A folder in the place of /dev/shm, and what a recorded worker that is gone left there; its
     run wrote after that.
     """
@@ -386,9 +370,7 @@ def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, Pa
     assert stale.files[0].problem == "" and {path.name for path in folder.iterdir()} == others
 
 
-def test_another_users_shared_memory_is_left_alone(
-    shared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_another_users_shared_memory_is_left_alone(shared: tuple[Path, Path], monkeypatch):
     if os.getuid() == 0:
         os.chown(shared[1], 65534, 65534)
     else:
@@ -396,9 +378,7 @@ def test_another_users_shared_memory_is_left_alone(
     assert found() == []
 
 
-def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(
-    shared: tuple[Path, Path], place: Path, start: Start
-):
+def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(shared, place, start):
     folder, left = shared
     left.rename(folder / "buffer_of_any_name")
     (folder / "another").write_bytes(b"x" * 4096)

@@ -47,18 +47,18 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("sft --config ds", ""),  # files are left to the shell
     ],
 )
-def test_what_bash_offers(script: str, words: str, offered: str) -> None:
+def test_what_bash_offers(script: str, words: str, offered: str):
     assert completed(script, "finetune", *words.split(" ")) == offered.split()
     assert "complete -o default" in script
 
 
-def test_every_command_has_its_flags() -> None:
+def test_every_command_has_its_flags():
     found = flags_of_commands()
     assert set(found) == set(COMMANDS) and all(found.values())
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_can_read_theirs(shell: str) -> None:
+def test_other_shells_can_read_theirs(shell: str):
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"needs {shell}")

@@ -54,7 +54,7 @@ def by_name(code: int, text: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.fixture
-def diagnose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diagnose:
+def diagnose(monkeypatch, capsys) -> Diagnose:
     """The command in this process."""
 
     def call(words: str, **variables: str) -> tuple[int, dict[str, Any]]:
@@ -84,9 +84,7 @@ def failing(checks: dict[str, Any]) -> set[str]:
 # ---------------------------------------------------------------- this machine
 
 
-def test_this_machine_with_a_configuration(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path, diagnose: Diagnose
-):
+def test_this_machine_with_a_configuration(tiny_model, tiny_data, tmp_path, diagnose):
     """Everything but processes: torch imported, model and data read; nothing is left in the output
     folder.
     """
@@ -138,9 +136,7 @@ def test_simulated_npus(tmp_path: Path):
     assert checks["torch_device"]["values"] == values
 
 
-def test_simulated_npus_without_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnose: Diagnose
-):
+def test_simulated_npus_without_memory(tmp_path: Path, monkeypatch, diagnose: Diagnose):
     monkeypatch.syspath_prepend(FAKE_NPU)
     make_tools(tmp_path / "busy", {"npu-smi": "npu_24.1_910B1_busy.txt"})
     make_tools(tmp_path / "broken", {"npu-smi": "npu_no_driver.txt"})
@@ -173,9 +169,7 @@ def test_simulated_npus_without_memory(
         ("import time; time.sleep(60)", "torch_import", "did not end in 2 s", "npu-smi"),
     ],
 )
-def test_torch_that_cannot_be_loaded(
-    torch: str, name: str, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_torch_that_cannot_be_loaded(torch, name, what, fix, tmp_path, monkeypatch):
     stubs = {"torch": torch}
     if name == "torch_npu_import":
         stubs["torch_npu"] = f"raise ImportError('{what}')"
@@ -253,7 +247,7 @@ def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path, diagnose: Diagn
 # ---------------------------------------------------------------- model and data
 
 
-def probed(words: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def probed(words: str, kind: str, monkeypatch) -> list[dict[str, Any]]:
     """The data probe's report of a command line, asked in this process."""
     request = {"kind": kind, "module": f"finetune.{kind}", "arguments": words.split()}
     request |= {"world_size": 1, "language": "en"}
@@ -264,9 +258,7 @@ def probed(words: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[
     return Answer(0, printed.getvalue()).report
 
 
-def test_bad_data(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_data(tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch):
     model = f"--model {tiny_model} --output-dir {tmp_path / 'run'}"
     broken = f"{model} --data {ROOT / 'data_samples' / 'broken.jsonl'}"
     found = probed(broken, "sft", monkeypatch)
@@ -283,7 +275,7 @@ def test_bad_data(
     assert probed(broken, "sft", monkeypatch)[-1]["verdict"] == "fail"
 
 
-def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_token_files(tmp_path: Path, monkeypatch):
     import numpy as np
 
     (np.arange(4096, dtype=np.uint16) % 100).tofile(tmp_path / "tokens.bin")
@@ -306,7 +298,7 @@ def test_wrong_command_lines():
             doctor.main(words.split())
 
 
-def test_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "x")
     for language, words in (
         ("en", ("[ERROR]", "fix: ", "[SKIP]", "fix the errors first")),
@@ -419,9 +411,7 @@ def test_demands_of_offload(tmp_path: Path):
         assert demands_of(RunConfig(**run, deepspeed=keys), device_type, 2, 1).pinned is pinned
 
 
-def test_operators_that_the_run_does_not_use_are_at_most_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_operators_that_the_run_does_not_use_are_at_most_a_warning(monkeypatch):
     for name in ("check_shared_memory_operator", "check_cpu_adam"):
         monkeypatch.setattr(host, name, lambda *_, name=name: Check(name).fail("x", "y"))
     machine = doctor.Machine({}, None, "cpu", 1, DoctorOptions(full=True), [])

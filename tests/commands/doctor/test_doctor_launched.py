@@ -49,9 +49,7 @@ def test_a_launched_world_on_simulated_npus():
     assert checks[2]["values"]["dtype"] == "bfloat16"
 
 
-def test_what_libraries_print_is_not_in_the_answer(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_libraries_print_is_not_in_the_answer(capfd, monkeypatch):
     """The gloo of torch 2.10 prints to stdout, and NCCL where NCCL_DEBUG is set."""
 
     def noisy(_device_type: str) -> tuple[Any, list[Any]]:
@@ -111,7 +109,7 @@ def test_a_dry_run_for_real(name: str, words: str):
         assert abs(check.values["loss"] - math.log(2)) > 10 * LOSS_TOLERANCE
 
 
-def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch):
     """What is started, and with which settings; `test_a_dry_run_for_real` starts it."""
     runs: list[Any] = []
 
@@ -195,7 +193,7 @@ def test_a_rank_that_is_wrong_is_named(changed: dict, name: str, verdict: str, r
     assert {check.verdict for check in found.values() if check.name != name} == {"ok"}
 
 
-def test_missing_ranks_and_half_written_reports(capsys: pytest.CaptureFixture[str]):
+def test_missing_ranks_and_half_written_reports(capsys):
     for report in reversed(reports(3)):
         print("[Gloo] no line end", end="")
         print_report(report)
@@ -218,7 +216,7 @@ def test_a_resumed_step_must_be_the_step():
 # ---------------------------------------------------------------- processes that are asked
 
 
-def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_does_not_end_is_ended(monkeypatch):
     monkeypatch.setattr(probe, "GRACE_SECONDS", 0.5)
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     command = [sys.executable, "-c", f"{code}; print(os.getpid(), flush=True); time.sleep(60)"]

@@ -28,14 +28,14 @@ def rows() -> Rows:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def audited(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def audited(model: Path, tmp_path: Path, capsys) -> Any:
     def call(path: Path, words: str, as_json: bool = True) -> Any:
         given = f"--model {model} --data {path} --cache-dir {tmp_path / 'cache'} --audit {words}"
         assert main([*given.split(), *(["--json"] if as_json else [])]) == 0
@@ -46,9 +46,7 @@ def audited(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_wrong_with_rows_is_found(
-    rows: Rows, audited: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_what_is_wrong_with_rows_is_found(rows, audited, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
     near = {**rows[3], "completion": rows[3]["completion"].upper().replace("WORD", "word", 1) + "."}
     leak = " ".join(rows[7]["completion"].split()[5:19])
@@ -85,7 +83,7 @@ ROUTER = "路由器在不同的网络之间转发数据包"
 FORM = "Answer the following question with one of the four choices and say why you think so"
 
 
-def test_what_is_no_leak(rows: Rows, audited: Any, tmp_path: Path) -> None:
+def test_what_is_no_leak(rows: Rows, audited: Any, tmp_path: Path):
     def overlap(train: Rows, held_out: Rows, option: str = "--valid-data") -> tuple[int, int]:
         path = write(tmp_path / "train.jsonl", train)
         other = write(tmp_path / "other.jsonl", held_out)
@@ -103,7 +101,7 @@ def test_what_is_no_leak(rows: Rows, audited: Any, tmp_path: Path) -> None:
     assert overlap(train, valid) == (2, 1)
 
 
-def test_the_sides_of_a_split_are_compared(rows: Rows, audited: Any, tmp_path: Path) -> None:
+def test_the_sides_of_a_split_are_compared(rows: Rows, audited: Any, tmp_path: Path):
     grouped = [{**row, "group": number} for number, row in enumerate(rows)]
     grouped += [{**row, "prompt": f"So {row['prompt']}"} for row in grouped]
     path = write(tmp_path / "train.jsonl", grouped)
@@ -113,9 +111,7 @@ def test_the_sides_of_a_split_are_compared(rows: Rows, audited: Any, tmp_path: P
     assert overlap["found"] == 0 and overlap["records"] > 10
 
 
-def test_rows_with_media_are_read_as_training_reads_them(
-    rows: Rows, audited: Any, tmp_path: Path
-) -> None:
+def test_rows_with_media_are_read_as_training_reads_them(rows: Rows, audited: Any, tmp_path: Path):
     pictured = [{**row, "image": "a.png"} for row in rows[:5]]
     path = write(tmp_path / "train.jsonl", [*rows[5:20], *pictured, pictured[0]])
     valid = write(tmp_path / "valid.jsonl", [{**pictured[1], "image": "b.png"}, rows[30]])
@@ -126,9 +122,7 @@ def test_rows_with_media_are_read_as_training_reads_them(
     assert found["exact_duplicates"] == 0 and found["unusable"] == {"images, video or sound": 6}
 
 
-def test_difficulties_of_entries_are_not_read_without_a_curriculum(
-    rows: Rows, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_difficulties_of_entries_are_not_read_without_a_curriculum(rows, model, tmp_path, capsys):
     path = write(tmp_path / "train.jsonl", rows)
     config = {"model": str(model), "data": [{"path": str(path), "difficulty": "hard"}]}
     config |= {"use_curriculum": False, "cache_dir": str(tmp_path / "cache")}
@@ -138,7 +132,7 @@ def test_difficulties_of_entries_are_not_read_without_a_curriculum(
     assert '"records": 60' in capsys.readouterr().out
 
 
-def test_options_of_the_audit_belong_to_it() -> None:
+def test_options_of_the_audit_belong_to_it():
     for option in ("--json", "--benchmark b.jsonl"):
         with pytest.raises(FinetuneError, match=f"{option.split()[0]} belongs to --audit"):
             main(f"--model m --data d {option}".split())

@@ -31,14 +31,14 @@ PAIR = {"prompt": "q", "chosen": "yes", "rejected": "not"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def inspected(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def inspected(model: Path, tmp_path: Path, capsys) -> Any:
     """What is shown of a few rows."""
 
     def call(words: str = "", rows: list[dict[str, Any]] = ROWS, model: Path = model) -> str:
@@ -54,9 +54,7 @@ def records_in(shown: str) -> list[int]:
     return [int(line.split()[1]) for line in shown.splitlines() if line.startswith("record ")]
 
 
-def test_records_are_shown_with_their_location_and_what_is_trained(
-    inspected: Any, tmp_path: Path
-) -> None:
+def test_records_are_shown_with_their_location_and_what_is_trained(inspected: Any, tmp_path: Path):
     shown = inspected("--rows 2")
     assert records_in(shown) == [0, 1] and "record 1  difficulty topology" in shown
     assert f"{tmp_path / 'train.jsonl'}:2" in shown.replace("\n", "")
@@ -70,7 +68,7 @@ def test_records_are_shown_with_their_location_and_what_is_trained(
     assert "answers with {{name}} or the like 2 " in shown
 
 
-def test_records_can_be_chosen(inspected: Any) -> None:
+def test_records_can_be_chosen(inspected: Any):
     rows = [{"instruction": "q", "output": ""}, *ROWS[1:]]  # the first is dropped
     for words, chosen in (("--level topology", [1, 3]), ("--row 4", [4]), ("--rows 0", [])):
         shown = inspected(words, rows)
@@ -86,7 +84,7 @@ def test_records_can_be_chosen(inspected: Any) -> None:
             inspected(words, rows)
 
 
-def test_colours_on_a_terminal(tmp_path: Path) -> None:
+def test_colours_on_a_terminal(tmp_path: Path):
     path = write_rows(tmp_path / "x.jsonl", [{"instruction": "q", "output": "a \x1b[31m b\x07"}])
     options: dict[str, Any] = {"cutoff_len": 128, "cache_dir": tmp_path, "num_proc": 1}
     samples = prepare_samples([path], family("chatml"), **options)
@@ -98,7 +96,7 @@ def test_colours_on_a_terminal(tmp_path: Path) -> None:
     assert "[[" not in stream.getvalue()
 
 
-def test_a_loss_tells_that_the_records_are_preferences(inspected: Any) -> None:
+def test_a_loss_tells_that_the_records_are_preferences(inspected: Any):
     shown = inspected("--loss dpo", [PAIR])
     shown += inspected("--loss kto", [{"prompt": "q", "completion": "so", "label": False}])
     for name, text in (("chosen", "yes"), ("rejected", "not"), ("label false", "so")):
@@ -117,7 +115,7 @@ def test_a_loss_tells_that_the_records_are_preferences(inspected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_marked_text_is_the_whole_text(name: str) -> None:
+def test_the_marked_text_is_the_whole_text(name: str):
     (sample,) = render(talk("什么是路由器？", "转发 数据包。", "and?", "yes"), family(name), 4096)
     text = marked_text(family(name), sample.input_ids, sample.supervised, brackets=False).plain
     assert text == family(name).decode(sample.input_ids)
@@ -126,7 +124,7 @@ def test_the_marked_text_is_the_whole_text(name: str) -> None:
     assert bracketed.replace("[[", "").replace("]]", "") == text
 
 
-def test_help_is_quick_and_imports_no_torch() -> None:
+def test_help_is_quick_and_imports_no_torch():
     code = (
         "import sys\nfrom finetune.commands.inspect.command import main\n"
         "try:\n    main(['--help'])\n"
@@ -138,9 +136,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     assert "usage: python -m finetune inspect" in done.stdout
 
 
-def test_what_a_start_would_refuse_is_refused(
-    inspected: Any, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_start_would_refuse_is_refused(inspected: Any, model: Path, tmp_path: Path, capsys):
     """Tokens that the model has no embedding for, behind the samples that show them."""
     small = shutil.copytree(model, tmp_path / "small")
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100}

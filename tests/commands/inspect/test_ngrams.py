@@ -28,7 +28,7 @@ TEXTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, st.integers(1, 4))
-def test_ngrams_are_those_of_a_plain_loop(texts: list[str], length: int) -> None:
+def test_ngrams_are_those_of_a_plain_loop(texts: list[str], length: int):
     grams, owners = words_of(texts).ngrams(length)
     expected = [
         (number, tuple(words[at : at + length]))
@@ -41,18 +41,18 @@ def test_ngrams_are_those_of_a_plain_loop(texts: list[str], length: int) -> None
     assert len(named) == len({words for _, words in expected}), "different words, different hashes"
 
 
-def test_hashes_do_not_depend_on_what_is_read_with_them() -> None:
+def test_hashes_do_not_depend_on_what_is_read_with_them():
     alone = words_of(["What is a router?"]).ngrams(3)[0].tolist()
     assert words_of(["x" * 5000, "什么 what is; a ROUTER"]).ngrams(3)[0][-2:].tolist() == alone
 
 
-def test_scripts() -> None:
+def test_scripts():
     texts = "What is it?|什么是路由器 hub|ルーターとは何ですか|Что это|라우터|12 + 3||ما هذا"
     found = " ".join(SCRIPTS[number] for number in words_of(texts.split("|")).scripts)
     assert found == "Latin Chinese Japanese Cyrillic Korean none none Arabic"
 
 
-def test_near_texts_share_bands_as_often_as_their_likeness_says() -> None:
+def test_near_texts_share_bands_as_often_as_their_likeness_says():
     generator = random.Random(0)
     words = [f"word{number}" for number in range(3000)]
     for likeness in (0.3, 0.8, 0.95):
@@ -73,7 +73,7 @@ def test_near_texts_share_bands_as_often_as_their_likeness_says() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=BANDS, max_size=BANDS), min_size=1, max_size=12)
 )
-def test_the_earliest_with_a_band_in_common(rows: list[list[int]]) -> None:
+def test_the_earliest_with_a_band_in_common(rows: list[list[int]]):
     expected = []
     for row in rows:
         shares = [any(a == b for a, b in zip(row, other, strict=True)) for other in rows]

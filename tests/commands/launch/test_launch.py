@@ -376,9 +376,7 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
         (AttemptResult(problem="stopped", stop_signal=2), [], False, False, 130),
     ],
 )
-def test_the_policy_and_the_exit_code(
-    result: AttemptResult, causes: list[str], progressed: bool, restart: bool, code: int
-):
+def test_the_policy_and_the_exit_code(result, causes, progressed, restart, code):
     assert result.exit_code == code
     for left in (1, 0):
         given = {"progressed": progressed, "attempts_left": left}

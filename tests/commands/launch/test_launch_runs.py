@@ -31,7 +31,7 @@ WORKERS = ROOT / "tests" / "commands" / "launch" / "workers"
 
 def _supervise(
     folder: Path, what: str, processes: int, resume: str, node: str, variables: dict[str, str]
-) -> None:
+):
     """A supervisor whose workers train nothing, in a process of its own."""
     os.setsid()
     rank, _, port = node.partition(":")
@@ -94,7 +94,7 @@ def run(folder: Path, what: str, processes: int = 1, resume: str = "auto") -> in
         return code_of(process)
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object]):
     run_helpers.wait_for(condition, 120)
 
 
@@ -157,9 +157,7 @@ def test_a_failure_after_steps_is_started_again_from_what_is_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(
-    tmp_path: Path, number: signal.Signals
-):
+def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(tmp_path, number):
     with launched(tmp_path, "wait", 2) as process:
         until(lambda: said(tmp_path).count("[INFO] waiting") == 2)
         # a shell passes its own on, and a batch system signals everybody: still one request

@@ -29,7 +29,7 @@ HOST = socket.gethostname()
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPort]:
+def port(monkeypatch) -> Iterator[HeldPort]:
     monkeypatch.setattr(rendezvous_module, "CONNECT_SECONDS", 2.5)
     monkeypatch.setattr(rendezvous_module, "POLL_SECONDS", 0.05)
     held = hold_port(None, address=LOOPBACK)
@@ -146,7 +146,7 @@ def test_libuv_is_switched_off_only_where_torch_lacks_it(monkeypatch):
     monkeypatch.delenv("USE_LIBUV", raising=False)
     assert use_libuv() and "USE_LIBUV" not in os.environ
 
-    def without(*arguments: Any, use_libuv: bool, **options: Any) -> None:
+    def without(*arguments: Any, use_libuv: bool, **options: Any):
         raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
 
     monkeypatch.setattr(dist, "TCPStore", without)

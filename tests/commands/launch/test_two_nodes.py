@@ -26,9 +26,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
         yield made
 
 
-def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
-    nodes: TwoNodes, tmp_path: Path
-) -> None:
+def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes, tmp_path):
     """Fine-tuning under ZeRO-3, a process on each."""
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
@@ -65,7 +63,7 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(
         assert roles[:2] == ["supervisor", "worker"]
 
 
-def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path):
     tokens, run = tmp_path / "train.bin", tmp_path / "run"
     np.random.default_rng(0).integers(0, 256, 20_000, dtype="<u2").tofile(tokens)
     flags = f"--train-data-path {tokens} --output-dir {run} --vocab-size 256 --depth 1"

@@ -80,7 +80,7 @@ def shown(
     return re.sub(r"\x1b\[[01]?m", "", raw.buffer.getvalue().decode(encoding))
 
 
-def append(folder: Path, name: str, *records: dict[str, Any] | str) -> None:
+def append(folder: Path, name: str, *records: dict[str, Any] | str):
     """Add lines to a log of a run; an event has a time."""
     with open(folder / name, "a") as log:
         for record in records:
@@ -94,9 +94,7 @@ def append(folder: Path, name: str, *records: dict[str, Any] | str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=25), seed=st.integers(0, 1 << 20))
-def test_a_follower_has_what_the_file_has(
-    choices: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory
-):
+def test_a_follower_has_what_the_file_has(choices: list[int], seed: int, tmp_path_factory):
     """Appends (torn too), cuts at any place with writing on at once, and replacements, between any
     two looks.
     """
@@ -127,7 +125,7 @@ def test_a_follower_has_what_the_file_has(
             assert had == content[: content.rfind(b"\n") + 1].splitlines()
 
 
-def test_a_follower_of_unusual_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_follower_of_unusual_files(tmp_path: Path, monkeypatch):
     path, follower = tmp_path / "log", LineFollower(tmp_path / "log")
     assert follower.poll() == (False, []) and follower.written_at is None
     os.mkfifo(path)
@@ -191,7 +189,7 @@ def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
     assert event_text(view.evaluations[-2]) == "step 40: validation loss 2.0000"
 
 
-def test_preferences_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_preferences_are_shown(tmp_path: Path, capsys):
     folder = make_preference_run(tmp_path / "one")
     assert finetune(["monitor", "--once", str(folder)]) == 0
     said, view = capsys.readouterr().out, open_run(folder).poll()
@@ -234,7 +232,7 @@ def test_the_stage_is_the_schedules(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 1), ("stopped", 3)])
-def test_an_ended_run(state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_ended_run(state: str, code: int, tmp_path: Path, capsys):
     status = {"error": "the disk \x1b[31mis full"} if state == "failed" else {}
     folder = make_run(tmp_path / "one", state=state, exit_code=code, **status)
     for form in ([], ["--json"]):  # it ends by itself
@@ -374,9 +372,7 @@ def test_no_line_breaks_the_reader_or_reaches_the_terminal(raw: bytes):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
-def test_a_console_that_is_rotated_and_cut_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_console_that_is_rotated_and_cut_is_followed(tmp_path: Path, monkeypatch):
     path = tmp_path / "console.log"
     say = "[INFO] step {}/100  loss {}  1,000 tok/s  ETA 0:30\n".format
     path.write_text(say(1, 3.0) + say(2, 2.0))
@@ -423,7 +419,7 @@ def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_p
     assert [word for word in wanted if word not in text] == []
 
 
-def test_without_colour_and_without_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_colour_and_without_unicode(tmp_path: Path, monkeypatch):
     folder = make_run(tmp_path / "one")
     view = open_run(folder).poll()
     assert "\x1b[3" in shown(view, 100, 30, colour=True) and "\x1b[3" not in shown(view, 100, 30)
@@ -525,9 +521,7 @@ def test_memory_and_cores_of_a_container(tmp_path: Path):
 # ---------------------------------------------------------------- command
 
 
-def test_the_newest_run_is_taken_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_newest_run_is_taken_and_named(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert finetune(["monitor", "--once"]) == 2
     for name, age in (("old", 5000), ("new", 0), ("older", 9000)):
@@ -542,7 +536,7 @@ def test_the_newest_run_is_taken_and_named(
     assert "[WARNING] step 7 was skipped" in said.out
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_refused(tmp_path: Path, capsys):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "x").touch()
     run = make_run(tmp_path / "one")
@@ -562,9 +556,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.frozen
-def test_the_form_of_the_json_is_frozen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_form_of_the_json_is_frozen(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(monitor, "read_devices", lambda: MACHINE.devices)
     assert finetune(["monitor", str(make_run(tmp_path / "one")), "--once", "--json"]) == 0
     look = json.loads(capsys.readouterr().out)
@@ -578,9 +570,7 @@ def test_the_form_of_the_json_is_frozen(
     assert (look["step"], look["last"]["loss"], look["evaluation"]["eval_loss"]) == (40, 0.05, 2.5)
 
 
-def test_lines_into_a_pipe_follow_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_lines_into_a_pipe_follow_the_run(tmp_path: Path, monkeypatch, capsys):
     folder = make_run(tmp_path / "one", steps=2)
     work = iter(
         [

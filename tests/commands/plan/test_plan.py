@@ -24,12 +24,12 @@ NODES = "--nodes 2 --devices-per-node 8 --device-name 910B3 --device-memory 64Gi
 HOSTS = "--host-memory 512GiB --host-bandwidth 20GB --network-bandwidth 25GB"
 
 
-def plan(capsys: pytest.CaptureFixture[str], words: str, expect: int = 0) -> dict:
+def plan(capsys, words: str, expect: int = 0) -> dict:
     assert main([*words.split(), "--json"]) == expect
     return json.loads(capsys.readouterr().out)
 
 
-def printed(capsys: pytest.CaptureFixture[str], words: str, expect: int = 0) -> str:
+def printed(capsys, words: str, expect: int = 0) -> str:
     assert main(words.split()) == expect
     return capsys.readouterr().out
 
@@ -140,9 +140,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(capsys):
     ("preset", "expected"),
     [("conservative", "15-16 GB"), ("balanced", "20-22 GB"), ("aggressive", "28-30 GB")],
 )
-def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(
-    preset: str, expected: str, capsys
-):
+def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(preset, expected, capsys):
     words = f"--config {ROOT / 'ds_configs' / f'pretrain_gpu2_{preset}.json'} --devices-per-node 2"
     memory = "--device-name A100 --device-memory 80GiB --host-memory 128GiB"
     found = plan(capsys, f"{words} {memory}")

@@ -39,7 +39,7 @@ HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>"\' onload=1 <
 class Page(HTMLParser):
     """What a browser would make of the page: elements with attributes, and the texts."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html: str):
         super().__init__(convert_charrefs=True)
         self.html = html
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -48,18 +48,18 @@ class Page(HTMLParser):
         self.feed(html)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.elements.append((tag, dict(attrs)))
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if data.strip():
             self.texts.append(" ".join(data.split()))
 
@@ -98,7 +98,7 @@ def event(name: str, step: int, /, **facts: Any) -> dict[str, Any]:
     return {"event": name, "time": time.time() + step, "step": step, **facts}
 
 
-def write(folder: Path, name: str, *records: dict[str, Any], mode: str = "w") -> None:
+def write(folder: Path, name: str, *records: dict[str, Any], mode: str = "w"):
     with open(folder / name, mode) as file:
         file.write("".join(map(line, records)))
 
@@ -391,7 +391,7 @@ def test_tick_words():
 # ---------------------------------------------------------------- command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path: Path, capsys):
     folder = resumed_run(tmp_path / "one")
     assert finetune(["report", str(folder), "--lang", "en"]) == 0
     assert str(folder / "report.html") in capsys.readouterr().out
@@ -402,7 +402,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert said == {"run": str(folder), "report": str(out), "size_bytes": out.stat().st_size}
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_refused(tmp_path: Path, capsys):
     (tmp_path / "empty").mkdir()
     folder = make_run(tmp_path / "one")
     for arguments, text in (

@@ -16,7 +16,7 @@ pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(tmp_path_factory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("report") / ("a-long-name-of-a-run-" * 4)
     make_run(folder, steps=100, state="failed", exit_code=1)
     assert finetune(["report", str(folder)]) == 0
@@ -27,7 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("width", [320, 360, 800, 1400])
-def test_nothing_sticks_out(page: Page, width: int) -> None:
+def test_nothing_sticks_out(page: Page, width: int):
     page.size(width, 700, phone=width < 800)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
     cut = """[...document.querySelectorAll('h1, h2, p, dt, dd, figcaption, pre, td, th')].filter(
@@ -36,7 +36,7 @@ def test_nothing_sticks_out(page: Page, width: int) -> None:
     assert page.run(cut) == []
 
 
-def test_labels_of_charts_can_be_read_on_a_phone(page: Page) -> None:
+def test_labels_of_charts_can_be_read_on_a_phone(page: Page):
     page.size(360, 700, phone=True)
     labels = """[...document.querySelectorAll('svg text')].map((node) => {
         const t = node.getBoundingClientRect(), s = node.ownerSVGElement.getBoundingClientRect();
@@ -45,7 +45,7 @@ def test_labels_of_charts_can_be_read_on_a_phone(page: Page) -> None:
     assert min(heights) >= 11 and all(inside)  # of the line; its letters have 10 pixels
 
 
-def test_a_wide_table_scrolls_by_the_keyboard(page: Page) -> None:
+def test_a_wide_table_scrolls_by_the_keyboard(page: Page):
     page.size(320, 700)
     page.run("document.activeElement.blur()")
     nodes = "[...document.querySelectorAll('.scroll, summary')]"

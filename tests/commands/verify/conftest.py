@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from launching import ROOT, environment
@@ -25,7 +26,6 @@ from finetune.__main__ import main as finetune
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 DATA = ROOT / "data_samples" / "valid.jsonl"
 TRAINING = ROOT / "data_samples" / "train.jsonl"
-STEPS = 40
 SERVE = """
 import sys
 from transformers.cli.transformers import main
@@ -44,21 +44,18 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gc.freeze()  # what is imported stays: `verify` collects garbage before it loads a model
-    folder = tmp_path_factory.mktemp("adapters") / "adapter"
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-3)
     records = [json.loads(line) for line in TRAINING.read_text(encoding="utf-8").splitlines()]
-    for start in range(0, STEPS * 4, 4):
-        turns = [
-            [
-                {"role": "user", "content": f"{record['instruction']}\n{record['input']}".strip()},
-                {"role": "assistant", "content": record["output"]},
-            ]
-            for record in records[start : start + 4]
-        ]
+    for start in range(0, 160, 4):
+        turns = []
+        for record in records[start : start + 4]:
+            asked = f"{record['instruction']}\n{record['input']}".strip()
+            answer = {"role": "assistant", "content": record["output"]}
+            turns.append([{"role": "user", "content": asked}, answer])
         batch = tokenizer.apply_chat_template(
             turns, return_tensors="pt", padding=True, return_dict=True
         )
@@ -66,34 +63,15 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adapted(**batch, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
     adapted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def begun_adapter(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a template that begins with a BOS."""
-    folder = tmp_path_factory.mktemp("adapters") / "begun"
-    shutil.copytree(adapter, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<|endoftext|>"}))
-    template = folder / "chat_template.jinja"
-    template.write_text("{{- bos_token }}" + template.read_text())
-    return folder
-
-
-@pytest.fixture(scope="session")
 def merged(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _merged(adapter, tmp_path_factory.mktemp("merged") / "merged")
-
-
-@pytest.fixture(scope="session")
-def begun_merged(begun_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _merged(begun_adapter, tmp_path_factory.mktemp("merged") / "begun")
-
-
-def _merged(adapter: Path, folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("merged") / "merged"
     assert finetune(["merge", "--adapter", str(adapter), "--output-dir", str(folder)]) == 0
     return folder
 
@@ -105,38 +83,32 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
     """
 
     def run(adapter: Path, *flags: object) -> dict:
-        words = [
-            "--model",
-            adapter,
-            "--data",
-            DATA,
-            "--device-type",
-            "cpu",
-            "--prompts",
-            8,
-            "--max-new-tokens",
-            24,
-        ]
+        words = ["--model", adapter, "--data", DATA, "--prompts", 8, "--max-new-tokens", 24]
         capsys.readouterr()
-        code = finetune(["verify", *map(str, words), *map(str, flags), "--json"])
-        out = capsys.readouterr().out
-        return {"code": code, **json.loads(out)}
+        code = finetune(["verify", *map(str, [*words, *flags]), "--device-type", "cpu", "--json"])
+        return {"code": code, **json.loads(capsys.readouterr().out)}
 
     return run
 
 
+@pytest.fixture(scope="session")
+def _server(merged: Path) -> Iterator[Server]:
+    server = Server(merged)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
 @pytest.fixture
-def serve(merged: Path) -> Iterator[Callable[[str], Server]]:
-    started = []
+def serve(_server: Server) -> Callable[[str], Server]:
+    """One server, which goes another way each time."""
 
     def start(way: str = "") -> Server:
-        started.append(Server(merged, way))
-        return started[-1]
+        _server.way, _server.asked, _server.refused, _server.released = way, [], None, Event()
+        _server.draw = random.Random(0)
+        return _server
 
-    yield start
-    for server in started:
-        server.http.shutdown()
-        server.http.server_close()
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -151,13 +123,13 @@ def transformers_server() -> Iterator[str]:
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(1200):
             assert process.poll() is None, "transformers' server ended"
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
             except OSError:
-                time.sleep(0.2)
+                time.sleep(0.1)
         yield url
     finally:
         process.terminate()

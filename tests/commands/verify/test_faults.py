@@ -34,49 +34,46 @@ from finetune.data.encoding.templates import TEMPLATES
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 Verify = Callable[..., dict]
-_TURN = "{{- '<|im_start|>'"
+Change = Callable[[Path], None]
+_TURN, _LOOP = "{{- '<|im_start|>'", "{%- for message in messages %}"
+_NO_SYSTEM = "{%- if message.role == 'system' %}{% continue %}{% endif %}"
 _DEFAULT_SYSTEM = (
     "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful"
-    " assistant.<|im_end|>\n' }}{%- endif %}{%- for message in messages %}"
+    " assistant.<|im_end|>\n' }}{%- endif %}"
 )
+_TODAY = "{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\\n' }}"
 
 
-def endless(folder: Path) -> None:
-    """No end token anywhere: as of a base's generation_config.json with a chat model."""
-    changed(folder, "generation_config.json", eos_token_id=3999)
-    changed(folder, "config.json", eos_token_id=3999)
+def both(*changes: Change) -> Change:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return apply
 
 
-# What is wrong with a folder -> the folder's change, and the name of the finding.
-FAULTS = {
-    "template": (template(TEMPLATES["alpaca"]), "template"),
-    "generation_prompt": (
-        edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
-        "template",
-    ),
-    "system_left_out": (
-        edited_template(
-            _TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN
-        ),
-        "template",
-    ),
-    "system_added": (
-        edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
-        "template",
-    ),
-    "history": (
-        edited_template("for message in messages", "for message in messages[-1:]"),
-        "template",
-    ),
-    "contents_trimmed": (
-        edited_template("message.content +", "message.content|trim +"),
-        "template",
-    ),
-    "thinking": (
-        edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
-        "template",
-    ),
-    "special_tokens_as_text": (control_tokens_as_text, "template"),
+# No end token anywhere: as of a base's generation_config.json with a chat model.
+endless = both(
+    lambda folder: changed(folder, "generation_config.json", eos_token_id=3999),
+    lambda folder: changed(folder, "config.json", eos_token_id=3999),
+)
+# A template that begins with a BOS.
+begun = both(
+    lambda folder: changed(folder, "tokenizer_config.json", bos_token="<|endoftext|>"),
+    edited_template(_LOOP, "{{- bos_token }}" + _LOOP),
+)
+# What is wrong with a folder: changes of the template, and others with the name of the finding.
+TEMPLATE_FAULTS = {
+    "template": template(TEMPLATES["alpaca"]),
+    "generation_prompt": edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
+    "system_left_out": edited_template(_TURN, _NO_SYSTEM + _TURN),
+    "system_added": edited_template(_LOOP, _DEFAULT_SYSTEM + _LOOP),
+    "history": edited_template("for message in messages", "for message in messages[-1:]"),
+    "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
+    "thinking": edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
+    "special_tokens_as_text": control_tokens_as_text,
+}
+FAULTS = {name: (change, "template") for name, change in TEMPLATE_FAULTS.items()} | {
     "repetition_penalty": (
         lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
         "unknown",
@@ -87,48 +84,36 @@ FAULTS = {
     "quantized": (weights(in_four_bits), "unknown"),
     "end_ignored": (endless, "unknown"),
 }
-QUICK = ("template", "history", "special_tokens_as_text", "adapter_scale", "end_ignored")
-AT_BEGINNING = {
-    "bos_missing": edited_template("{{- bos_token }}", ""),
-    "bos_added": edited_template("{{- bos_token }}", "{{- bos_token }}{{- bos_token }}"),
-}
+QUICK = ("template", "special_tokens_as_text", "adapter_scale", "end_ignored")
 
 
 def names(report: dict) -> list[str]:
     return [finding["name"] for finding in report["findings"]]
 
 
-def assert_found(report: dict, name: str) -> None:
+def assert_found(report: dict, name: str) -> dict:
     assert names(report) == [name], json.dumps(report)
     (finding,) = report["findings"]
     assert report["code"] == 1 and finding["mend"] and finding["evidence"] and finding["prompts"]
     assert len(finding["prompts"]) + report["same"] == report["prompts"]
+    return finding
 
 
 # ---------------------------------------------------------------- right deployments
 
 
-def test_a_merged_folder_is_right(verify: Verify, adapter: Path, merged: Path):
+def test_right_folders_pass(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
     report = verify(adapter, "--merged", merged)
-    assert (
-        names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8
-    ), json.dumps(report)
-    assert set(report["compared"].values()) == {8} and report["shows_adapter"]
-
-
-def test_it_says_where_the_base_would_have_passed(verify: Verify, adapter: Path, tmp_path: Path):
-    weak = tmp_path / "weak"
-    shutil.copytree(adapter, weak)
+    assert names(report) == [] and report["code"] == 0, json.dumps(report)
+    assert report["same"] == report["prompts"] == 8 and report["shows_adapter"]
+    assert set(report["compared"].values()) == {8}
+    wider = deployment(merged, tmp_path / "float32", in_dtype(torch.float32))
+    assert names(verify(adapter, "--merged", wider)) == []
+    # it says where the base would have passed
+    weak = deployment(adapter, tmp_path / "weak", lambda folder: None)
     changed(weak, "adapter_config.json", lora_alpha=1e-6)
     report = verify(weak, "--merged", BASE)
     assert report["code"] == 0 and not report["shows_adapter"]
-
-
-def test_more_bits_than_needed_are_right(
-    verify: Verify, adapter: Path, merged: Path, tmp_path: Path
-):
-    folder = deployment(merged, tmp_path / "float32", in_dtype(torch.float32))
-    assert names(verify(adapter, "--merged", folder)) == []
 
 
 @pytest.mark.slow
@@ -150,30 +135,14 @@ def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
     """`merge --format gguf`, read by llama.cpp itself; then the base's file in its place."""
     import stand_in_converter
 
-    converter = tmp_path / "convert_hf_to_gguf.py"
-    converter.write_text(
-        Path(stand_in_converter.__file__).read_text(encoding="utf-8"), encoding="utf-8"
-    )
-    out = tmp_path / "gguf"
-    words = [
-        "--adapter",
-        str(adapter),
-        "--output-dir",
-        str(out),
-        "--format",
-        "gguf",
-        "--llama-cpp",
-        str(tmp_path),
-    ]
-    assert finetune(["merge", *words]) == 0
-    assert {path.name for path in out.iterdir()} == {
-        "model.gguf",
-        "Modelfile",
-        "README.md",
-        "chat_template.jinja",
-    }
-    stand_in_converter.write(BASE, tmp_path / "base.gguf", "bf16")
-    for path, found in ((out / "model.gguf", []), (tmp_path / "base.gguf", ["adapter_left_out"])):
+    out, base = tmp_path / "gguf", tmp_path / "base.gguf"
+    shutil.copyfile(stand_in_converter.__file__, tmp_path / "convert_hf_to_gguf.py")
+    words = ["--adapter", adapter, "--output-dir", out, "--format", "gguf", "--llama-cpp", tmp_path]
+    assert finetune(["merge", *map(str, words)]) == 0
+    files = {"model.gguf", "Modelfile", "README.md", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir()} == files
+    stand_in_converter.write(BASE, base, "bf16")
+    for path, found in ((out / "model.gguf", []), (base, ["adapter_left_out"])):
         with llama_server(path) as address:
             report = verify(adapter, "--endpoint", address)
         assert names(report) == found and report["deployment"]["engine"] == "llama.cpp", report
@@ -189,20 +158,14 @@ def test_a_folder_with_a_fault_is_found(
 ):
     change, name = FAULTS[fault]
     report = verify(adapter, "--merged", deployment(merged, tmp_path / fault, change))
-    assert_found(report, name)
-    (finding,) = report["findings"]
-    assert finding["evidence"][0].startswith("prompt" if name == "template" else "answer")
+    evidence = assert_found(report, name)["evidence"]
+    assert evidence[0].startswith("prompt" if name == "template" else "answer")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_with_a_fault_is_found(
-    fault: str,
-    verify: Verify,
-    adapter: Path,
-    merged: Path,
-    tmp_path: Path,
-    transformers_server: str,
+    fault: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path, transformers_server
 ):
     """Seen from outside: answers and the lengths of prompts are all that this server shows."""
     change, name = FAULTS[fault]
@@ -211,41 +174,23 @@ def test_a_server_with_a_fault_is_found(
     assert name in names(report) and report["code"] == 1, json.dumps(report)
 
 
-@pytest.mark.parametrize("name", AT_BEGINNING)
-def test_a_missing_and_a_doubled_bos_are_found(
-    name: str, verify: Verify, begun_adapter: Path, begun_merged: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("trained", "served", "place"),
+    [
+        (begun, edited_template("{{- bos_token }}", ""), "prompt 1, token 1: "),
+        (begun, edited_template("{{- bos_token }}", "{{- bos_token }}" * 2), "prompt 1, token 2: "),
+        # Training writes a fixed date; the folder has the same template.
+        (edited_template(_LOOP, _TODAY + _LOOP), lambda folder: None, "prompt 1, token "),
+    ],
+    ids=["no BOS", "two BOS", "today"],
+)
+def test_another_beginning_is_found(
+    trained: Change, served: Change, place: str, verify: Verify, adapter, merged, tmp_path: Path
 ):
-    folder = deployment(begun_merged, tmp_path / name, AT_BEGINNING[name])
-    report = verify(begun_adapter, "--merged", folder)
-    assert_found(report, "template")
-    place = 1 if name == "bos_missing" else 2
-    assert f"prompt 1, token {place}: " in report["findings"][0]["evidence"][0]
-
-
-def test_a_template_that_writes_todays_date_is_found(
-    verify: Verify, adapter: Path, merged: Path, tmp_path: Path
-):
-    """Training writes a fixed one; the folder has the same template."""
-    today = "{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\\n' }}"
-    dated = edited_template(
-        "{%- for message in messages %}", today + "{%- for message in messages %}"
-    )
-    trained = deployment(adapter, tmp_path / "trained", dated)
-    report = verify(trained, "--merged", deployment(merged, tmp_path / "served", dated))
-    assert_found(report, "template")
-
-
-@pytest.fixture(scope="module")
-def whole(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Merged in float32."""
-    folder = tmp_path_factory.mktemp("merged") / "whole"
-    words = ["--adapter", str(adapter), "--output-dir", str(folder), "--dtype", "float32"]
-    assert finetune(["merge", *words]) == 0
-    return folder
-
-
-def test_as_many_bits_as_asked_for_are_right(verify: Verify, adapter: Path, whole: Path):
-    assert names(verify(adapter, "--merged", whole, "--deployed-dtype", "float32")) == []
+    ours = deployment(adapter, tmp_path / "trained", trained)
+    theirs = deployment(merged, tmp_path / "served", both(trained, served))
+    finding = assert_found(verify(ours, "--merged", theirs), "template")
+    assert finding["evidence"][0].startswith(place)
 
 
 def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
@@ -259,50 +204,27 @@ def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_
     def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
-    base, tuned, whole = (tmp_path / name for name in ("base", "tuned", "whole"))
-    deployment(BASE, base, weights(shifted))
+    base = deployment(BASE, tmp_path / "base", weights(shifted))
     changed(base, "config.json", dtype="float32")
-    shutil.copytree(adapter, tuned)
+    tuned, whole = deployment(adapter, tmp_path / "tuned", lambda folder: None), tmp_path / "whole"
     changed(tuned, "adapter_config.json", base_model_name_or_path=str(base))
-    assert (
-        finetune(
-            ["merge", "--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]
-        )
-        == 0
-    )
+    words = ["--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]
+    assert finetune(["merge", *words]) == 0
     assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
     for name, fault in (("weights", weights(rounded)), ("computed", in_dtype(torch.bfloat16))):
         folder = deployment(whole, tmp_path / name, fault)
         assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "unknown")
 
 
-def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
-    """Another template, and the base in the place of the merged model."""
-
-    def both(folder: Path) -> None:
-        for fault in ("history", "adapter_left_out"):
-            FAULTS[fault][0](folder)
-
-    report = verify(adapter, "--merged", deployment(merged, tmp_path / "both", both))
-    assert names(report) == ["template", "adapter_left_out"] and report["code"] == 1
-
-
-def test_other_weights_are_found_with_one_load_of_the_reference(
+def test_two_faults_are_both_found_with_one_load_of_the_reference(
     verify: Verify, adapter: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Another template, and the base in the place of the merged model."""
     load, loaded = reference.load_weights, []
     monkeypatch.setattr(
         reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more)
     )
-
-    def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        return {
-            n: t + (0.5 * t.float().std() * torch.randn(t.shape)).to(t.dtype)
-            for n, t in tensors.items()
-        }
-
-    folder = deployment(merged, tmp_path / "drawn", weights(drawn))
-    report = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")
-    assert names(report) == ["unknown"] and report["code"] == 1
+    faults = both(*(FAULTS[name][0] for name in ("history", "adapter_left_out")))
+    report = verify(adapter, "--merged", deployment(merged, tmp_path / "both", faults))
+    assert names(report) == ["template", "adapter_left_out"] and report["code"] == 1
     assert len(loaded) == 1

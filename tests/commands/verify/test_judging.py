@@ -1,5 +1,5 @@
 """What passes as right, and what does not: answers that are empty, cut or repeat the prompt, and
-small differences.
+small differences. And which conversations are asked.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,17 @@ from launching import ROOT
 
 from finetune.commands.verify.comparison import ask, compare
 from finetune.commands.verify.conversations import choose
-from finetune.commands.verify.evidence import EngineResponse, Replay
+from finetune.commands.verify.evidence import Replay
 from finetune.commands.verify.merged import MergedFolder
 from finetune.commands.verify.reference import Reference
+from finetune.errors import DataError
 from finetune.inference.loading import find_source, load_tokenizer_of
 from finetune.runtime.progress import ProgressLine
 
-DATA = ROOT / "data_samples" / "valid.jsonl"
+DATA = [str(ROOT / "data_samples" / "valid.jsonl")]
 CPU = torch.device("cpu")
 MAX_TOKENS = 24  # of an answer
 Make = Callable[[], Reference]
-Verify = Callable[..., dict]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def make(adapter: Path) -> Make:
     return lambda: Reference(source, tokenizer, CPU, "float32", trust_remote_code=False)
 
 
-def replayed(make: Make, merged: MergedFolder) -> list[Replay]:
-    return ask(merged, choose([str(DATA)], make().template, 8), MAX_TOKENS)
+def replayed(make: Make, folder: MergedFolder) -> list[Replay]:
+    return ask(folder, choose(DATA, make().template, 8), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -49,53 +50,35 @@ def compared(make: Make, replays: list[Replay]) -> dict:
     return compare(make(), [replace(replay) for replay in replays], MAX_TOKENS, "bfloat16")
 
 
-def silent(response: EngineResponse) -> EngineResponse:
-    """As of a server that shows texts alone."""
-    return replace(response, logprobs=None, prompt_ids=None)
+def answered(replay: Replay, **changes: Any) -> Replay:
+    """The same from a server that shows texts alone, and answers otherwise."""
+    silent = replace(replay.response, logprobs=None, prompt_ids=None, **changes)
+    return replace(replay, response=silent, again=silent.answer)
 
 
-WRONG = {
-    "filtered": lambda response, _text: replace(
-        silent(response), answer="", finish="content_filter"
-    ),
-    "unfinished": lambda response, _text: replace(silent(response), answer="", finish="None"),
-    "empty at full length": lambda seen, _text: replace(
-        silent(seen), answer="", finish="length", answer_tokens=24
-    ),
-    "empty without a length": lambda seen, _text: replace(
-        silent(seen), answer="", finish="length", answer_tokens=None
-    ),
-    "empty and ended": lambda seen, _text: replace(
-        silent(seen), answer="", finish="stop", answer_tokens=1
-    ),
-    "a whole answer, filtered": lambda response, _text: replace(
-        silent(response), finish="content_filter"
-    ),
-    "the prompt before its answer": lambda response, text: replace(
-        silent(response), answer=text + response.answer
-    ),
-}
-
-
-def answered_so(replay: Replay, way: Callable[[EngineResponse, str], EngineResponse]) -> Replay:
-    """The same from a server that answers in this way."""
-    contents = "\n".join(message["content"] for message in replay.prompt.messages)
-    response = way(replay.response, f"user\n{contents}\nassistant\n")
-    return replace(replay, response=response, again=response.answer)
-
-
-@pytest.mark.parametrize("way", WRONG)
-def test_no_such_answer_passes(way: str, make: Make, right: list[Replay]):
-    report = compared(make, [answered_so(replay, WRONG[way]) for replay in right])
+def test_no_such_answer_passes(make: Make, right: list[Replay]):
+    turns = [[one["content"] for one in replay.prompt.messages] for replay in right]
+    prompts = ["user\n" + "\n".join(words) + "\nassistant\n" for words in turns]
+    wrong = [
+        {"answer": "", "finish": "content_filter"},
+        {"answer": "", "finish": "None"},
+        {"answer": "", "finish": "length", "answer_tokens": 24},
+        {"answer": "", "finish": "length", "answer_tokens": None},
+        {"answer": "", "finish": "stop", "answer_tokens": 1},
+        {"finish": "content_filter"},
+        {"answer": prompts[6] + right[6].response.answer},  # the prompt before its answer
+        {"answer": prompts[7] + right[7].response.answer},
+    ]
+    replays = [answered(*pair[:1], **pair[1]) for pair in zip(right, wrong, strict=True)]
+    report = compared(make, replays)
     (finding,) = report["findings"]
     assert report["same"] == 0 and finding["name"] == "unknown"
-    assert len(finding["prompts"]) == len(right)
+    assert finding["prompts"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    report = compared(make, [answered(replay, answer_tokens=None) for replay in right])
+    assert report["findings"] == [] and report["same"] == 8
 
 
-@pytest.mark.parametrize("shows", [True, False], ids=["ids", "lengths"])
-def test_a_context_that_is_too_short_is_found(
-    shows: bool, make: Make, right: list[Replay], merged: Path
-):
+def test_a_context_that_is_too_short_is_found(make: Make, right: list[Replay], merged: Path):
     folder = MergedFolder(merged, CPU, trust_remote_code=False)
     tokenizer = folder.tokenizer
 
@@ -109,39 +92,24 @@ def test_a_context_that_is_too_short_is_found(
 
     folder.tokenizer = Short()
     replays = replayed(make, folder)
-    if not shows:
-        replays = [replace(replay, response=silent(replay.response)) for replay in replays]
-    (finding,) = compared(make, replays)["findings"]
     cut = [replay.number for replay in right if len(replay.prompt.ids) > 64]
-    assert finding["name"] == "template" and finding["prompts"] == cut
     assert 0 < len(cut) < len(right)
+    for shown in (replays, [answered(replay) for replay in replays]):  # ids, or lengths alone
+        (finding,) = compared(make, shown)["findings"]
+        assert finding["name"] == "template" and finding["prompts"] == cut
 
 
-def test_texts_alone_are_right(make: Make, right: list[Replay]):
-    texts = [
-        answered_so(replay, lambda one, _text: replace(silent(one), answer_tokens=None))
-        for replay in right
-    ]
-    report = compared(make, texts)
-    assert report["findings"] == [] and report["same"] == len(right)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_full_model_is_right_whatever_it_is_computed_in(dtype: str, verify: Verify, merged: Path):
-    report = verify(merged, "--merged", merged, "--dtype", dtype)
+def test_a_full_model_is_right(verify: Callable[..., dict], merged: Path):
+    report = verify(merged, "--merged", merged, "--dtype", "bfloat16")
     assert report["code"] == 0 and report["findings"] == [], report
     assert report["tolerance"]["logprob"] > 0.005
 
 
-def test_a_little_noise_is_found(
-    make: Make, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_little_noise_is_found(make: Make, merged: Path, tmp_path: Path, monkeypatch):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        return {
-            n: t + (0.04 * t.float().std() * torch.randn(t.shape)).to(t.dtype)
-            for n, t in tensors.items()
-        }
+        spread = {name: 0.04 * tensor.float().std() for name, tensor in tensors.items()}
+        return {n: t + (spread[n] * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
 
     counted: list[tuple[int, int]] = []
     monkeypatch.setattr(
@@ -152,3 +120,12 @@ def test_a_little_noise_is_found(
     (finding,) = compared(make, replays)["findings"]
     assert finding["name"] == "unknown" and finding["evidence"]
     assert counted == [(number, 8) for number in range(1, 9)]
+
+
+def test_prompts_fit_the_context(make: Make):
+    template = make().template
+    longest = sorted(len(prompt.ids) for prompt in choose(DATA, template, 8))[4]
+    fitting = choose(DATA, template, 8, longest)
+    assert len(fitting) > 4 and max(len(prompt.ids) for prompt in fitting) == longest
+    with pytest.raises(DataError, match="longer than the context"):
+        choose(DATA, template, 8, 3)
