@@ -8,6 +8,7 @@ import errno
 import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -51,6 +52,8 @@ from finetune.data.corpus.tokenizer import (
     separator_of,
     tokenizer_hash,
 )
+from finetune.data.encoding.spans import ChatTemplate
+from finetune.data.formats import Message
 from finetune.errors import DataError, FinetuneError, StateError
 from finetune.storage.run_lock import RunLock
 
@@ -167,31 +170,6 @@ def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
     TokenShards(prepared).verify()
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=2, max_size=8),
-    fraction=st.sampled_from([0.01, 0.5, 0.99]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_unicode_comes_back_and_no_split_is_empty(
-    borrowed: dict[str, Any], tmp_path_factory, texts, fraction, seed
-):
-    folder = tmp_path_factory.mktemp("any")
-    write_jsonl(folder / "d.jsonl", texts)
-    texts = [text for text in texts if text.strip()]
-    changes = borrowed | {"valid_fraction": fraction, "seed": seed}
-    if not texts:
-        with pytest.raises(DataError, match="no document with text"):
-            prepare(folder / "d.jsonl", folder / "out", **changes)
-        assert not (folder / "out").exists()
-        return
-    prepare(folder / "d.jsonl", folder / "out", **changes)
-    train = texts_of(folder / "out", "train")
-    val = texts_of(folder / "out", "val") if len(set(texts)) > 1 else []
-    assert sorted(train + val) == sorted(texts)
-    assert train and not set(train) & set(val)
-
-
 def test_the_split_follows_content_and_seed_alone(
     data: Path, prepared: Path, borrowed: dict[str, Any], tmp_path: Path, caplog
 ):
@@ -204,6 +182,11 @@ def test_the_split_follows_content_and_seed_alone(
     assert set(texts_of(tmp_path / "shuffled", "val")) == set(texts_of(prepared, "val"))
     prepare(parts, tmp_path / "seeded", **borrowed, seed=7)
     assert set(texts_of(tmp_path / "seeded", "val")) != set(texts_of(prepared, "val"))
+    for fraction in (0.01, 0.99):
+        path = write_jsonl(tmp_path / "two.jsonl", ["one", "another", "\u3000\n"])
+        out = tmp_path / str(fraction)
+        prepare(path, out, **borrowed | {"valid_fraction": fraction})
+        assert sorted(texts_of(out, "train") + texts_of(out, "val")) == ["another", "one"]
     (tmp_path / "one.txt").write_text("only this")
     prepare(tmp_path / "one.txt", tmp_path / "one", **borrowed)
     assert texts_of(tmp_path / "one", "train") == ["only this"]
@@ -286,11 +269,16 @@ def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
     assert tokenizer.bos_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
     special = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
     assert len({*special, tokenizer.convert_tokens_to_ids("<|im_start|>")}) == 4
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    messages = [Message("user", "Hi"), Message("assistant", "Ho")]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+    assert ChatTemplate(tokenizer).render(messages) == text
     ids = tokenizer(text)["input_ids"]
     assert ids.count(tokenizer.eos_token_id) == 2 and tokenizer.bos_token_id not in ids
+    sizes = bytes_per_token(tokenizer)
+    assert sizes.shape == (300,) and sizes[:4].tolist() == [0, 0, 0, 0] and (sizes[4:] >= 1).all()
+    for text in make_texts(20, seed=9):
+        ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        assert sizes[[1, *ids]].sum() == len(text.encode())
     before = tokenizer_hash(tokenizer)
     assert TokenShards(prepared, tokenizer_hash=before).headers[0].separator_id == 1
     tokenizer.chat_template = "other"
@@ -298,15 +286,6 @@ def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
     tokenizer.add_tokens(["<|new|>"])
     assert tokenizer_hash(tokenizer) != before
     assert SMALLEST_VOCAB_SIZE == SMALLEST_VOCABULARY
-
-
-def test_bytes_per_token_add_up_to_the_text(prepared: Path):
-    tokenizer = open_tokenizer(prepared / "tokenizer")
-    sizes = bytes_per_token(tokenizer)
-    assert sizes.shape == (300,) and sizes[:4].tolist() == [0, 0, 0, 0] and (sizes[4:] >= 1).all()
-    for text in make_texts(20, seed=9):
-        ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        assert sizes[[1, *ids]].sum() == len(text.encode())
 
 
 def test_bytes_per_token_of_sentencepiece_kind():
@@ -453,17 +432,6 @@ def test_the_output_folder_may_lie_among_the_data(borrowed: dict[str, Any], tmp_
     (tmp_path / "out" / "val-00000.bin").unlink()
     assert prepare(tmp_path, tmp_path / "out", **borrowed).made == 1
     assert content(tmp_path / "out") == before
-
-
-def test_killed_while_the_tokenizer_is_made(data: Path, prepared: Path, copied: Path):
-    for path in copied.glob("*.bin"):
-        path.unlink()
-    plan = json.loads((copied / "prepare.json").read_text()) | {"finished": None}
-    (copied / "prepare.json").write_text(json.dumps(plan))
-    (copied / "tokenizer").rename(copied / ".tokenizer.tmp")
-    (copied / ".tokenizer.tmp" / "tokenizer.json").write_text("{")
-    prepare(data, copied)
-    assert content(copied) == content(prepared)
 
 
 def test_what_is_finished_is_kept_and_what_is_damaged_is_made_again(
@@ -633,6 +601,110 @@ def test_a_file_that_changes_meanwhile_and_two_at_once(
     monkeypatch.setattr(tokens_prepare, "_LOCK_WAIT_SECONDS", 0.0)
     with RunLock(tmp_path / "other"):
         assert "another run works in this folder" in error_of(data, tmp_path / "other", StateError)
+
+
+# ---------------------------------------------------------------- parquet, as FineWeb and ClimbMix come
+
+TEXTS = [
+    f"Document {number}: " + "löwen jagen 北京 nachts. " * (number % 5) for number in range(60)
+]
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Folders of shards whose schemas, compressions and row groups differ, with what a hub puts
+    beside them.
+    """
+    folder = tmp_path / "shards"
+    first = {"text": TEXTS[:20], "id": list(range(20))}
+    write_parquet(folder / "CC-1" / "0.parquet", first, row_group_size=3, compression="snappy")
+    large = pyarrow.array(TEXTS[20:40], pyarrow.large_string())
+    scored = {"score": [{"edu": 0.5}] * 20, "text": large}
+    write_parquet(folder / "CC-1" / "1.parquet", scored, row_group_size=1, compression="zstd")
+    coded = pyarrow.array(TEXTS[40:]).dictionary_encode()
+    write_parquet(folder / "CC-2" / "0.parquet", {"url": ["u"] * 20, "text": coded})
+    write_parquet(folder / "CC-2" / "1.parquet", {"text": pyarrow.array([], pyarrow.string())})
+    (folder / ".gitattributes").write_text("*.parquet filter=lfs")
+    return folder
+
+
+def test_folders_as_hubs_have_them(
+    shards: Path, borrowed: dict[str, Any], tmp_path: Path, caplog, monkeypatch
+):
+    plain = write_jsonl(tmp_path / "d.jsonl", TEXTS)
+    prepare(plain, tmp_path / "plain", **borrowed)
+    expected = {name: raw for name, raw in content(tmp_path / "plain").items() if "bin" in name}
+    monkeypatch.setattr(tokens_prepare, "_ENCODED_BYTES", 200)  # a row group in several parts
+    caplog.set_level(logging.INFO, "finetune")
+    found = prepare(shards, tmp_path / "out", **borrowed)
+    assert {name: raw for name, raw in content(found.folder).items() if "bin" in name} == expected
+    text_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert (found.scan.documents, found.scan.text_bytes) == (60, text_bytes)
+    assert "4 parquet files: 60 records in 29 row groups" in caplog.text
+    assert prepare(f"{shards}/CC-*/*.parquet", tmp_path / "out", **borrowed).made == 0
+    monkeypatch.setattr(corpus, "LARGE_GROUP_BYTES", 150)
+    (shards / "README.md").write_text("# A data set")
+    assert prepare(shards, tmp_path / "read", **borrowed).scan.documents == 61
+    assert "README.md" in caplog.text and f"--data '{shards}/**/*.parquet'" in caplog.text
+    assert "3 parquet files have row groups of more than 0 GiB" in caplog.text
+
+
+def test_footers_are_read_a_few_times(shards: Path, tmp_path: Path, monkeypatch):
+    reads = []
+    real = pyarrow.parquet.read_metadata
+    noted = lambda *given: reads.append(given) or real(*given)  # noqa: E731
+    monkeypatch.setattr(pyarrow.parquet, "read_metadata", noted)
+    files = sorted(shards.rglob("*.parquet"))
+    corpus.check_parquet(files, "text")
+    assert list(corpus.units_of(files)) and len(files) == len(reads) == 4
+    reads.clear()
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 1)
+    path = write_parquet(tmp_path / "d.parquet", {"text": TEXTS}, row_group_size=1)
+    for unit in corpus.units_of([path]):
+        assert len(list(corpus.documents_of(unit, "text"))) == 1
+    assert len(reads) == 1
+
+
+def test_every_bad_file_is_named_before_any_is_read(shards: Path, tmp_path: Path, monkeypatch):
+    unread = lambda *given: pytest.fail("a record was read")  # noqa: E731
+    monkeypatch.setattr(tokens_prepare, "documents_of", unread)
+    paths = [shards / "CC-3" / f"{number}.parquet" for number in range(4)]
+    paths[0].parent.mkdir()
+    paths[0].write_bytes((shards / "CC-1" / "0.parquet").read_bytes()[:-100])
+    write_parquet(paths[1], {"texts": TEXTS})
+    write_parquet(paths[2], {"text": list(range(5))})
+    paths[3].write_bytes(b"")
+    message = error_of(shards, tmp_path / "out", FinetuneError)
+    said = ("was cut off", "did you mean --text-field texts?", "holds int64", "was cut off")
+    for path, words in zip(paths, said, strict=True):
+        assert str(path) in message and words in message
+    assert "4. " in message and "5. " not in message and "CC-1" not in message
+
+
+def test_broken_pages_nulls_and_texts_that_are_none(tmp_path: Path):
+    options: dict[str, Any] = {"row_group_size": 20, "use_dictionary": False}
+    # Without checksums only what cannot be unpacked is known to be broken.
+    for more in ({"compression": "zstd"}, {"compression": "none", "write_page_checksum": True}):
+        path = write_parquet(tmp_path / "d.parquet", {"text": TEXTS}, **options, **more)
+        raw = bytearray(path.read_bytes())
+        column = pyarrow.parquet.read_metadata(path).row_group(1).column(0)
+        raw[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+        path.write_bytes(raw)
+        assert "row group 1 cannot be read" in error_of(path, tmp_path / "out")
+    raw_texts = pyarrow.array([b"good", b"caf\xe9", None, b" ", b"fine"], pyarrow.binary())
+    columns = {"content": raw_texts.view(pyarrow.string())}
+    path = write_parquet(tmp_path / "d.parquet", columns, row_group_size=2)
+    message = error_of(path, tmp_path / "out", text_field="content")
+    assert f"{path}:2: not UTF-8: byte 4 of the text" in message
+    assert f"{path}:3: content is no text" in message
+    found = prepare(path, tmp_path / "out", text_field="content", drop_bad_rows=True)
+    assert (found.scan.documents, found.scan.empty, found.scan.problems.total) == (2, 1, 2)
 
 
 # ---------------------------------------------------------------- the command

@@ -29,63 +29,41 @@ from finetune.errors import DataError
 ONE = talk("q1", "a1")
 TWO = talk("q1", "a1", "q2", "a2")
 SYSTEM = talk("q1", "a1", "q2", "a2", system="be kind")
-EMPTY_SYSTEM = talk("q1", "a1", system="")
-SPACED = talk("q1", "\n a1 \n")
 THOUGHT = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
-BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t")))
+BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t1")))
 
-IM_HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 IM_KIND, IM_EMPTY = "<|im_start|>system\nbe kind<|im_end|>\n", "<|im_start|>system\n<|im_end|>\n"
 IM = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}\n"
-NO_THOUGHT = "<think>\n\n</think>\n\n"
-LLAMA_SYSTEM = (
-    "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n{}<|eot_id|>"
-)
+NO_THOUGHT, T1, T2 = (f"<think>\n{text}\n</think>\n\n" for text in ("", "t1", "t2"))
 LLAMA = (
-    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n{}"
+    "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«a1<|eot_id|>»"
 )
 GEMMA = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}\n"
+BOTH = IM.format("q1", "«a1<|im_end|>»"), IM.format("q2", "«a2<|im_end|>»")
 
 EXPECTED: list[tuple[str, Conversation, list[str]]] = [
-    ("chatml", ONE, [IM_HELPFUL + IM.format("q1", "«a1<|im_end|>»")]),
+    ("chatml", SYSTEM, [IM_KIND + "".join(BOTH)]),
     (
         "chatml",
-        SYSTEM,
-        [IM_KIND + IM.format("q1", "«a1<|im_end|>»") + IM.format("q2", "«a2<|im_end|>»")],
+        talk("q1", "\n a1 \n", system=""),
+        [IM_EMPTY + IM.format("q1", "«\n a1 \n<|im_end|>»")],
     ),
-    ("chatml", EMPTY_SYSTEM, [IM_EMPTY + IM.format("q1", "«a1<|im_end|>»")]),
-    ("chatml", SPACED, [IM_HELPFUL + IM.format("q1", "«\n a1 \n<|im_end|>»")]),
     # The empty think block follows the generation prompt, so the model must write it: it is
     # trained. In the first of two turns there is none.
-    ("qwen3", EMPTY_SYSTEM, [IM_EMPTY + IM.format("q1", f"«{NO_THOUGHT}a1<|im_end|>»")]),
-    (
-        "qwen3",
-        TWO,
-        [IM.format("q1", "«a1<|im_end|>»") + IM.format("q2", f"«{NO_THOUGHT}a2<|im_end|>»")],
-    ),
+    ("qwen3", TWO, [BOTH[0] + IM.format("q2", f"«{NO_THOUGHT}a2<|im_end|>»")]),
     # Reasoning is shown in the last turn only, so each answer is a sample that ends with it.
     (
         "qwen3",
         THOUGHT,
         [
-            IM.format("q1", "«<think>\nt1\n</think>\n\na1<|im_end|>»"),
-            IM.format("q1", "a1<|im_end|>")
-            + IM.format("q2", "«<think>\nt2\n</think>\n\na2<|im_end|>»"),
+            IM.format("q1", f"«{T1}a1<|im_end|>»"),
+            IM.format("q1", "a1<|im_end|>") + IM.format("q2", f"«{T2}a2<|im_end|>»"),
         ],
     ),
-    ("qwen3", BESIDE, [IM.format("q", "«<think>\nt\n</think>\n\na<|im_end|>»")]),
-    (
-        "llama3",
-        SYSTEM,
-        [
-            LLAMA_SYSTEM.format("be kind")
-            + LLAMA.format("q1", "«a1<|eot_id|>»")
-            + LLAMA.format("q2", "«a2<|eot_id|>»")
-        ],
-    ),
-    ("llama3", SPACED, [LLAMA_SYSTEM.format("") + LLAMA.format("q1", "«a1<|eot_id|>»")]),
-    ("mistral", TWO, ["<s>[INST] q1[/INST]« a1</s>»[INST] q2[/INST]« a2</s>»"]),
+    ("qwen3", BESIDE, [IM.format("q", f"«{T1}a<|im_end|>»")]),
+    ("llama3", talk("q1", "\n a1 \n"), [LLAMA]),
     # The system text moves to the last question: the first answer is a sample of its own, after the
     # prompt that serving writes.
     (
@@ -96,28 +74,12 @@ EXPECTED: list[tuple[str, Conversation, list[str]]] = [
             "<s>[INST] q1[/INST] a1</s>[INST] be kind\n\nq2[/INST]« a2</s>»",
         ],
     ),
-    (
-        "gemma",
-        TWO,
-        ["<s>" + GEMMA.format("q1", "«a1<end_of_turn>»") + GEMMA.format("q2", "«a2<end_of_turn>»")],
-    ),
-    (
-        "deepseek",
-        SYSTEM,
-        [
-            "<s>be kind<｜User｜>q1<｜Assistant｜>«a1<｜end▁of▁sentence｜>»"
-            "<｜User｜>q2<｜Assistant｜>«a2<｜end▁of▁sentence｜>»"
-        ],
-    ),
     # Phi-3's special tokens swallow the newline after them; after the last turn it also writes the
     # end of the sequence.
     (
         "phi3",
-        SYSTEM,
-        [
-            "<|system|>be kind<|end|><|user|>q1<|end|><|assistant|>«a1<|end|>»"
-            "<|user|>q2<|end|><|assistant|>«a2<|end|></s>»"
-        ],
+        TWO,
+        ["<|user|>q1<|end|><|assistant|>«a1<|end|>»<|user|>q2<|end|><|assistant|>«a2<|end|></s>»"],
     ),
     ("glm4", TWO, ["[gMASK]<sop><|user|>\nq1<|assistant|>\n«a1»<|user|>\nq2<|assistant|>\n«a2»"]),
 ]
@@ -409,6 +371,9 @@ def test_long_conversations_lose_prompts_first_then_last_turns(name: str) -> Non
     (full,) = render(conversation, tokenizer, 4096)
     answers = full.input_ids[full.supervised].tolist()
     long_prompts = 3 * len(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
+    (almost,) = Renderer(tokenizer, len(full.input_ids) - 60)(conversation)
+    # besides the newline after the last target; whole characters; of the longest prompts
+    assert 59 <= almost.trimmed_tokens <= 63 and "q3" in tokenizer.decode(almost.input_ids)
     seen = []
     for cutoff in range(60, len(full.input_ids) + 1, 3):
         (sample,) = Renderer(tokenizer, cutoff)(conversation)
@@ -433,15 +398,6 @@ def test_room_is_shared_evenly(lengths: list[int], room: int) -> None:
     pairs = list(zip(kept, lengths, strict=True))
     assert all(0 <= keep <= length for keep, length in pairs)
     assert all(keep >= max(kept) - 1 for keep, length in pairs if keep < length)
-
-
-def test_short_prompt_parts_are_spared_before_long_ones() -> None:
-    conversation = talk(QUESTION, "a1", system="be kind to the user")
-    (full,) = render(conversation, family("chatml"), 4096)
-    (sample,) = render(conversation, family("chatml"), len(full.input_ids) - 60)
-    assert "be kind to the user" in family("chatml").decode(sample.input_ids)
-    # besides the newline after the last target; whole characters
-    assert 59 <= sample.trimmed_tokens <= 63
 
 
 @pytest.mark.parametrize("name", ["chatml", "mistral"])
