@@ -1,9 +1,8 @@
-"""Models as people bring them: with a vision part, mixtures, code of their own, ids without
-embeddings.
-"""
+"""Models as people bring them: with a vision part, mixtures, code of their own, ids without embeddings."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -22,30 +21,23 @@ from transformers import (
     GitConfig,
     GitForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     Qwen3ForCausalLM,
 )
 
+import finetune
 from finetune.batching.collate import collate
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.adapter import add_adapter, check_adapter
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
-from finetune.modeling.model_config import (
-    load_model_config,
-    outside_text,
-    weights_identity,
-)
+from finetune.modeling.model_config import outside_text, weights_identity
+from finetune.modeling.pretrained import load_model
 from finetune.storage.run_folder import check_output_folder, write_identity
 from finetune.training.prepare import prepare_fine_tuning
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -63,155 +55,100 @@ def run_config(materials: Materials, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def sees(materials: Materials) -> Path:
-    """A Gemma 3 with its vision tower, which is loaded whole where a text model is asked for."""
-    tokenizer = chat_models.family("chatml")
-    text = {
-        **SIZES,
+    """A Gemma 3 with its vision tower, which is loaded whole if a text model is asked for."""
+    tokenizer, folder = chat_models.family("chatml"), materials.folder / "sees"
+    text = SIZES | {
         "vocab_size": len(tokenizer),
         "head_dim": 8,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision = {**SIZES, "image_size": 28, "patch_size": 14}
+    vision = SIZES | {"image_size": 28, "patch_size": 14}
     torch.manual_seed(0)
-    folder = materials.folder / "sees"
-    Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=vision)
-    ).save_pretrained(folder)
+    config = Gemma3Config(text_config=text, vision_config=vision)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("layout", ["plain", "zero3"])
+@pytest.mark.parametrize("layout", ["plain", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_only_the_text_model_is_trained(materials, sees, tmp_path, layout):
     """Parameters that take no part would have DDP wait for them in the second step, and decay wear
     them down.
     """
     changes = {"finetuning": "full", "weight_decay": 0.5, "max_steps": 3, **LAYOUTS[layout]}
-    ranks = run_helpers.train(
-        materials.settings(tmp_path / "run", model=str(sees), **changes), processes=2
-    )
-    assert (
-        "only the text model is trained: model.vision_tower, model.multi_modal_projector"
-        in ranks.output()
-    )
+    settings = materials.settings(tmp_path / "run", model=str(sees), **changes)
+    output = run_helpers.train(settings, processes=2).output()
+    parts = "model.vision_tower, model.multi_modal_projector"
+    assert f"only the text model is trained: {parts}" in output
     before, after = (load_file(folder / "model.safetensors") for folder in (sees, tmp_path / "run"))
     assert before.keys() == after.keys()
-    trained = {name for name in before if not torch.equal(before[name], after[name])}
-    assert trained == {
-        name for name in before if "vision" not in name and "multi_modal" not in name
-    }
-
-
-def test_a_mixture_under_zero3_is_saved_as_it_was_loaded(materials, tmp_path):
-    """Experts are many tensors in files and one in memory; names and shapes of the output are those
-    of the base.
-    """
-    model = tmp_path / "mixture"
-    shutil.copytree(materials.model, model)
-    vocabulary = load_model_config(str(model)).vocab_size
-    torch.manual_seed(0)
-    MixtralForCausalLM(
-        MixtralConfig(**SIZES, vocab_size=vocabulary, num_local_experts=2, num_experts_per_tok=1)
-    ).save_pretrained(model)
-    changes = {"finetuning": "full", "max_steps": 2, **LAYOUTS["zero3"]}
-    run_helpers.train(
-        materials.settings(tmp_path / "run", model=str(model), **changes), processes=2
-    )
-    run_helpers.train(
-        materials.settings(tmp_path / "plain", model=str(model), finetuning="full", max_steps=2)
-    )
-    base, ours, plain = (
-        load_file(folder / "model.safetensors")
-        for folder in (model, tmp_path / "run", tmp_path / "plain")
-    )
-    assert {name: tensor.shape for name, tensor in ours.items()} == {
-        name: tensor.shape for name, tensor in base.items()
-    }
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-5)
+    for name in before:
+        of_text = "vision" not in name and "multi_modal" not in name
+        assert torch.equal(before[name], after[name]) != of_text, name
 
 
 def test_all_linear_means_the_text_model(materials, sees):
-    from finetune.modeling.pretrained import load_model
-
     config = run_config(materials, model=str(sees))
     model = load_model(config, model_dtype=torch.float32, zero3=False)
-    adapted = [name for name, parameter in add_adapter(model, config, one_dtype=False).named_parameters()
-               if parameter.requires_grad]  # fmt: skip
-    assert adapted and all("language_model" in name for name in adapted)
+    adapted = add_adapter(model, config, one_dtype=False).named_parameters()
+    trained = [name for name, parameter in adapted if parameter.requires_grad]
+    assert trained and all("language_model" in name for name in trained)
 
 
 def test_parts_that_cannot_be_told_apart_are_refused():
-    """GIT, as Phi-4-multimodal, has its text settings beside those of its tower; its decoder is the
-    whole model.
-    """
-    sizes = {**SIZES, "vocab_size": 64}
-    sizes.pop("num_key_value_heads")
+    """GIT, as Phi-4-multimodal, has its text settings next to those of its tower."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
     with torch.device("meta"):
-        model = GitForCausalLM(
-            GitConfig(**sizes, vision_config={**sizes, "image_size": 28, "patch_size": 14})
-        )
-    with pytest.raises(
-        ConfigError, match="text part of a git model cannot be told from its vision_config"
-    ):
+        model = GitForCausalLM(GitConfig(**sizes, vocab_size=64, vision_config=vision))
+    words = "text part of a git model cannot be told from its vision_config"
+    with pytest.raises(ConfigError, match=words):
         outside_text(model)
 
 
 # ---------------------------------------------------------------- mixtures of experts
 
 
-@pytest.fixture(scope="module")
-def mixture(materials: Materials) -> Path:
-    folder = materials.folder / "mixture"
-    MixtralConfig(
-        **SIZES, vocab_size=64, num_local_experts=2, num_experts_per_tok=1
-    ).save_pretrained(folder)
-    return folder
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
-@pytest.mark.parametrize(
-    ("targets", "dropout", "said"),
-    [
+def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are_read(
+    materials, tmp_path
+):
+    config = MixtralConfig(**SIZES, **EXPERTS, vocab_size=64)
+    config.save_pretrained(tmp_path)
+    for targets, dropout, words in (
         ("all-linear", 0.1, "adapters on a mixture's experts have no dropout"),
         (("w1",), 0.0, "without also targeting w3"),
         (("q_proj", "fc1"), 0.1, "fc1 matches no linear module"),
         ("all-linear", 0.0, None),
         (("q_proj", "v_proj"), 0.1, None),
         (("w1", "w2", "w3"), 0.0, None),
-    ],
-)
-def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are_read(
-    materials, mixture, targets, dropout, said
-):
-    config = run_config(
-        materials, model=str(mixture), lora_target_modules=targets, lora_dropout=dropout
-    )
-    if said is None:
-        check_adapter(load_model_config(str(mixture)), config)
-        return
-    with pytest.raises(ConfigError, match=said):
-        check_adapter(load_model_config(str(mixture)), config)
+    ):
+        changes = {"model": str(tmp_path), "lora_target_modules": targets, "lora_dropout": dropout}
+        refused = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
+        with refused:
+            check_adapter(config, run_config(materials, **changes))
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "gptq"])
-def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path, method):
-    """gpt-oss as it is published; on a machine without the method's kernels it would end in their
-    import.
-    """
+def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path):
     folder = Path(shutil.copytree(materials.model, tmp_path / "quantised"))
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(settings | {"quantization_config": {"quant_method": method}})
-    )
-    with pytest.raises(ConfigError, match=f"weights are quantised .{method}."):
-        prepare_fine_tuning(run_config(materials, model=str(folder)))
+    config = json.loads((folder / "config.json").read_text())
+    for method, own, words in (
+        ("gptq", "none", "quantised .gptq."),
+        ("mxfp4", "nf4", "not quantised again"),
+    ):
+        changed = config | {"quantization_config": {"quant_method": method}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=words):
+            prepare_fine_tuning(run_config(materials, model=str(folder), quantization=own))
 
 
 # ---------------------------------------------------------------- code that came with the model
 
 
 class OwnCode(Qwen3ForCausalLM):
-    """As code beside a model mostly is: its forward knows nothing of logits to keep."""
+    """As code next to a model mostly is: its forward knows nothing of logits to keep."""
 
     def forward(
         self, input_ids=None, position_ids=None, use_cache=None, document_lengths=None, **kwargs
@@ -232,19 +169,16 @@ class LastTokens(Qwen3ForCausalLM):
 
 @pytest.mark.parametrize("kind", [OwnCode, LastTokens])
 def test_a_model_that_makes_all_logits_has_the_same_losses(materials, kind):
-    device = torch.device("cpu")
     ids = torch.arange(3, 40).numpy().astype("int32")
-    microbatch = collate(
-        [(ids, ids % 3 == 1, 0), (ids[:9], ids[:9] % 2 == 1, 0)], packing=False, pad_token_id=0
-    )
+    documents = [(ids, ids % 3 == 1, 0), (ids[:9], ids[:9] % 2 == 1, 0)]
+    microbatch = collate(documents, packing=False, pad_token_id=0)
     plain = Qwen3ForCausalLM.from_pretrained(materials.model).requires_grad_(False)
     model = kind.from_pretrained(materials.model).requires_grad_(False)
     let_choose_logits(model)
     assert make_chunked_head(model) is None and make_chunked_head(plain) is not None
-    wanted = microbatch_losses(plain, microbatch, device)
-    torch.testing.assert_close(microbatch_losses(model, microbatch, device), wanted)
-    # nothing is kept from a call
-    torch.testing.assert_close(microbatch_losses(model, microbatch, device), wanted)
+    wanted = microbatch_losses(plain, microbatch, CPU)
+    for _ in range(2):  # nothing is kept from a call
+        torch.testing.assert_close(microbatch_losses(model, microbatch, CPU), wanted)
 
 
 # ---------------------------------------------------------------- ids without embeddings
@@ -252,78 +186,65 @@ def test_a_model_that_makes_all_logits_has_the_same_losses(materials, kind):
 
 @pytest.fixture(scope="module")
 def blind(materials: Materials) -> Path:
-    """As Gemma 3 of one billion: the tokenizer has a token for images, and the table ends before
-    it.
-    """
-    folder = materials.folder / "blind"
-    shutil.copytree(materials.model, folder)
+    """As Gemma 3 of one billion: the tokenizer has a token for images, and the table ends before it."""
+    folder = Path(shutil.copytree(materials.model, materials.folder / "blind"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<image>"], "pad_token": "<pad above>"}
-    )
+    above = {"additional_special_tokens": ["<image>"], "pad_token": "<pad above>"}
+    tokenizer.add_special_tokens(above)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_tokenizer_with_ids_above_the_table_trains(materials, blind, tmp_path, packing):
-    changes = {"packing": packing, "max_steps": 2}
-    ranks = run_helpers.train(materials.settings(tmp_path / "run", model=str(blind), **changes))
-    assert ranks.output().count("cannot be used; a text that has one is refused") == 1
-    plain = run_helpers.train(materials.settings(tmp_path / "plain", **changes))
+def test_a_tokenizer_with_ids_above_the_table_trains(materials, blind, tmp_path):
+    changes = {"packing": False, "max_steps": 2}
+    finetune.run(materials.settings(tmp_path / "plain", **changes))
+    finetune.run(materials.settings(tmp_path / "run", model=str(blind), **changes))
     assert run_helpers.losses(tmp_path / "run") == run_helpers.losses(tmp_path / "plain")
-    assert "cannot be used" not in plain.output()
 
 
-def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_path):
+def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_path, caplog):
     data = tmp_path / "data.jsonl"
-    rows = [
-        {"instruction": "q", "output": "a"},
-        {"instruction": "what is in <image>?", "output": "a"},
-    ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = ("q", "what is in <image>?")
+    data.write_text(
+        "".join(json.dumps({"instruction": q, "output": "a"}) + "\n" for q in questions)
+    )
     with pytest.raises(DataError, match="only .* embeddings; the first is .*'<image>'") as caught:
         prepare_fine_tuning(run_config(materials, model=str(blind), data=str(data)))
     assert caught.value.where == f"{data}:2"
+    assert caplog.text.count("cannot be used; a text that has one is refused") == 1
 
 
 # ---------------------------------------------------------------- which model it is
 
 
 def test_a_model_is_its_weights_and_not_its_path(materials, tmp_path):
-    def identity(folder: Path) -> str:
-        return weights_identity(str(folder))
-
-    moved = tmp_path / "moved"
-    shutil.copytree(materials.model, moved)
-    assert identity(moved) == identity(materials.model)
+    moved = Path(shutil.copytree(materials.model, tmp_path / "moved"))
+    assert weights_identity(str(moved)) == weights_identity(str(materials.model))
     weights = load_file(moved / "model.safetensors")
     next(iter(weights.values())).add_(1e-3)
     save_file(weights, moved / "model.safetensors")
-    assert identity(moved) != identity(materials.model)
+    assert weights_identity(str(moved)) != weights_identity(str(materials.model))
 
 
 def test_a_large_file_is_told_apart_by_its_blocks(materials, tmp_path):
     """Only some of 256 MB are read; what changes a stretch of weights shows in them."""
-    moved = tmp_path / "moved"
-    shutil.copytree(materials.model, moved)
+    moved = Path(shutil.copytree(materials.model, tmp_path / "moved"))
     with (moved / "model.safetensors").open("r+b") as file:
         file.truncate(256 << 20)
-    before = weights_identity(str(moved))
-    with (moved / "model.safetensors").open("r+b") as file:
+        before = weights_identity(str(moved))
         file.seek(100 << 20)
         file.write(b"\1" * (8 << 20))
     assert weights_identity(str(moved)) != before
 
 
 def test_runs_of_older_versions_know_their_model_by_its_path(tmp_path):
-    write_identity(tmp_path, {"kind": "sft", "model": "a", "seed": 0})
+    def changed(**changes: str) -> list[str]:
+        return [found.name for found in check_output_folder(tmp_path, now | changes)]
+
     now = {"kind": "sft", "model": "a", "seed": 0, "weights": "w"}
-    assert check_output_folder(tmp_path, now) == []
-    assert [d.name for d in check_output_folder(tmp_path, now | {"model": "b"})] == ["model"]
+    write_identity(tmp_path, {"kind": "sft", "model": "a", "seed": 0})
+    assert (changed(), changed(model="b")) == ([], ["model"])
     write_identity(tmp_path, now)
-    assert check_output_folder(tmp_path, now | {"model": "b"}) == []
-    assert [d.name for d in check_output_folder(tmp_path, now | {"weights": "v"})] == ["weights"]
+    assert (changed(model="b"), changed(weights="v")) == ([], ["weights"])
     write_identity(tmp_path, now | {"weights": "a@None"})  # transformers 5.23 names no commit
-    assert check_output_folder(tmp_path, now | {"weights": "a@c0ffee"}) == []
-    assert [d.name for d in check_output_folder(tmp_path, now | {"model": "b"})] == ["model"]
+    assert (changed(weights="a@c0ffee"), changed(model="b")) == ([], ["model"])

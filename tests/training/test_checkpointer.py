@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -35,34 +34,6 @@ from finetune.training import state
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control
 from finetune.training.state import HostCopies, Snapshot, TrainingState, write_tensors
-
-
-def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Path):
-    """safetensors writes under a name of its own and renames: rank 1's is no file of rank 0's."""
-    passing: list[Path] = []
-
-    def write_model_files(folder: Path) -> None:
-        passing.append(folder.parent / ".tmpAbC")  # rank 1 begins
-        passing[0].write_bytes(b"half")
-        (folder / "templates").mkdir()
-        (folder / "templates" / "tool.jinja").write_text("x")
-
-    class Ranks(Control):
-        def gather(self, item: object) -> list[object]:
-            if passing:
-                passing[0].unlink(missing_ok=True)  # rank 1 is done, and the file has its own name
-            return super().gather(item)
-
-    saver = checkpointer(
-        tmp_path, Ranks(1), behind=False, model_files=lambda weights: write_model_files
-    )
-    saver.save(7, Training().train(1).state())
-    found = verify(tmp_path / "checkpoint-7")
-    assert saver.last == "checkpoint-7" and found.valid, found.why
-    manifest = json.loads((tmp_path / "checkpoint-7" / "manifest.json").read_text())
-    names = {"moments.safetensors", "state.json", "templates/tool.jinja", "weights.safetensors"}
-    assert manifest["files"].keys() == names
-    assert passing and not list(tmp_path.glob(".staging*"))
 
 
 # ------------------------------------------------------------------------------ behind the training

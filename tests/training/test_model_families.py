@@ -1,6 +1,4 @@
-"""A few families of docs/reference/models.md, looked at cheaply; `make models` takes all of them through the
-whole chain.
-"""
+"""A few families of docs/reference/models.md, checked cheaply; `make models` takes all through the whole chain."""
 
 from __future__ import annotations
 
@@ -36,51 +34,20 @@ def test_the_page_has_the_families_that_are_tested():
     assert "**fails" not in page
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Phi-3", "Gemma 3", "Mixtral"])
-def test_packed_and_padded_have_the_same_gradients(name, tmp_path):
-    model = tiny(BY_NAME[name], tmp_path)
-    assert can_pack(model.config)
-    gradients = []
-    for packing in (True, False):
-        model.zero_grad()
-        microbatch_losses(
-            model, make_microbatch(documents(), packing=packing), CPU
-        ).sum().backward()
-        gradients.append(
-            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        )
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "without"),
-    [
-        ("Jamba", "dt_proj"),
-        ("Falcon-H1", "out_proj"),
-        ("Granite 4 hybrid", "out_proj"),
-        ("Qwen3-Next", None),
-    ],
+    [("Jamba", {"dt_proj"}), ("Granite 4 hybrid", {"out_proj"}), ("Qwen3-Next", set())],
 )
 def test_every_adapter_takes_part(name, without, tmp_path):
-    """State-space layers read some weights past their modules: an adapter there would learn
-    nothing, unseen.
-    """
+    """State-space layers read some weights past their modules: an adapter there would learn nothing."""
     model = tiny(BY_NAME[name], tmp_path)
-    assert not can_pack(model.config)
-    assert {found.rpartition(".")[2] for found in passed_over(model)} == (
-        {without} if without else set()
-    )
+    assert can_pack(model.config) == (name != "Jamba")
+    assert {found.rpartition(".")[2] for found in passed_over(model)} == without
     config = RunConfig(model="unused", data=("unused",), output_dir="unused")
     adapted = add_adapter(model, config, one_dtype=False)
     microbatch_losses(adapted, make_microbatch(documents(), packing=False), CPU).sum().backward()
-    idle = [
-        name
-        for name, p in adapted.named_parameters()
-        if "lora_B" in name and (p.grad is None or not p.grad.any())
-    ]
-    assert not idle
+    ups = {key: p.grad for key, p in adapted.named_parameters() if "lora_B" in key}
+    assert not [key for key, gradient in ups.items() if gradient is None or not gradient.any()]
 
 
 def test_a_model_with_latent_attention_answers(tmp_path):

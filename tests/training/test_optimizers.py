@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import math
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.training.muon import POLAR_EXPRESS, SECOND_MOMENT, BatchedMuon, NorMuon
 from finetune.training.optimizers import (
@@ -61,13 +58,6 @@ ASSIGNMENT = {
         "head": "lm_head",
         "embedding": "model.embed_tokens",
         "vector": "",
-    },
-    "qwen3": {
-        "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj
-            mlp.gate_proj mlp.up_proj mlp.down_proj""",
-        "head": "lm_head",
-        "embedding": "model.embed_tokens",
-        "vector": """self_attn.q_norm self_attn.k_norm input_layernorm post_attention_layernorm model.norm""",
     },
     "lfm2_value": {
         "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj self_attn.value_gate
@@ -210,25 +200,6 @@ def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, facto
     assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
 
 
-# step: factor, of 100 steps with 10 of warm-up, 65% of warm-down to 5%. By hand.
-WARMDOWN = {0: 0.1, 1: 0.2, 8: 0.9, 9: 1.0, 10: 1.0, 34: 1.0, 35: 1.0, 48: 0.81, 61: 0.62}
-WARMDOWN[99] = 1 / 65 + 64 / 65 * 0.05
-
-
-def warmdown(total: int, warmup: int, ratio: float, final: float):
-    settings = ScheduleSettings(total, warmup, warmdown_ratio=ratio, final_fraction=final)
-    return learning_rate_schedule("warmdown", settings)
-
-
-def test_schedule_of_the_rates():
-    factor = warmdown(100, 10, 0.65, 0.05)
-    assert {step: factor(step) for step in WARMDOWN} == pytest.approx(WARMDOWN)
-    for total in (1, 2, 7, 50):
-        factors = [warmdown(total, 40, 1.0, 0.0)(step) for step in range(total + 1)]
-        assert all(0 <= factor <= 1 for factor in factors) and factors[-1] == 0
-        assert {warmdown(total, 0, 0.0, 0.0)(step) for step in range(total + 1)} == {1.0}
-
-
 # step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a
 # cosine). By hand.
 MATRIX_SCHEDULE = {
@@ -339,36 +310,7 @@ def test_normuon_is_its_definition(dtype: torch.dtype, tolerance: float):
     assert all(optimizer.state[p][SECOND_MOMENT].numel() == max(p.shape) for p in parameters)
 
 
-def test_polar_express_comes_nearer_to_one_than_one_polynomial_five_times():
-    """What the coefficients are for, of singular values from 0.005 to 1."""
-
-    def farthest(coefficients: Any) -> float:
-        x = torch.logspace(-2.3, 0, 500, dtype=torch.float64)
-        for a, b, c in coefficients:
-            x = a * x + b * x**3 + c * x**5
-        return float((x - 1).abs().max())
-
-    assert farthest(POLAR_EXPRESS) < 0.15 < 0.3 < farthest([(3.4445, -4.7750, 2.0315)] * 5)
-
-
-class Calls(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_muons_matrices_of_a_shape_take_one_product_together_and_ranks_share_them(monkeypatch):
-    with Calls() as calls:
-        trained(BatchedMuon, 1)
-    products = sum(calls.counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm", "baddbmm"))
-    assert products == 15 * len(set(MATRIX_SHAPES))
-
+def test_ranks_share_the_matrices(monkeypatch):
     _, muon = trained(BatchedMuon, 0)
     (group,), update = muon.param_groups, torch.randn(5, 8, 6)
     parts: list[torch.Tensor] = []
@@ -407,9 +349,3 @@ def test_a_step_is_empty_where_the_device_says_so(kind: str):
     both(1)
     for (name, ours), wanted in zip(skipping.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, wanted), name
-
-
-def test_an_optimizer_without_a_fused_kernel_is_asked_by_the_host():
-    optimizer = make_optimizer(tiny(), config(), RATES, fused=False)
-    assert not skip_where(optimizer, torch.ones(()))
-    assert all(getattr(part, "found_inf", None) is None for part in optimizer.parts)

@@ -17,7 +17,7 @@ import pytest
 import run_helpers
 import run_patches
 import torch
-from launching import ROOT, run_cli, said
+from launching import ROOT
 from run_helpers import LAYOUTS, Materials, events
 from safetensors import safe_open
 
@@ -140,16 +140,6 @@ def test_a_saved_reference_is_used_only_by_a_run_like_its_own(tmp_path: Path, ca
     assert "of the validation data before the run is not known" in error.what
 
 
-def test_a_run_goes_on_without_validation_data_and_in_another_dtype(materials, runs, tmp_path):
-    """With another cache, so that nothing is found there."""
-    run, full = tmp_path / "run", {"finetuning": "full", "cache_dir": str(tmp_path / "cache")}
-    train(settings(materials, run, **full), **stop_at(2))
-    full |= {"cache_dir": str(tmp_path / "another"), "valid_data": None, "dtype": "bfloat16"}
-    output = train(settings(materials, run, **full)).output()
-    assert output.count("was computed in float32, and this run computes in bfloat16") == 1
-    assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs("full")), rel=0.05)
-
-
 def test_only_samples_that_are_drawn_are_asked_about(materials: Materials, tmp_path: Path):
     """And a run that draws others cannot go on with that; engines load each .safetensors of a folder."""
     run, cache = tmp_path / "run", tmp_path / "cache"
@@ -186,22 +176,6 @@ def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path:
     assert not events(run, "eval") and not (run / "reference").exists()
     train(wanted, 2)
     assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs("full")), rel=1e-5)
-
-
-LORA_WAYS = [(2, {"packing": False, **LAYOUTS["zero3_offload"]}), (1, {"micro_batch_size": 4})]
-FULL_WAYS = [(1, {"micro_batch_size": 4, "packing": False}), (2, LAYOUTS["zero3"])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("finetuning", "ways"), [("lora", LORA_WAYS), ("full", FULL_WAYS)])
-def test_stopped_at_step_7_and_on_by_another_layout(materials, runs, tmp_path, finetuning, ways):
-    run, own = tmp_path / "run", {"finetuning": finetuning, "cache_dir": str(tmp_path / "cache")}
-    for number, (processes, changes) in enumerate(ways):
-        wanted = settings(materials, run, **own, **changes)
-        train(wanted, processes, **({} if number else stop_at(7)))
-    assert [event["step"] for event in events(run, "resume")] == [7]
-    assert run_helpers.sample_ids(run) == run_helpers.sample_ids(runs(finetuning))
-    assert run_helpers.losses(run) == pytest.approx(run_helpers.losses(runs(finetuning)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -285,38 +259,6 @@ def test_eval_says_which_answers_a_model_prefers(materials: Materials, capsys):
     assert found["accuracy"] == sum(margin > 0 for margin in margins) / 7
     assert found["margin"] == pytest.approx(sum(margins) / 7, rel=1e-4)
     assert found["loss"] == pytest.approx(-float(torch.cat(answers[0::2]).mean()), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_commands_around_a_run(materials: Materials, runs, tmp_path: Path):
-    def command(*words: Any) -> Any:
-        result = run_cli(list(words), module="finetune")
-        assert result.returncode in (0, 1), said(result)
-        return json.loads(result.stdout) if "--json" in words else result
-
-    folder, data = runs("lora"), materials.folder / "pairs.jsonl"
-    new = ["--model", materials.model, "--data", data, "--output-dir", tmp_path / "new"]
-    new += ["--json", "--cutoff-len", 96]
-    checks = command("doctor", "dpo", *new, "--device-type", "cpu")["checks"]
-    assert {check["name"]: check["verdict"] for check in checks}["data"] == "ok"
-    machine = [
-        "--nodes",
-        "1",
-        "--devices-per-node",
-        "1",
-        "--device-name",
-        "H100",
-        "--device-memory",
-        "80GiB",
-    ]
-    plan = command("plan", "dpo", *new, *machine, "--micro-batch-size", 2)
-    assert plan["row_tokens"] == 2 * 2 * 96
-    look = command("monitor", folder, "--once", "--json")
-    assert look["kind"] == "dpo" and look["state"] == "done"
-    assert command("report", folder, "--lang", "en").returncode == 0
-    assert "training on preferences" in (folder / "report.html").read_text()
-    merged = command("merge", "--adapter", folder, "--output-dir", tmp_path / "merged")
-    assert merged.returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------ KTO

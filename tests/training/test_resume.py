@@ -19,7 +19,7 @@ from run_helpers import LAYOUTS, Materials, events
 
 import finetune
 from finetune.errors import StateError
-from finetune.storage.checkpoint_files import list_checkpoints, newest_valid
+from finetune.storage.checkpoint_files import list_checkpoints
 
 STEPS = 9
 TIMINGS = ("tokens_per_second", "samples_per_second", "step_seconds", "loader_wait_seconds")
@@ -178,27 +178,6 @@ def bit_flipped(path: Path) -> None:
 
 def emptied(path: Path) -> None:
     path.write_bytes(b"")
-
-
-def test_every_file_of_the_newest_checkpoint_damaged_one_by_one(interrupted):
-    newest = interrupted / "checkpoint-6"
-    paths = [path for path in sorted(newest.rglob("*")) if path.is_file()]
-    names = {f"{name}.safetensors" for name in ("weights", "moments", "adapter_model")}
-    assert names | {"state.json"} <= {path.name for path in paths}
-    for path in paths:
-        original = path.read_bytes()
-        for damage in (
-            lambda p: os.truncate(p, p.stat().st_size - 1),
-            bit_flipped,
-            emptied,
-            Path.unlink,
-        ):
-            damage(path)
-            found, skipped = newest_valid(interrupted)
-            assert found == interrupted / "checkpoint-3", path
-            assert [folder.name for folder, _ in skipped] == ["checkpoint-6"]
-            path.write_bytes(original)
-    assert newest_valid(interrupted) == (newest, [])
 
 
 def test_damaged_checkpoints_are_passed_over_with_a_message(materials, uninterrupted, interrupted):
