@@ -8,8 +8,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +120,6 @@ def test_the_marked_text_is_the_whole_text(name: str):
     bracketed = marked_text(family(name), sample.input_ids, sample.supervised, brackets=True).plain
     assert bracketed.count("[[") == bracketed.count("]]") == 2
     assert bracketed.replace("[[", "").replace("]]", "") == text
-
-
-def test_help_is_quick_and_imports_no_torch():
-    code = (
-        "import sys\nfrom finetune.commands.inspect.command import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit as ended:\n    assert ended.code == 0\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "usage: python -m finetune inspect" in done.stdout
 
 
 def test_what_a_start_would_refuse_is_refused(inspected: Any, model: Path, tmp_path: Path, capsys):
