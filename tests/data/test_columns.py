@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from finetune.data.encoding.render import Renderer
 from finetune.data.preference import reader as preference_reader
 from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
-from finetune.data.samples import Samples
 from finetune.errors import DataError, FinetuneError
 
 HUB = [("user", "What is a hub?", True), ("assistant", "A repeater.", True)]
@@ -34,7 +32,7 @@ def read(record: dict[str, Any], **columns: str) -> list[tuple[str, str, bool]]:
     return [(message.role, message.content, message.trained) for message in found.messages]
 
 
-def test_the_rows_of_the_page_are_read() -> None:
+def test_the_rows_of_the_page_are_read():
     page = (ROOT / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in page.split("```jsonl\n")[1].split("```")[0].splitlines()]
     found = [read(row) for row in rows]
@@ -50,7 +48,7 @@ def test_the_rows_of_the_page_are_read() -> None:
     assert [text for role, text, trained in context if role == "assistant" and trained] == ["a"]
 
 
-def test_mapped_names_tell_the_format_and_hide_others() -> None:
+def test_mapped_names_tell_the_format_and_hide_others():
     row = {"instruction": "i", "output": "o", "prompt": "not this", "response": "A repeater."}
     assert read({**row, "q": "What is a hub?"}, prompt="q") == HUB
     with pytest.raises(RecordProblem, match="unknown format"):
@@ -78,13 +76,13 @@ NEEDED = ["--model", "m", "--data", "d", "--output-dir", "o"]
         ("prompt", "prompt= is half a column"),
     ],
 )
-def test_wrong_columns_are_refused_by_the_command_line(columns: str, said: str) -> None:
+def test_wrong_columns_are_refused_by_the_command_line(columns: str, said: str):
     with pytest.raises(FinetuneError, match=said) as caught:
         resolve([*NEEDED, "--columns", columns], world_size=1)
     assert "--columns" in str(caught.value)
 
 
-def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path: Path) -> None:
+def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path):
     run_file = tmp_path / "run.yaml"
     run_file.write_text("columns: {prompt: question, response: answer}\n", encoding="utf-8")
     by_file = resolve([*NEEDED, "--config", str(run_file)], world_size=1).config
@@ -97,9 +95,7 @@ def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path: Path) -> None:
     assert found == [by_flag.columns, {"text": "t"}, {}], "its own count first"
 
 
-def test_a_column_that_no_row_has_is_refused_before_anything_is_written(
-    tmp_path: Path, prepare: Callable[..., Samples]
-) -> None:
+def test_a_column_that_no_row_has_is_refused_before_anything_is_written(tmp_path, prepare):
     rows = [{"question": "q", "answer": "a"}] * 3
     columns = {"prompt": "question", "response": "answer", "system": "persona"}
     path = write(tmp_path / "a.jsonl", rows)
@@ -115,8 +111,8 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_written(
 
 
 def test_plain_text_is_trained_whole_with_the_end_token_and_cut_texts_are_counted(
-    tmp_path: Path, prepare: Callable[..., Samples]
-) -> None:
+    tmp_path, prepare
+):
     tokenizer = family("chatml")
     texts = ["什么是路由器？ A router.", "because " * 100, f"ended{tokenizer.eos_token}"]
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
@@ -133,7 +129,7 @@ def test_plain_text_is_trained_whole_with_the_end_token_and_cut_texts_are_counte
     assert begins == (prepare(path, tokenizer=tokenizer)[0][0][0] == tokenizer.bos_token_id)
 
 
-def test_plain_text_needs_an_end_token() -> None:
+def test_plain_text_needs_an_end_token():
     tokenizer = make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"])
     tokenizer.eos_token = None
     ((_, _, conversation),) = RecordReader().conversations([(1, {"text": "a"})])
@@ -141,9 +137,7 @@ def test_plain_text_needs_an_end_token() -> None:
         Renderer(tokenizer, 64)(conversation)
 
 
-def test_eval_asks_nothing_of_plain_text_and_compares_with_the_mapped_column(
-    tmp_path: Path,
-) -> None:
+def test_eval_asks_nothing_of_plain_text_and_compares_with_the_mapped_column(tmp_path):
     def prompts(rows: list[Any], field: str, **columns: str) -> list[tuple[Any, ...]]:
         reader = RecordReader(source=DataSource(path="c.jsonl", columns=columns or None))
         path = write(tmp_path / "c.jsonl", rows)

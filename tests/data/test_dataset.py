@@ -55,7 +55,7 @@ def contents(samples: Samples) -> list[Any]:
     return [samples.fingerprint, *((ids.tolist(), mask.tolist()) for ids, mask in read)]
 
 
-def test_samples_are_read_only_maps_that_are_sent_as_a_path(tmp_path: Path, leveled: Prepare):
+def test_samples_are_read_only_maps_that_are_sent_as_a_path(tmp_path, leveled):
     samples = leveled(write(tmp_path / "a.jsonl", rows_of(200)))
     types = (samples.lengths, samples.supervised_counts, samples.difficulties, samples.record_ids)
     assert [array.dtype for array in (*samples[0], *types)] == ["i4", "?", "i4", "i4", "i2", "i8"]
@@ -75,7 +75,7 @@ def test_samples_are_read_only_maps_that_are_sent_as_a_path(tmp_path: Path, leve
         samples[0][0][0] = 0
 
 
-def test_bad_rows_are_refused_by_line_or_dropped_and_counted(tmp_path: Path, leveled: Prepare):
+def test_bad_rows_are_refused_by_line_or_dropped_and_counted(tmp_path, leveled):
     bad = [
         GOOD,
         "{broken",
@@ -113,7 +113,7 @@ def test_bad_rows_are_refused_by_line_or_dropped_and_counted(tmp_path: Path, lev
     assert samples.report.table().row_count == len(samples.report.lines())
 
 
-def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Prepare) -> None:
+def test_rows_that_the_template_refuses(tmp_path, prepare):
     options = {"tokenizer": family("gemma"), "on_bad_row": "drop"}
     path = write(tmp_path / "a.jsonl", [GOOD, {**GOOD, "system": "s"}, GOOD])
     with pytest.raises(DataError, match="a.jsonl:2: refused by the chat template: System role"):
@@ -125,7 +125,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Prepare) -> Non
         prepare(write(tmp_path / "b.jsonl", [{**GOOD, "system": "s"}]), **options)
 
 
-def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, leveled: Prepare) -> None:
+def test_levels_may_be_absent_or_not_asked_for(tmp_path, leveled):
     plain = rows_of(4, difficulty=False)
     samples = leveled(write(tmp_path / "a.jsonl", plain))
     assert samples.difficulties.tolist() == [-1] * 4
@@ -140,7 +140,7 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, leveled: Prepare)
     assert samples.difficulties.tolist() == [0, 1, 2]
 
 
-def test_a_source_is_its_files_and_may_set_their_difficulty(tmp_path: Path, leveled: Prepare):
+def test_a_source_is_its_files_and_may_set_their_difficulty(tmp_path, leveled):
     (tmp_path / "many").mkdir()
     names = ("many/a.jsonl", "many/b.jsonl", "c.jsonl")
     paths = [write(tmp_path / name, rows_of(3)) for name in names]
@@ -159,7 +159,7 @@ def test_a_source_is_its_files_and_may_set_their_difficulty(tmp_path: Path, leve
     assert one_by_one.fingerprint == samples.fingerprint
 
 
-def test_empty_data_is_an_error(tmp_path: Path, prepare: Prepare) -> None:
+def test_empty_data_is_an_error(tmp_path, prepare):
     with pytest.raises(DataError, match="hold no record"):
         prepare(write(tmp_path / "a.jsonl", []))
     with pytest.raises(DataError, match=r"no record is left to train on \(1 no answer\)"):
@@ -168,7 +168,7 @@ def test_empty_data_is_an_error(tmp_path: Path, prepare: Prepare) -> None:
         prepare(tmp_path / "b.jsonl", on_bad_row="skip")
 
 
-def test_a_record_may_have_no_room_or_several_samples(tmp_path: Path, leveled: Prepare) -> None:
+def test_a_record_may_have_no_room_or_several_samples(tmp_path, leveled):
     def record(*contents: str, **more: Any) -> dict[str, Any]:
         roles = ("user", "assistant") * len(contents)
         turns = zip(roles, contents, strict=False)
@@ -188,9 +188,7 @@ def test_a_record_may_have_no_room_or_several_samples(tmp_path: Path, leveled: P
     assert samples.report.records_per_difficulty == {"explain": 1, "reasoning": 1, "topology": 0}
 
 
-def test_what_is_probably_wrong_is_said_with_its_remedy(
-    tmp_path: Path, prepare: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_probably_wrong_is_said_with_its_remedy(tmp_path, prepare, caplog):
     path = write(tmp_path / "a.jsonl", [{"instruction": "q <|user|> q", "output": "a " * 60}])
 
     def said(**options: Any) -> list[str]:
@@ -211,7 +209,7 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-def test_fingerprints_follow_the_samples_not_the_paths(tmp_path: Path, leveled: Prepare) -> None:
+def test_fingerprints_follow_the_samples_not_the_paths(tmp_path, leveled):
     rows = rows_of(9)
     path = write(tmp_path / "a.jsonl", rows)
     base = leveled(path).fingerprint
@@ -230,9 +228,7 @@ def test_fingerprints_follow_the_samples_not_the_paths(tmp_path: Path, leveled: 
     assert len({base, *(samples.fingerprint for samples in changed)}) == 6
 
 
-def test_hits_and_misses_are_said_with_their_reason(
-    tmp_path: Path, prepare: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hits_and_misses_are_said_with_their_reason(tmp_path, prepare, caplog):
     path = write(tmp_path / "a.jsonl", rows_of(5))
     caplog.set_level(logging.INFO, "finetune")
 
@@ -268,7 +264,7 @@ def test_hits_and_misses_are_said_with_their_reason(
     assert "nearest earlier data: data changed)" in said()
 
 
-def test_an_older_entry_may_go_while_it_is_compared(tmp_path: Path) -> None:
+def test_an_older_entry_may_go_while_it_is_compared(tmp_path):
     """Another process has found it damaged: that was "the cache cannot be written"."""
     looks = 0
 
@@ -309,9 +305,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
 ]
 
 
-def test_a_damaged_entry_is_found_and_made_again(
-    tmp_path: Path, prepare: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_is_found_and_made_again(tmp_path, prepare, caplog):
     path = write(tmp_path / "a.jsonl", rows_of(7))
     expected = contents(prepare(path))
     (folder,) = folders(tmp_path / "cache")
@@ -336,7 +330,7 @@ def _prepare_elsewhere(path: Path, cache_dir: Path) -> tuple[str, int]:
     return samples.fingerprint, sum("data: making" in record for record in records)
 
 
-def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_tokenize_once(tmp_path):
     path = write(tmp_path / "a.jsonl", rows_of(300))
     family("chatml")
     with multiprocessing.get_context("fork").Pool(4) as pool:
@@ -390,9 +384,7 @@ def _open_on(nodes: str, folder: Path, *, together: bool = False) -> str:
     return "".join(sorted(name[0] for name in (folder / "hashed").read_text().split()))
 
 
-def test_an_entry_is_checked_once_a_node_and_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_is_checked_once_a_node_and_start(tmp_path, monkeypatch):
     (tmp_path / "source").write_text("s")
     assert _open_on("0000", tmp_path) == "ab", "made once, not read again by who waited"
     assert _open_on("0000", tmp_path) == "", "the same launcher's"
@@ -420,7 +412,7 @@ def _make_forever(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def test_what_ends_while_making_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_what_ends_while_making_leaves_nothing_in_the_way(tmp_path):
     def fail(folder: Path) -> dict[str, Any]:
         (folder / "half.npy").write_bytes(b"half")
         raise DataError("bad rows")
@@ -444,9 +436,7 @@ def test_what_ends_while_making_leaves_nothing_in_the_way(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".making-*"))
 
 
-def test_a_cache_that_cannot_be_written_is_explained(
-    tmp_path: Path, prepare: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_is_explained(tmp_path, prepare, caplog):
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     with pytest.raises(DataError, match="cannot be written") as caught:
         prepare(write(tmp_path / "a.jsonl", rows_of(1)), cache_dir=tmp_path / "file" / "cache")
@@ -458,7 +448,7 @@ def test_a_cache_that_cannot_be_written_is_explained(
         cache.open_or_make(tmp_path / "file" / "cache", {"data": "1"}, _make_two, what="references")
 
 
-def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.default_cache_dir() == tmp_path / "finetune/samples"
     monkeypatch.delenv("XDG_CACHE_HOME")

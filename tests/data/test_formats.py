@@ -60,11 +60,11 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("row", "expected"), GOOD)
-def test_good_rows(row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+def test_good_rows(row, expected: list[tuple[str, str]]):
     assert turns(read(row)) == expected
 
 
-def test_weight_and_reasoning() -> None:
+def test_weight_and_reasoning():
     """vLLM answers with `reasoning`, gpt-oss's template reads `thinking`."""
     row = messages(Q, A, Q, ("assistant", "b"), weight=1.0, tool_calls=[])
     row["messages"][1]["loss_weight"] = 0.0
@@ -130,24 +130,24 @@ BAD = [
 
 
 @pytest.mark.parametrize(("row", "said"), BAD)
-def test_bad_rows(row: Any, said: str) -> None:
+def test_bad_rows(row: Any, said: str):
     with pytest.raises(RecordProblem, match=said):
         read(row)
 
 
-def test_a_file_has_one_form() -> None:
+def test_a_file_has_one_form():
     with pytest.raises(RecordProblem, match="no 'instruction', which the records before it"):
         to_conversation(sharegpt(("human", "q"), ("gpt", "a")), "alpaca")
 
 
-def test_problems_name_no_text_of_the_record() -> None:
+def test_problems_name_no_text_of_the_record():
     """Messages go to logs; what people wrote does not."""
     with pytest.raises(RecordProblem) as caught:
         read(messages(("user", "secret"), Q))
     assert "secret" not in str(caught.value)
 
 
-def test_difficulties() -> None:
+def test_difficulties():
     assert read({**ALPACA, "difficulty": " topology "}).difficulty == "topology"
     assert read({**ALPACA, "difficulty": 2}, ("1", "2")).difficulty == "2"
     assert read({**ALPACA, "difficulty": ""}).difficulty is None
@@ -164,7 +164,7 @@ def refused(log: ProblemLog, records: int) -> list[str]:
     return [line.strip() for line in str(caught.value).splitlines()]
 
 
-def test_the_log_lists_the_first_ten_in_whatever_order_they_are_found() -> None:
+def test_the_log_lists_the_first_ten_in_whatever_order_they_are_found():
     log = ProblemLog()
     for line in reversed(range(1, 301)):
         problem = RecordProblem("empty answer" if line % 2 else "no answer", "d")
@@ -178,7 +178,7 @@ def test_the_log_lists_the_first_ten_in_whatever_order_they_are_found() -> None:
     ProblemLog().refuse(3)
 
 
-def test_a_reason_is_said_once_and_records_on_one_line_are_one() -> None:
+def test_a_reason_is_said_once_and_records_on_one_line_are_one():
     log = ProblemLog()
     for line in (1, 1, 1, 2, 3):
         log.add((0, line), f"a.json:{line}", RecordProblem("unknown format", "d"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from finetune.data.encoding.spans import Rendering, Turn
 from finetune.data.formats import Conversation, Message, has_media, without_media
 from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
-from finetune.data.samples import Samples
 from finetune.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}
@@ -50,7 +47,7 @@ NO_MEDIA: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("record", WITH_MEDIA)
-def test_media_are_found_and_leave_the_text(record: dict[str, Any]) -> None:
+def test_media_are_found_and_leave_the_text(record):
     assert has_media(record) and not has_media(without_media(record))
     ((_, _, refused),) = RecordReader().conversations([(1, record)])
     assert "--on-media drop-row leaves such records out" in str(refused)
@@ -59,16 +56,14 @@ def test_media_are_found_and_leave_the_text(record: dict[str, Any]) -> None:
     assert [turn.content for turn in found.messages] == ["q1", "a1"]
 
 
-def test_what_is_no_media() -> None:
+def test_what_is_no_media():
     for record in NO_MEDIA:
         assert not has_media(record), record
     record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, {"type": {}}]}
     assert without_media(record) == {**PLAIN, "schema": record["schema"]}
 
 
-def test_records_with_media_are_left_out_or_read_and_counted(
-    tmp_path: Path, prepare: Callable[..., Samples]
-) -> None:
+def test_records_with_media_are_left_out_or_read_and_counted(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", [*WITH_MEDIA[:4], PLAIN])
     samples = prepare(path, on_media="drop-row")
     assert samples.record_ids.tolist() == [4] and samples.report.left_out_media == 4
@@ -94,7 +89,7 @@ BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning
 INSIDE = talk("q1", "<think>\nt1\n</think>\n\na1")
 
 
-def test_think_blocks_as_context() -> None:
+def test_think_blocks_as_context():
     """Also the empty block of an answer without thinking, which would teach not to think."""
     said = talk("q1", "First <think> is a tag, </think> ends it.")
     assert shown("chatml", said, False) == shown("chatml", said, True), "in the middle it stays"
@@ -108,7 +103,7 @@ def test_think_blocks_as_context() -> None:
         assert context == trained.replace(f"«{block}", f"{block}«")
 
 
-def test_reasoning_in_another_form() -> None:
+def test_reasoning_in_another_form():
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}[THINK]{{"
         " m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
@@ -131,7 +126,7 @@ def turn_behind(prompt: str, written: str, content: str, reasoning: str | None =
     return rendering.text[turn.start : turn.end]
 
 
-def test_a_tag_that_is_quoted_ends_no_block() -> None:
+def test_a_tag_that_is_quoted_ends_no_block():
     tag, said = "the </think> tag", "say </think>."
     for prompt, written, content, reasoning, left in (
         ("A:", f"<think>{tag}\n</think>\n\na<e>", "a", tag, "a<e>"),

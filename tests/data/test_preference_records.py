@@ -85,7 +85,7 @@ WITH_HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def test_forms_of_pairs() -> None:
+def test_forms_of_pairs():
     for records, before in ((PAIRS, ""), (WITH_HISTORY, "system:s user:q0 assistant:a0 ")):
         for record in records:
             found = read(record)
@@ -102,7 +102,7 @@ def test_forms_of_pairs() -> None:
     assert len(hashes) == 1 and len(hashes | set(map(content_hash, others))) == 5
 
 
-def test_turns_that_both_sides_begin_with_are_context() -> None:
+def test_turns_that_both_sides_begin_with_are_context():
     steps = {"tools": [{"name": "f"}], "prompt": [USER], "chosen": [CALL, RESULT, GOOD]}
     found = read({**steps, "rejected": [CALL, RESULT, BAD]})
     assert written(found.rejected) == "user:q assistant: tool:r *assistant:b"
@@ -124,7 +124,7 @@ LABELS: list[dict[str, Any]] = [
 ]
 
 
-def test_forms_of_labels() -> None:
+def test_forms_of_labels():
     for record in LABELS:
         found = read(record, "labels")
         assert written(found.messages) == "user:q *assistant:a" and not found.rejected
@@ -187,7 +187,7 @@ REFUSED_LABELS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("form", ["pairs", "labels"])
-def test_what_is_refused(form: PreferenceForm) -> None:
+def test_what_is_refused(form: PreferenceForm):
     good, refused = (PAIRS[0], REFUSED_PAIRS) if form == "pairs" else (LABELS[0], REFUSED_LABELS)
     for record, problem in refused:
         with pytest.raises(RecordProblem, match=problem) as caught:
@@ -200,7 +200,7 @@ def test_what_is_refused(form: PreferenceForm) -> None:
             assert found.kind in (caught.value.kind, "unknown format", "missing side")
 
 
-def test_records_of_another_kind_of_run_name_it() -> None:
+def test_records_of_another_kind_of_run_name_it():
     for record, said in (
         ({"prompt": "q", **TEXTS}, "for python -m finetune.dpo"),
         ({"instruction": "q", **TEXTS}, "for python -m finetune.dpo"),
@@ -214,7 +214,7 @@ def test_records_of_another_kind_of_run_name_it() -> None:
     assert isinstance(found, Conversation)
 
 
-def test_columns_media_and_difficulty_are_read_as_for_fine_tuning() -> None:
+def test_columns_media_and_difficulty_are_read_as_for_fine_tuning():
     record = {"question": "q", "good": "a", "bad": "b", "stage": "x", "ok": False}
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     source = DataSource(path="a", columns=columns)
@@ -231,7 +231,7 @@ def test_columns_media_and_difficulty_are_read_as_for_fine_tuning() -> None:
         read(seen, on_media="drop-row")
 
 
-def test_the_rows_of_the_page_are_read() -> None:
+def test_the_rows_of_the_page_are_read():
     page = (ROOT / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
     blocks = [block.split("```")[0] for block in page.split("```jsonl\n")[2:4]]
     pairs, labels = ([json.loads(line) for line in block.splitlines()] for block in blocks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def shown(name: str, preference: Preference, **options: Any) -> list[str]:
     return [marked(family(name), *document) for document in documents(sample)]
 
 
-def test_masks() -> None:
+def test_masks():
     head = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nq0<|im_end|>\n"
     head += "<|im_start|>assistant\na0<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
     head += "<|im_start|>assistant\n"
@@ -89,7 +88,7 @@ def test_masks() -> None:
     assert found.endswith(f"«a<|im_end|>»\n{between}«a1<|im_end|>»\n")
 
 
-def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes() -> None:
+def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes():
     messages = talk("q0", "a0", "q", "a").messages
     history = tuple(Message(turn.role, turn.content, trained=False) for turn in messages[:3])
     plain = Renderer(family("llama3"), 4096)(Conversation((*history, messages[3])))[0]
@@ -110,7 +109,7 @@ def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes() -> None:
 )
 def test_whatever_is_said_both_documents_begin_with_the_same_tokens(
     name: str, history: list[str], question: str, answers: tuple[str, str], shorter: int
-) -> None:
+):
     preference = pair((*history[: len(history) // 2 * 2], question), *answers)
     tokenizer = family(name)
     try:
@@ -140,7 +139,7 @@ def test_whatever_is_said_both_documents_begin_with_the_same_tokens(
             assert first[0].tolist() != second[0].tolist()
 
 
-def test_every_family_of_models_gives_one_prompt(tmp_path: Path) -> None:
+def test_every_family_of_models_gives_one_prompt(tmp_path):
     for model_family in FAMILIES:
         (tmp_path / model_family.name).mkdir()
         tokenizer = make_family_tokenizer(model_family, tmp_path / model_family.name)
@@ -151,7 +150,7 @@ def test_every_family_of_models_gives_one_prompt(tmp_path: Path) -> None:
             assert prompt_of(*first) == prompt_of(*second) and first[1].any() and second[1].any()
 
 
-def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it() -> None:
+def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it():
     """GPT-2's rule splits two newlines before a word, and not before a space."""
     turn = "{{ ('Q: ' + m.content + '\n\n') if m.role == 'user' else m.content + '</s>' }}"
     backend = train_backend()
@@ -173,7 +172,7 @@ def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it() -> None:
     assert prompt_of(*chosen) == prompt_of(*rejected) == prompts[1]
 
 
-def test_the_longer_document_decides_what_both_prompts_lose() -> None:
+def test_the_longer_document_decides_what_both_prompts_lose():
     (sample,) = PreferenceRenderer(family("chatml"), 160)(pair((LONG,), "yes", "no " * 30))
     chosen, rejected = documents(sample)
     assert prompt_of(*chosen) == prompt_of(*rejected)
@@ -192,7 +191,7 @@ def test_the_longer_document_decides_what_both_prompts_lose() -> None:
     assert chosen[1].sum() == sample.first_targets > 1
 
 
-def test_answers_without_difference_and_prompts_that_differ() -> None:
+def test_answers_without_difference_and_prompts_that_differ():
     renderer = PreferenceRenderer(family("chatml"), 100)
     assert renderer(pair(("q",), "no " * 300 + "a", "no " * 300 + "b")) == []
     with pytest.raises(RecordProblem, match="equal answers"):
@@ -222,7 +221,7 @@ def pairs(prepare: Callable[..., Any]) -> Callable[..., PreferenceSamples]:
     return lambda *sources, **options: prepare(*sources, **{"preference": "pairs"} | options)
 
 
-def test_samples_on_disk_are_pairs(tmp_path: Path, pairs: Callable[..., PreferenceSamples]) -> None:
+def test_samples_on_disk_are_pairs(tmp_path, pairs):
     rows = rows_of(30)
     path = write(tmp_path / "a.jsonl", rows)
     samples = pairs(path)
@@ -252,9 +251,7 @@ def test_samples_on_disk_are_pairs(tmp_path: Path, pairs: Callable[..., Preferen
     assert sorted(sides[0] + sides[1]) == list(range(30))
 
 
-def test_samples_on_disk_have_labels(
-    tmp_path: Path, pairs: Callable[..., PreferenceSamples]
-) -> None:
+def test_samples_on_disk_have_labels(tmp_path, pairs):
     rows = [{"prompt": str(n), "completion": "a", "label": n % 3 == 0} for n in range(9)]
     samples = pairs(write(tmp_path / "a.jsonl", rows), preference="labels")
     assert samples.labels.tolist() == [1, 0, 0] * 3 and not samples.first_lengths.any()
@@ -263,9 +260,7 @@ def test_samples_on_disk_have_labels(
     assert pairs(good, preference="labels").fingerprint != samples.fingerprint
 
 
-def test_bad_pairs_are_refused_by_file_and_line_or_counted(
-    tmp_path: Path, pairs: Callable[..., PreferenceSamples]
-) -> None:
+def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path, pairs):
     equal = {"prompt": "q", "chosen": "a", "rejected": "a"}
     bad = [equal, {"prompt": "q", "chosen": "a"}, {"prompt": "q", "completion": "a", "label": True}]
     path = write(tmp_path / "a.jsonl", rows_of(3) + bad)
@@ -284,9 +279,7 @@ def test_bad_pairs_are_refused_by_file_and_line_or_counted(
     assert len(samples) == samples.report.records_kept == 3
 
 
-def test_samples_of_fine_tuning_know_nothing_of_preferences(
-    tmp_path: Path, prepare: Callable[..., Any]
-) -> None:
+def test_samples_of_fine_tuning_know_nothing_of_preferences(tmp_path, prepare):
     """Neither arrays nor fingerprint; the hash is that of the version before."""
     rows = [
         {"instruction": f"what is {n}?", "output": "a number " * (n % 4 + 1)} for n in range(20)
@@ -301,7 +294,7 @@ def test_samples_of_fine_tuning_know_nothing_of_preferences(
     assert samples.fingerprint == before
 
 
-def test_how_much_of_a_pair_is_there_twice(tmp_path: Path):
+def test_how_much_of_a_pair_is_there_twice(tmp_path):
     """What docs/guides/preferences.md says of the bundled pairs: a quarter of the tokens are the
     second copy of a prompt.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ def hash_of(row: dict[str, Any]) -> int:
     return content_hash(found)
 
 
-def test_the_hash_of_a_record_stays_what_it_is() -> None:
+def test_the_hash_of_a_record_stays_what_it_is():
     """A row that changes sides between versions would be trained on and then validated."""
     turns = [{"role": "user", "content": "什么?"}, {"role": "assistant", "content": "a"}]
     row = {"messages": turns, "id": 1}
@@ -61,9 +60,7 @@ def test_the_hash_of_a_record_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_share_is_those_below_it(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_a_share_is_those_below_it(tmp_path, prepare, monkeypatch, workers: int):
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     monkeypatch.setattr(sample_arrays, "SHARD_TOKENS", 100)
     rows = rows_of(range(60))
@@ -81,7 +78,7 @@ def test_a_share_is_those_below_it(
     assert [n - 40 for n in later if n >= 40] == ids(valid), "rows that were added move none"
 
 
-def test_groups_and_equal_rows_stay_together(tmp_path: Path, prepare: Prepare) -> None:
+def test_groups_and_equal_rows_stay_together(tmp_path, prepare):
     rows = rows_of(range(80))
     path = write(tmp_path / "a.jsonl", rows)
     train, valid = (
@@ -99,7 +96,7 @@ def test_groups_and_equal_rows_stay_together(tmp_path: Path, prepare: Prepare) -
     assert valid and len({n % 5 for n in valid}) * 4 == len(valid), "by a mapped column"
 
 
-def test_a_group_is_one_whatever_kind_of_file_its_number_is_from() -> None:
+def test_a_group_is_one_whatever_kind_of_file_its_number_is_from():
     def group(value: Any) -> int:
         ((_, record, found),) = RecordReader().conversations(
             [(1, {**rows_of([1])[0], "chat": value})]
@@ -121,9 +118,7 @@ def test_a_group_is_one_whatever_kind_of_file_its_number_is_from() -> None:
 
 
 @pytest.mark.parametrize("side", ["train", "valid"])
-def test_the_form_is_of_the_file_and_not_of_the_side(
-    tmp_path: Path, prepare: Prepare, side: Any
-) -> None:
+def test_the_form_is_of_the_file_and_not_of_the_side(tmp_path, prepare, side: Any):
     rows = [{"instruction": f"question {n}", "output": f"answer {n}"} for n in range(24)]
     for row in rows[1:6]:  # of no use: the file is of instructions
         row["messages"] = [{"role": "user", "content": "other"}]
@@ -132,7 +127,7 @@ def test_the_form_is_of_the_file_and_not_of_the_side(
     assert 0 < report.other_side < 24
 
 
-def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) -> None:
+def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path):
     path = write(tmp_path / "a.jsonl", [*rows_of(range(2)), {"prompt": "question"}])
     job = PartJob(Renderer(family("gemma"), 64), (RecordReader(),), (), Selection("train", 0.5))
     (part,) = parts.parts_of([path], [RecordReader()])
@@ -140,7 +135,7 @@ def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) 
         job((part, Wanted(0, 0, np.ones(3, dtype=bool))))
 
 
-def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, prepare: Prepare) -> None:
+def test_a_split_that_leaves_nothing_is_refused(tmp_path, prepare):
     path = write(tmp_path / "a.jsonl", rows_of(range(6)))
     for split, side in ((1e-9, "validation"), (6, "training"), (0.9999999, "training")):
         with pytest.raises(DataError, match=f"leaves no record for {side} of 6") as caught:
@@ -149,7 +144,7 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, prepare: Prepare
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 
 
-def test_duplicates_are_dropped_and_counted(tmp_path: Path, prepare: Prepare) -> None:
+def test_duplicates_are_dropped_and_counted(tmp_path, prepare):
     rows = rows_of([0, 1, 2, 1, 0, 3])
     turns = [("user", "question 0"), ("assistant", "answer 0")]
     again = {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -170,7 +165,7 @@ def test_duplicates_are_dropped_and_counted(tmp_path: Path, prepare: Prepare) ->
 )
 def test_selection_against_a_plain_loop(
     entries: list[tuple[int, int, bool]], split: float | None, duplicates: bool
-) -> None:
+):
     entries = [
         (2 * n, content, group * (2**64 // 5), known)
         for n, (content, group, known) in enumerate(entries)
@@ -198,9 +193,7 @@ def test_selection_against_a_plain_loop(
             assert set(np.flatnonzero(mask).tolist()) == expected
 
 
-def test_a_killed_preparation_goes_on_with_the_same_records(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_preparation_goes_on_with_the_same_records(tmp_path, prepare, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     monkeypatch.setattr(sample_arrays, "SHARD_TOKENS", 60)
     path = write(tmp_path / "a.jsonl", rows_of([*range(30), *range(10)]))
@@ -223,7 +216,7 @@ def test_a_killed_preparation_goes_on_with_the_same_records(
     assert again.fingerprint == expected.fingerprint and again.report == expected.report
 
 
-def test_the_schedule_is_of_the_training_side(tmp_path: Path, prepare: Prepare) -> None:
+def test_the_schedule_is_of_the_training_side(tmp_path, prepare):
     numbered = enumerate(rows_of([*range(40), *range(9)]))
     rows = [row | {"difficulty": LEVELS[number % 3]} for number, row in numbered]
     path = write(tmp_path / "a.jsonl", rows)
@@ -261,12 +254,12 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path, prepare: Prepare) 
         ({"valid_split": 1.5}, "valid_split"),
     ],
 )
-def test_what_does_not_agree_is_refused(given: dict[str, Any], said: str) -> None:
+def test_what_does_not_agree_is_refused(given, said: str):
     with pytest.raises((FinetuneError, ValueError), match=said):
         RunConfig(model="m", data="d", output_dir="o", **given)
 
 
-def test_a_run_trains_on_one_side_and_validates_on_the_other(tmp_path: Path) -> None:
+def test_a_run_trains_on_one_side_and_validates_on_the_other(tmp_path):
     settings = {
         "model": str(ROOT / "data_samples" / "tiny-qwen3"),
         "data": str(write(tmp_path / "a.jsonl", rows_of([*range(30), *range(5)]))),

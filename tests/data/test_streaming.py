@@ -197,7 +197,7 @@ TWO_FORMS = (json.dumps(GOOD) + "\n") * 3 + (json.dumps(SECOND_FORM) + "\n") * 3
 @settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(contents=st.lists(FILES, min_size=1, max_size=3), drop=st.booleans())
 @example(contents=[(".jsonl", TWO_FORMS.encode())], drop=True)
-def test_parts_and_processes_change_nothing(contents: list[tuple[str, bytes]], drop: bool) -> None:
+def test_parts_and_processes_change_nothing(contents: list[tuple[str, bytes]], drop: bool):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         files = [folder / f"{number}{suffix}" for number, (suffix, _) in enumerate(contents)]
@@ -216,7 +216,7 @@ def test_parts_and_processes_change_nothing(contents: list[tuple[str, bytes]], d
         assert not left, "neither what was made nor what was refused leaves anything"
 
 
-def test_parts_have_whole_lines(tiny_parts: None, tmp_path: Path) -> None:
+def test_parts_have_whole_lines(tiny_parts: None, tmp_path):
     """However long: a line belongs to the part that it starts in."""
     long = {"instruction": "q", "output": "because " * 100}
     path = write(tmp_path / "a.jsonl", [long, "", *rows_of(3, labelled=False), long])
@@ -240,7 +240,7 @@ FINGERPRINTS = {
 }
 
 
-def test_fingerprints_are_those_of_before(tiny_parts: None, tmp_path: Path) -> None:
+def test_fingerprints_are_those_of_before(tiny_parts: None, tmp_path):
     system = {**rows_of(1)[0], "system": "Be brief."}
     rows = [*rows_of(20), system, "{broken", *rows_of(9, labelled=False)]
     path = write(tmp_path / "a.jsonl", rows)
@@ -280,8 +280,8 @@ def _killed_in_the_middle(path: Path, cache_dir: Path) -> Path:
 
 @pytest.mark.parametrize("then", ["again", "with a damaged shard", "with other data"])
 def test_what_was_finished_before_a_kill_is_not_made_again(
-    tiny_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
-) -> None:
+    tiny_parts: None, tmp_path, monkeypatch, then: str
+):
     path = write(tmp_path / "a.jsonl", rows_of(60))
     left = _killed_in_the_middle(path, tmp_path / "cache")
     states = [json.loads(file.read_bytes()) for file in sorted(left.glob("scratch/state-*.json"))]
@@ -304,11 +304,8 @@ def test_what_was_finished_before_a_kill_is_not_made_again(
 
 
 def test_data_that_change_meanwhile_are_refused_and_the_pace_is_logged(
-    tiny_parts: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tiny_parts: None, tmp_path, monkeypatch, caplog
+):
     path = write(tmp_path / "a.jsonl", rows_of(20))
     plain = Renderer.__call__
 
@@ -335,9 +332,7 @@ def test_data_that_change_meanwhile_are_refused_and_the_pace_is_logged(
 # What a start reads and holds ---------------------------------------------------------------------------------------
 
 
-def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(tmp_path, monkeypatch):
     path, other = write(tmp_path / "a.jsonl", ["x"]), write(tmp_path / "b.jsonl", ["y"])
     hashed: list[str] = []
     plain = durable_files.hash_file
@@ -377,9 +372,7 @@ def private_array_bytes() -> int:
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_what_a_process_holds_does_not_grow_with_the_samples(
-    tmp_path: Path, labelled: bool
-) -> None:
+def test_what_a_process_holds_does_not_grow_with_the_samples(tmp_path, labelled: bool):
     stages = [SimpleNamespace(until=1.0, mix=(1, 1, 1), ramp="step")]
     curriculum = SimpleNamespace(levels=LEVELS, stages=stages)
     config = SimpleNamespace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -119,7 +118,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("record", "said"), BAD)
-def test_bad_calls_results_and_tools_are_named(record: dict[str, Any], said: str):
+def test_bad_calls_results_and_tools_are_named(record, said: str):
     with pytest.raises(RecordProblem, match=said):
         read(record)
 
@@ -152,7 +151,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_columns_give_the_conversations_of_json_lines(tmp_path: Path, suffix: str) -> None:
+def test_columns_give_the_conversations_of_json_lines(tmp_path, suffix: str):
     """A null that the function's schema allows stays, as do arguments and tools that are texts."""
     as_text = with_schemas("weather", {})
     as_text["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"zone": null}'

@@ -171,7 +171,7 @@ def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
 
 
 def test_the_split_follows_content_and_seed_alone(
-    data: Path, prepared: Path, borrowed: dict[str, Any], tmp_path: Path, caplog
+    data: Path, prepared: Path, borrowed, tmp_path, caplog
 ):
     lines = data.read_text(encoding="utf-8").splitlines(keepends=True)
     random.Random(1).shuffle(lines)
@@ -193,9 +193,7 @@ def test_the_split_follows_content_and_seed_alone(
     assert not list((tmp_path / "one").glob("val*")) and "only one document" in caplog.text
 
 
-def test_text_parquet_arrays_and_folders_give_the_same_documents(
-    borrowed: dict[str, Any], tmp_path: Path
-):
+def test_text_parquet_arrays_and_folders_give_the_same_documents(borrowed, tmp_path):
     texts = make_texts(12, seed=3)
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
@@ -321,7 +319,7 @@ def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
         prepare(data, tmp_path / "chat")
 
 
-def test_a_tokenizer_is_taken_over_or_smaller_than_asked(tmp_path: Path, caplog):
+def test_a_tokenizer_is_taken_over_or_smaller_than_asked(tmp_path, caplog):
     """The bundled model's own: no beginning token, `<|endoftext|>` between documents."""
     folder = ROOT / "data_samples" / "tiny-qwen3"
     write_jsonl(tmp_path / "d.jsonl", ["aab", "aac", "three"])
@@ -348,9 +346,7 @@ def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
 # ---------------------------------------------------------------- kills, processes, damage
 
 
-def test_several_processes_give_the_same_bytes(
-    data: Path, prepared: Path, tmp_path: Path, monkeypatch
-):
+def test_several_processes_give_the_same_bytes(data: Path, prepared: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
     found = prepare(data, tmp_path / "two", workers=2)
     assert len(found.scan.digests) > 8
@@ -365,7 +361,7 @@ def test_several_processes_give_the_same_bytes(
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between calls", "within a write"])
 def test_a_killed_preparation_goes_on_to_the_same_bytes(
-    data: Path, borrowed: dict[str, Any], tmp_path: Path, monkeypatch, torn
+    data: Path, borrowed, tmp_path, monkeypatch, torn
 ):
     """Killed again and again at random calls, in the same folder, until it is through."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
@@ -398,7 +394,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
     assert kills >= 4
 
 
-def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path: Path):
+def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path):
     """At every call, with what fsync promises and no more: a .bin under its name has its header,
     index and ids.
     """
@@ -424,7 +420,7 @@ def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path: Path):
     assert states == {0, 1, 2, 3}
 
 
-def test_the_output_folder_may_lie_among_the_data(borrowed: dict[str, Any], tmp_path: Path):
+def test_the_output_folder_may_lie_among_the_data(borrowed, tmp_path):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "b.txt").write_text("second")
     prepare(tmp_path, tmp_path / "out", **borrowed)
@@ -474,9 +470,7 @@ def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path
     assert content(copied) == content(prepared) and "refused" in seen
 
 
-def test_a_full_disk_is_an_error_with_a_remedy(
-    data: Path, borrowed: dict[str, Any], tmp_path: Path, monkeypatch
-):
+def test_a_full_disk_is_an_error_with_a_remedy(data: Path, borrowed, tmp_path, monkeypatch):
     write = os.write
 
     def full(descriptor: int, block: Any) -> int:
@@ -522,9 +516,7 @@ def error_of(data: Any, folder: Path, kind: type[FinetuneError] = DataError, **c
     return str(caught.value)
 
 
-def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(
-    borrowed: dict[str, Any], tmp_path: Path, monkeypatch
-):
+def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(borrowed, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 40)  # the lines are counted across units
     good = [json.dumps({"text": f"row {number}"}) for number in range(8)]
     bad = ["{broken", '"just text"', '{"texts": "misspelt"}', '{"text": 5}', r'{"text": "\ud800"}']
@@ -549,7 +541,7 @@ def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(
     assert found.scan.documents == 8 and found.scan.problems.total == 6
 
 
-def test_data_that_is_not_there(tmp_path: Path, caplog):
+def test_data_that_is_not_there(tmp_path, caplog):
     out = tmp_path / "out"
     (tmp_path / "empty").mkdir()
     for name, raw in (("a.txt", b" \n"), ("b.jsonl", b""), ("c.jsonl.gz", b"x")):
@@ -565,7 +557,7 @@ def test_data_that_is_not_there(tmp_path: Path, caplog):
     assert not out.exists() and "read more than once" in caplog.text
 
 
-def test_a_folder_with_other_things_or_another_beginning(data: Path, copied: Path, tmp_path: Path):
+def test_a_folder_with_other_things_or_another_beginning(data: Path, copied: Path, tmp_path):
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").write_text("x")
@@ -585,9 +577,7 @@ def test_a_folder_with_other_things_or_another_beginning(data: Path, copied: Pat
     assert "already holds other things" in error_of(data, copied, StateError)
 
 
-def test_a_file_that_changes_meanwhile_and_two_at_once(
-    data: Path, borrowed: dict[str, Any], tmp_path: Path, monkeypatch
-):
+def test_a_file_that_changes_meanwhile_and_two_at_once(data: Path, borrowed, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "d.jsonl", make_texts(10))
     real = tokens_prepare.finished_shards
 
@@ -634,9 +624,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def test_folders_as_hubs_have_them(
-    shards: Path, borrowed: dict[str, Any], tmp_path: Path, caplog, monkeypatch
-):
+def test_folders_as_hubs_have_them(shards: Path, borrowed, tmp_path, caplog, monkeypatch):
     plain = write_jsonl(tmp_path / "d.jsonl", TEXTS)
     prepare(plain, tmp_path / "plain", **borrowed)
     expected = {name: raw for name, raw in content(tmp_path / "plain").items() if "bin" in name}
@@ -655,7 +643,7 @@ def test_folders_as_hubs_have_them(
     assert "3 parquet files have row groups of more than 0 GiB" in caplog.text
 
 
-def test_footers_are_read_a_few_times(shards: Path, tmp_path: Path, monkeypatch):
+def test_footers_are_read_a_few_times(shards: Path, tmp_path, monkeypatch):
     reads = []
     real = pyarrow.parquet.read_metadata
     noted = lambda *given: reads.append(given) or real(*given)  # noqa: E731
@@ -671,7 +659,7 @@ def test_footers_are_read_a_few_times(shards: Path, tmp_path: Path, monkeypatch)
     assert len(reads) == 1
 
 
-def test_every_bad_file_is_named_before_any_is_read(shards: Path, tmp_path: Path, monkeypatch):
+def test_every_bad_file_is_named_before_any_is_read(shards: Path, tmp_path, monkeypatch):
     unread = lambda *given: pytest.fail("a record was read")  # noqa: E731
     monkeypatch.setattr(tokens_prepare, "documents_of", unread)
     paths = [shards / "CC-3" / f"{number}.parquet" for number in range(4)]
@@ -687,7 +675,7 @@ def test_every_bad_file_is_named_before_any_is_read(shards: Path, tmp_path: Path
     assert "4. " in message and "5. " not in message and "CC-1" not in message
 
 
-def test_broken_pages_nulls_and_texts_that_are_none(tmp_path: Path):
+def test_broken_pages_nulls_and_texts_that_are_none(tmp_path):
     options: dict[str, Any] = {"row_group_size": 20, "use_dictionary": False}
     # Without checksums only what cannot be unpacked is known to be broken.
     for more in ({"compression": "zstd"}, {"compression": "none", "write_page_checksum": True}):
@@ -710,7 +698,7 @@ def test_broken_pages_nulls_and_texts_that_are_none(tmp_path: Path):
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_on_the_standard_library(tmp_path: Path, capsys):
+def test_the_command_on_the_standard_library(tmp_path, capsys):
     """Real files: what any machine with Python has."""
     library = Path(json.__file__).parent.parent
     files = sorted(str(path) for path in library.glob("[a-c]*.py"))[:20]

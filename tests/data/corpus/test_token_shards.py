@@ -56,7 +56,7 @@ def refused(*args, **kwargs) -> str:
 # ---------------------------------------------------------------- the form
 
 
-def test_the_form_on_disk_is_frozen(tmp_path: Path):
+def test_the_form_on_disk_is_frozen(tmp_path):
     """Other programs read these files: what stands here may only grow with a new version number."""
     write_shards(tmp_path, [[1, 5, 6], [1, 999]])
     names = [f"train-00000.{suffix}" for suffix in ("bin", "index", "json")]
@@ -80,7 +80,7 @@ def test_the_form_on_disk_is_frozen(tmp_path: Path):
     }
 
 
-def test_ids_take_two_bytes_up_to_65536(tmp_path: Path):
+def test_ids_take_two_bytes_up_to_65536(tmp_path):
     for vocabulary, dtype, item_bytes in ((65_536, "uint16", 2), (65_537, "uint32", 4)):
         write_shards(tmp_path / dtype, [[1, vocabulary - 1]], vocabulary=vocabulary)
         assert (tmp_path / dtype / "train-00000.bin").stat().st_size == 2 * item_bytes
@@ -119,7 +119,7 @@ def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_t
     shards.verify()
 
 
-def test_slices_sources_and_copies(tmp_path: Path):
+def test_slices_sources_and_copies(tmp_path):
     write_shards(tmp_path, [[1, n] for n in range(9)], shard_tokens=6)
     write_shards(tmp_path, [[1, 77]], split="val")
     shards = TokenShards(tmp_path, split="train")
@@ -143,7 +143,7 @@ def test_slices_sources_and_copies(tmp_path: Path):
     assert pickle.loads(copy).slice(99_990, 100_000).tolist() == list(range(990, 1000))
 
 
-def test_the_fingerprint_follows_content_and_not_names(tmp_path: Path):
+def test_the_fingerprint_follows_content_and_not_names(tmp_path):
     for name, last in (("a", 7), ("b", 7), ("c", 8)):
         write_shards(tmp_path / name, [[1, 2], [1, last]])
         np.array([1, 2, 1, last], "<u2").tofile(tmp_path / f"{name}.bin")
@@ -152,7 +152,7 @@ def test_the_fingerprint_follows_content_and_not_names(tmp_path: Path):
         assert a == b != c
 
 
-def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path: Path):
+def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path):
     np.array([3, 500, 7], "<u2").tofile(tmp_path / "train.bin")
     np.array([3, 70_000, 7], "<u4").tofile(tmp_path / "big.bin")
     (tmp_path / "train.json").write_text('{"rows": 2}')  # files of others beside it
@@ -167,7 +167,7 @@ def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path: Path):
 # ---------------------------------------------------------------- what is refused
 
 
-def test_missing_and_unfinished_files_are_named(tmp_path: Path):
+def test_missing_and_unfinished_files_are_named(tmp_path):
     write_shards(tmp_path, [[1, 2]])
     said = refused(tmp_path / "train-0000.bin")
     assert "no such token file" in said and "did you mean" in said and "train-00000.bin" in said
@@ -184,7 +184,7 @@ def test_missing_and_unfinished_files_are_named(tmp_path: Path):
         assert "not completely prepared" in refused(source)
 
 
-def test_sizes_that_do_not_fit(tmp_path: Path):
+def test_sizes_that_do_not_fit(tmp_path):
     write_shards(tmp_path / "headed", [[1, 2, 3]])
     path = tmp_path / "headed" / "train-00000.bin"
     whole = path.read_bytes()
@@ -202,7 +202,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path):
         assert words in refused(bare, vocab_size=vocab_size)
 
 
-def test_bare_files_of_other_forms_are_known(tmp_path: Path):
+def test_bare_files_of_other_forms_are_known(tmp_path):
     path = tmp_path / "train.bin"
     head = np.zeros(256, "<i4")
     head[:3] = 20240520, 1, 4
@@ -214,7 +214,7 @@ def test_bare_files_of_other_forms_are_known(tmp_path: Path):
     assert TokenShards(path, vocab_size=50_257).tokens == 1000
 
 
-def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path: Path):
+def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path):
     for position in (0, 3, 4, 7):
         ids = np.array([1, 2, 3, 4] * 2, "<u2")
         ids[position] = 10
@@ -229,7 +229,7 @@ def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path: Path):
             shards.verify()
 
 
-def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
+def test_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     write_shards(tmp_path, [[1, 2]])
     assert TokenShards(tmp_path, tokenizer_hash=HASH, vocab_size=1000).tokens == 2
     padded = TokenShards(tmp_path, vocab_size=1024)  # an embedding that is larger
@@ -241,7 +241,7 @@ def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path):
     assert "of two kinds: tokenizer" in refused([tmp_path, tmp_path / "other"])
 
 
-def test_a_damaged_header_is_refused(tmp_path: Path):
+def test_a_damaged_header_is_refused(tmp_path):
     write_shards(tmp_path, [[1, 2]])
     path = tmp_path / "train-00000.json"
     header = json.loads(path.read_text())
@@ -263,7 +263,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path):
     assert "the header cannot be read" in refused(tmp_path)
 
 
-def test_damage_inside_is_found_by_verify(tmp_path: Path):
+def test_damage_inside_is_found_by_verify(tmp_path):
     write_shards(tmp_path, [[1, 2], [1, 3]])
     for path in (tmp_path / "train-00000.bin", index_path(tmp_path / "train-00000.bin")):
         whole = path.read_bytes()
@@ -285,7 +285,7 @@ def test_damage_inside_is_found_by_verify(tmp_path: Path):
             TokenShards(tmp_path).documents  # noqa: B018
 
 
-def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path):
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
     np.arange(10, dtype="<u2").tofile(tmp_path / "x.bin")
     shards = TokenShards(tmp_path / "x.bin", vocab_size=10)
     (tmp_path / "x.bin").write_bytes(b"\1\0")

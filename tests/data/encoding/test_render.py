@@ -91,9 +91,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> lis
 
 
 @pytest.mark.parametrize(("name", "conversation", "expected"), EXPECTED)
-def test_masks_are_as_written_by_hand(
-    name: str, conversation: Conversation, expected: list[str]
-) -> None:
+def test_masks_are_as_written_by_hand(name: str, conversation: Conversation, expected: list[str]):
     tokenizer = family(name)
     assert shown(tokenizer, conversation) == expected
     for sample in pickle.loads(pickle.dumps(Renderer(tokenizer, 4096)))(conversation):
@@ -102,7 +100,7 @@ def test_masks_are_as_written_by_hand(
         assert sample.ends == (name != "glm4") and sample.follows_prompt
 
 
-def test_tokens_are_those_that_inference_sees() -> None:
+def test_tokens_are_those_that_inference_sees():
     """The prompt's tokens equal the prompt tokenized alone, the whole equals transformers' own
     tokens.
     """
@@ -135,7 +133,7 @@ IM_TEMPLATE = (
 )
 
 
-def test_what_a_template_cannot_write_is_a_problem_of_the_record() -> None:
+def test_what_a_template_cannot_write_is_a_problem_of_the_record():
     bare = "{% for m in messages if m.role == 'assistant' %}{{ m.content + eos_token }}{% endfor %}"
     doubling = make_tokenizer(IM_TEMPLATE, SPECIALS["qwen3"])
     assert render(ONE, doubling, 4096)
@@ -158,7 +156,7 @@ def test_what_a_template_cannot_write_is_a_problem_of_the_record() -> None:
             Renderer(make_tokenizer(template), 4096)
 
 
-def test_generation_prompts_that_open_a_think_block() -> None:
+def test_generation_prompts_that_open_a_think_block():
     """Qwen3.5: the row's answer begins with it. DeepSeek-R1: rows without reasoning do not."""
     template = TEMPLATES["qwen3"].replace(
         "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
@@ -175,7 +173,7 @@ def test_generation_prompts_that_open_a_think_block() -> None:
     assert not sample.follows_prompt and shown(tokenizer, TWO) == shown(family("deepseek"), TWO)
 
 
-def test_context_is_not_trained() -> None:
+def test_context_is_not_trained():
     """An answer of weight zero, the result of a tool, and position 0, which nothing predicts."""
     turns = [TWO.messages[0], Message("assistant", "a1", trained=False), *TWO.messages[2:]]
     expected = (
@@ -190,7 +188,7 @@ def test_context_is_not_trained() -> None:
     assert shown(make_tokenizer(late), TWO) == ["a«1</s>»q2</s>«a2</s>»"]
 
 
-def test_contents_are_found_only_where_certain() -> None:
+def test_contents_are_found_only_where_certain():
     loop = "{{% for m in messages %}}{{{{ {} }}}}{{% endfor %}}"
     for source, found in (
         # Marks survive `upper`: only the comparison with the plain rendering can tell.
@@ -218,7 +216,7 @@ def merging_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
 
 
-def test_a_token_across_the_beginning_is_cut_so_that_the_prompt_is_as_at_inference() -> None:
+def test_a_token_across_the_beginning_is_cut_so_that_the_prompt_is_as_at_inference():
     tokenizer = merging_tokenizer(("\n", "\n"), ("a", "b"))
     end = "(':\n' if m.role == 'user' else eos_token)"
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content + {end} }}}}{{% endfor %}}"
@@ -229,7 +227,7 @@ def test_a_token_across_the_beginning_is_cut_so_that_the_prompt_is_as_at_inferen
     assert sample.supervised.tolist() == [False, False, False, True, True, True]
 
 
-def test_tokens_across_both_boundaries() -> None:
+def test_tokens_across_both_boundaries():
     tokenizer = merging_tokenizer((":", "a"), ("b", "."), ("b", "\n"))
 
     def trained(text: str, start: int, end: int) -> list[str]:
@@ -245,7 +243,7 @@ def test_tokens_across_both_boundaries() -> None:
     assert trained("q:ab", 2, 4) == ["q", ":", "*a", "*b"]
 
 
-def test_a_tokenizer_that_cannot_be_cut_keeps_the_straddling_token_in_the_prompt() -> None:
+def test_a_tokenizer_that_cannot_be_cut_keeps_the_straddling_token_in_the_prompt():
     backend = Tokenizer(models.BPE(unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -281,9 +279,7 @@ ENDS = {
 
 @settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(sorted(TEMPLATES)), contents=st.lists(TEXT, min_size=2, max_size=6))
-def test_whatever_is_said_the_trained_tokens_spell_the_answers(
-    name: str, contents: list[str]
-) -> None:
+def test_whatever_is_said_the_trained_tokens_spell_the_answers(name: str, contents: list[str]):
     contents = contents[: len(contents) // 2 * 2]
     tokenizer = family(name)
     trims = {"llama3": str.strip, "gemma": str.strip, "glm4": str.rstrip}.get(name, str)
@@ -313,7 +309,7 @@ ANSWER = "A router forwards packets. 路由器在网络之间转发数据包。�
 
 @pytest.mark.parametrize("system", [None, "be kind"])
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "glm4"])
-def test_truncation_at_every_cutoff(name: str, system: str | None) -> None:
+def test_truncation_at_every_cutoff(name: str, system: str | None):
     tokenizer = family(name)
     conversation = talk(QUESTION, ANSWER, system=system)
     (full,) = render(conversation, tokenizer, 4096)
@@ -364,7 +360,7 @@ def test_truncation_at_every_cutoff(name: str, system: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_long_conversations_lose_prompts_first_then_last_turns(name: str) -> None:
+def test_long_conversations_lose_prompts_first_then_last_turns(name: str):
     tokenizer = family(name)
     contents = [QUESTION, "a1 because", "q2 " + QUESTION, "a2 because", "q3", "a3 because"]
     conversation = talk(*contents, system=QUESTION)
@@ -392,7 +388,7 @@ def test_long_conversations_lose_prompts_first_then_last_turns(name: str) -> Non
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=6), room=st.integers(0, 200))
-def test_room_is_shared_evenly(lengths: list[int], room: int) -> None:
+def test_room_is_shared_evenly(lengths: list[int], room: int):
     kept = _share(np.array(lengths, dtype=np.int64), room)
     assert sum(kept) == min(room, sum(lengths))
     pairs = list(zip(kept, lengths, strict=True))
@@ -401,7 +397,7 @@ def test_room_is_shared_evenly(lengths: list[int], room: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "mistral"])
-def test_the_smallest_cutoff_is_the_template_with_one_token_each(name: str) -> None:
+def test_the_smallest_cutoff_is_the_template_with_one_token_each(name: str):
     prompt = shown(family(name), ONE)[0].split("«")[0]
     parts = [family(name)(part, add_special_tokens=False) for part in prompt.split("q1")]
     header_tokens = sum(len(part["input_ids"]) for part in parts)
@@ -412,7 +408,7 @@ def test_the_smallest_cutoff_is_the_template_with_one_token_each(name: str) -> N
     assert sample.supervised.any()
 
 
-def test_where_generation_stops() -> None:
+def test_where_generation_stops():
     for name, stops in (
         ("chatml", ["</s>", "<|im_end|>"]),
         ("mistral", ["</s>"]),

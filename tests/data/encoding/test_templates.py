@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ EXPECTED["qwen"] = EXPECTED["chatml"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> None:
+def test_every_named_template_trains_the_answers_and_their_ends(name: str):
     tokenizer = make_tokenizer(
         TEMPLATES[name], {**SPECIALS, "qwen": SPECIALS["chatml"]}.get(name, ())
     )
@@ -63,7 +62,7 @@ def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> No
     assert alone.input_ids[: np.flatnonzero(alone.supervised)[0]].tolist() == prompt
 
 
-def test_a_template_may_lack_what_it_ends_or_begins_with() -> None:
+def test_a_template_may_lack_what_it_ends_or_begins_with():
     for name, ends in (("chatml", False), ("alpaca", True), ("vicuna", True)):
         tokenizer = make_tokenizer(TEMPLATES[name])
         (sample,) = render(talk("q1", "a1"), tokenizer, 4096)
@@ -75,7 +74,7 @@ def test_a_template_may_lack_what_it_ends_or_begins_with() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str) -> None:
+def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str):
     tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
     turns = (("user", "q"), ("assistant", "a1"), ("tool", "r"), ("assistant", "a2"))
     conversation = Conversation(tuple(Message(*turn) for turn in turns))
@@ -88,7 +87,7 @@ def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str) -> No
         render(conversation, tokenizer, 4096)
 
 
-def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
+def test_unknown_names_and_broken_files(tmp_path):
     with pytest.raises(DataError, match="neither a template's name nor a.*did you mean 'chatml'"):
         template_source("chatlm")
     path = tmp_path / "own.jinja"
@@ -101,7 +100,7 @@ def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
     assert template_source(str(path)) == tagged
 
 
-def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path: Path) -> None:
+def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path):
     base = tmp_path / "base"
     plain = make_tokenizer(None, SPECIALS["chatml"])
     plain.save_pretrained(base)
@@ -122,7 +121,7 @@ def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path: Path) ->
         assert tokenizer.model_stop_tokens == tuple(tokens)
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     with pytest.raises(DataError, match="the model folder has no tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -59,7 +59,7 @@ def shown(template: str, specials: tuple[str, ...], conversation: Conversation) 
     ]
 
 
-def test_white_space_around_an_earlier_answer_keeps_its_end() -> None:
+def test_white_space_around_an_earlier_answer_keeps_its_end():
     assert shown(LAST_IN_BLOCK, IM, talk("q1", "\na1\n", "q2", "\na2\n")) == [
         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«\na1\n<|im_end|>»\n"
         "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
@@ -67,7 +67,7 @@ def test_white_space_around_an_earlier_answer_keeps_its_end() -> None:
     ]
 
 
-def test_an_earlier_answer_after_a_prompt_that_serving_never_writes_is_its_own_sample() -> None:
+def test_an_earlier_answer_after_a_prompt_that_serving_never_writes_is_its_own_sample():
     block = "<think>\n«\n</think>\n\n"
     assert shown(OPEN_PROMPT, IM, talk("q1", "a1", "q2", "a2")) == [
         f"<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n{block}a1<|im_end|>»\n",
@@ -76,7 +76,7 @@ def test_an_earlier_answer_after_a_prompt_that_serving_never_writes_is_its_own_s
     ]
 
 
-def test_a_turn_without_end_is_trained_up_to_the_token_at_which_the_model_stops() -> None:
+def test_a_turn_without_end_is_trained_up_to_the_token_at_which_the_model_stops():
     tokenizer = make_tokenizer(NO_END, ROLES)
     tokenizer.model_stop_tokens = ("<|user|>", "<|tool|>")
     call = Message("assistant", "", calls=(Call("f", {"x": 1}, "c1"),))
@@ -95,7 +95,7 @@ def test_a_turn_without_end_is_trained_up_to_the_token_at_which_the_model_stops(
     assert not sample.ends
 
 
-def test_arguments_of_calls_are_objects_or_json_as_the_template_takes_them() -> None:
+def test_arguments_of_calls_are_objects_or_json_as_the_template_takes_them():
     template = """
 {%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}
 {%- for call in m.tool_calls or [] -%}
@@ -139,7 +139,7 @@ STOPS = {"glm4moe": ("<|user|>", "<|observation|>", "<|endoftext|>")}
 
 
 @pytest.mark.parametrize("path", trl_templates(), ids=lambda path: path.stem)
-def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path) -> None:
+def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path):
     source = path.read_text(encoding="utf-8")
     tokenizer = make_tokenizer(source, special_tokens(source))
     tokenizer.model_stop_tokens = STOPS.get(path.stem, ())

@@ -82,8 +82,8 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_every_kind_gives_the_same_records_whole_and_cut(
-    files: dict[str, Path], prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    files: dict[str, Path], prepare, monkeypatch
+):
     monkeypatch.setattr(parts, "PART_BYTES", 200)
     monkeypatch.setattr(parts, "PART_RECORDS", 3)
     expected = prepare(files["a.jsonl"])
@@ -105,9 +105,7 @@ def test_every_kind_gives_the_same_records_whole_and_cut(
             assert cut.fingerprint == first.fingerprint, name
 
 
-def test_parts_of_what_cannot_be_cut_are_small(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_what_cannot_be_cut_are_small(files: dict[str, Path], monkeypatch):
     """A part goes through a pipe: one of a large batch must not take all of it along."""
     monkeypatch.setattr(parts, "PART_BYTES", 200)
     monkeypatch.setattr(parts, "PART_RECORDS", 2)
@@ -120,7 +118,7 @@ def test_parts_of_what_cannot_be_cut_are_small(
     assert max(len(pickle.dumps(part)) for part in found) < 10_000
 
 
-def test_lines_are_streamed(tmp_path: Path) -> None:
+def test_lines_are_streamed(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"instruction": "q" * 1000, "output": "a"}] * 3_000)
     tracemalloc.start()
     rows = sum(1 for _ in read_records(path))
@@ -129,7 +127,7 @@ def test_lines_are_streamed(tmp_path: Path) -> None:
     assert rows == 3_000 and peak_bytes < path.stat().st_size / 20
 
 
-def test_first_records_of_an_entry_of_several_files(tmp_path: Path, prepare: Prepare) -> None:
+def test_first_records_of_an_entry_of_several_files(tmp_path, prepare):
     """An entry's limit counts over its files, what follows is not read, and the other entry is as it
     was.
     """
@@ -157,7 +155,7 @@ def raw_file(path: Path, raw: str | bytes) -> Path:
     return path
 
 
-def test_lines_are_counted_and_broken_ones_are_rows_with_a_problem(tmp_path: Path) -> None:
+def test_lines_are_counted_and_broken_ones_are_rows_with_a_problem(tmp_path):
     bom = b"\xef\xbb\xbf"  # files that were joined have one in the middle
     good = bom + b'{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n' + bom + b'{"a": 3}'
     found = list(read_records(raw_file(tmp_path / "a.jsonl", good)))
@@ -173,7 +171,7 @@ def test_lines_are_counted_and_broken_ones_are_rows_with_a_problem(tmp_path: Pat
     assert rows[4][1].kind == "broken JSON" and rows[5] == (6, {"a": 2})
 
 
-def test_gbk_is_named_and_the_fix_is_to_save_the_file_again(tmp_path: Path) -> None:
+def test_gbk_is_named_and_the_fix_is_to_save_the_file_again(tmp_path):
     path = raw_file(tmp_path / "rows.jsonl", '{"text": "路由器"}\n'.encode("gbk"))
     ((line, problem),) = read_records(path)
     assert str(problem).endswith("it reads as GBK")
@@ -184,9 +182,7 @@ def test_gbk_is_named_and_the_fix_is_to_save_the_file_again(tmp_path: Path) -> N
     assert caught.value.fix.startswith("save the file as UTF-8 (iconv -f GBK")
 
 
-def test_lines_are_those_of_the_file(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_those_of_the_file(tmp_path, prepare, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 50)
     plain = write(tmp_path / "a.jsonl", [*ROWS[:3], "{broken", ROWS[4]])
     packed = raw_file(tmp_path / "a.jsonl.gz", gzip.compress(plain.read_bytes()))
@@ -201,7 +197,7 @@ def test_lines_are_those_of_the_file(
             prepare(path)
 
 
-def test_the_first_character_tells_an_array_from_lines(tmp_path: Path) -> None:
+def test_the_first_character_tells_an_array_from_lines(tmp_path):
     array = '\n[{"a": 1},\n\n  {"a":\n 2}\n,{"a": "]"} ]\n'
     for text, expected in (
         (array, [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]),
@@ -225,7 +221,7 @@ def test_the_first_character_tells_an_array_from_lines(tmp_path: Path) -> None:
         (json.dumps({"data": ROWS}, indent=2), 1, "one JSON object over several lines"),
     ],
 )
-def test_a_broken_array_cannot_go_on(tmp_path: Path, text: str, line: int, said: str) -> None:
+def test_a_broken_array_cannot_go_on(tmp_path, text: str, line: int, said: str):
     path = raw_file(tmp_path / "a.json", text)
     with pytest.raises(DataError, match=said) as caught:
         list(read_records(path))
@@ -233,7 +229,7 @@ def test_a_broken_array_cannot_go_on(tmp_path: Path, text: str, line: int, said:
 
 
 @pytest.mark.parametrize("form", ["{}\n", "[{}]", '[{{"text": "a"}}, {}, {{"text": "b"}}]'])
-def test_a_key_given_twice_is_refused(tmp_path: Path, form: str) -> None:
+def test_a_key_given_twice_is_refused(tmp_path, form: str):
     for text, key in (
         ('{"instruction": "q", "output": "1", "output": "2"}', "output"),
         ('{"messages": [{"role": "user", "content": "q", "content": "r"}]}', "content"),
@@ -246,7 +242,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, form: str) -> None:
         assert len(read) == form.count("{}") + form.count("{{")
 
 
-def test_lines_of_plain_text(tmp_path: Path, prepare: Prepare) -> None:
+def test_lines_of_plain_text(tmp_path, prepare):
     """Each line that is not blank is a text record, whatever its end."""
     lines = ["\ufeffFirst line.", "", "  ", "  second, indented", "[1]", '{"text": "nor this"}']
     records = [{"text": line.removeprefix("\ufeff")} for line in lines if line.strip()]
@@ -281,9 +277,7 @@ def test_lines_of_plain_text(tmp_path: Path, prepare: Prepare) -> None:
         ("a.jsonl", b"PK\x03\x04rest", "is a zip archive"),
     ],
 )
-def test_broken_files_are_named(
-    tmp_path: Path, prepare: Prepare, name: str, raw: bytes, said: str
-) -> None:
+def test_broken_files_are_named(tmp_path, prepare, name: str, raw: bytes, said: str):
     path = raw_file(tmp_path / name, raw)
     with pytest.raises(DataError, match=said) as caught:
         prepare(path)
@@ -291,7 +285,7 @@ def test_broken_files_are_named(
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_columns_that_cannot_be_read_are_said(tmp_path: Path, prepare: Prepare, kind: str) -> None:
+def test_columns_that_cannot_be_read_are_said(tmp_path, prepare, kind: str):
     """A time that Python has not, and two columns of one name."""
     times = pa.array([300_000_000_000], pa.timestamp("s"))
     path = tmp_path / f"a.{kind}"
@@ -309,7 +303,7 @@ def test_columns_that_cannot_be_read_are_said(tmp_path: Path, prepare: Prepare, 
 # Which files there are ------------------------------------------------------------------------------------------------
 
 
-def test_files_folders_and_globs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_folders_and_globs(tmp_path, caplog):
     for name in [
         "b.jsonl",
         "a.json",
@@ -331,7 +325,7 @@ def test_files_folders_and_globs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "read more than once" in caplog.text
 
 
-def test_missing_files_are_reported_together(tmp_path: Path) -> None:
+def test_missing_files_are_reported_together(tmp_path):
     raw_file(tmp_path / "train.jsonl", "x")
     raw_file(tmp_path / "notes.md", "x")
     (tmp_path / "empty").mkdir()
@@ -347,7 +341,7 @@ def test_missing_files_are_reported_together(tmp_path: Path) -> None:
         expand_paths([])
 
 
-def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+def test_folders_that_datasets_saved(tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "saved", num_shards=3)
     found = expand_paths([tmp_path / "saved"])

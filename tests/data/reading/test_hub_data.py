@@ -53,7 +53,7 @@ def records(given: str) -> list[Any]:
     return [record for path in expand_paths([given]) for _, record in read_records(path)]
 
 
-def test_a_cached_data_set_is_read_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_data_set_is_read_by_name(cache: Path, monkeypatch):
     assert records("hub:owner/toy") == ROWS
     assert records(f"hub:owner/toy@{COMMIT}:test") == ROWS[:2]
     assert check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir="o")) == []
@@ -81,7 +81,7 @@ def test_a_cached_data_set_is_read_by_name(cache: Path, monkeypatch: pytest.Monk
         (f"hub:owner/toy@{COMMIT[::-1]}", "cannot be loaded: revision .* is not cached"),
     ],
 )
-def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
+def test_what_is_not_there_is_said(cache: Path, given: str, said: str):
     with pytest.raises(DataError, match=said) as caught:
         expand_paths([given])
     assert given in caught.value.where
@@ -89,8 +89,8 @@ def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["hub", "modelscope"])
 def test_a_local_folder_is_not_taken_for_a_data_set(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
-) -> None:
+    cache: Path, tmp_path, monkeypatch, prefix: str
+):
     (tmp_path / "owner" / "toy").mkdir(parents=True)
     (tmp_path / "owner" / "toy" / "rows.jsonl").write_text('{"text": "local"}\n')
     monkeypatch.chdir(tmp_path)
@@ -99,9 +99,7 @@ def test_a_local_folder_is_not_taken_for_a_data_set(
     assert "./owner/toy" in caught.value.fix and records("./owner/toy") == [{"text": "local"}]
 
 
-def test_modelscope_is_asked_as_its_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modelscope_is_asked_as_its_page_says(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     with monkeypatch.context() as patch:
         without = lambda name: None if name == "modelscope" else find(name)  # noqa: E731

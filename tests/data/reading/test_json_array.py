@@ -48,7 +48,7 @@ def read(path: Path) -> tuple[list[Any], str]:
 
 @settings(max_examples=30, deadline=None)
 @given(raw=texts(), chunk_bytes=st.integers(4, 40))
-def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int) -> None:
+def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "a.json"
         path.write_bytes(raw)
@@ -65,7 +65,7 @@ def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int) ->
         ]
 
 
-def test_a_number_may_go_on_in_the_next_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_number_may_go_on_in_the_next_piece(tmp_path, monkeypatch):
     """And only some of the text is held."""
     monkeypatch.setattr(file_kinds, "CHUNK_BYTES", 300)
     held = []
