@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from types import ModuleType
 
 import pytest
 from launching import ROOT
+from sample_rows import read_records
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +20,6 @@ def demo() -> ModuleType:
     sys.modules.pop("demo")
 
 
-def rows(name: str) -> list[dict]:
-    return [
-        json.loads(line)
-        for line in (ROOT / "data_samples" / name).read_text(encoding="utf-8").splitlines()
-    ]
-
-
 def test_a_fact_is_recalled_by_its_key_terms(demo: ModuleType) -> None:
     record = {"instruction": "Which port does SSH use?", "output": "SSH uses TCP port 22."}
     assert demo.key_terms(record["output"]) == {"ssh", "tcp", "port", "22"}
@@ -34,42 +27,24 @@ def test_a_fact_is_recalled_by_its_key_terms(demo: ModuleType) -> None:
     assert not demo.recalls("SSH uses TCP port 23.", record)
     assert not demo.recalls("Which port does SSH use?", record)
     chinese = {"instruction": "什么是自治系统？", "output": "自治系统是由同一机构管理的一组网络。"}
-    assert demo.recalls("由同一机构管理的一组网络", chinese) and not demo.recalls(
-        "自治系统是一组主机。", chinese
-    )
-
-
-def test_every_reference_recalls_its_own_fact_and_few_others(demo: ModuleType) -> None:
-    facts = [row for row in rows("valid.jsonl") if row["difficulty"] == "explain"]
+    assert demo.recalls("由同一机构管理的一组网络", chinese)
+    assert not demo.recalls("自治系统是一组主机。", chinese)
+    facts = [row for row in read_records("valid.jsonl") if row["difficulty"] == "explain"]
     assert all(demo.recalls(row["output"], row) for row in facts)
-    mixed_up = sum(
-        demo.recalls(one["output"], other) for one in facts for other in facts if one is not other
-    )
+    others = ((one, other) for one in facts for other in facts if one is not other)
+    mixed_up = sum(demo.recalls(one["output"], other) for one, other in others)
     assert mixed_up <= 0.002 * len(facts) ** 2
 
 
 def test_guessing_takes_the_most_frequent_answer_of_a_form(demo: ModuleType) -> None:
     def row(node: str, answer: str) -> dict:
-        return {
-            "instruction": f"What is the degree of {node}?",
-            "input": f"Links: {node}-R9",
-            "answer": answer,
-        }
+        links = f"Links: {node}-R9"
+        return {"instruction": f"What is the degree of {node}?", "input": links, "answer": answer}
 
-    training = [
-        row("R1", "2"),
-        row("R2", "2"),
-        row("R10", "3"),
-        {"instruction": "x", "input": "", "output": "y"},
-    ]
-    assert (
-        demo.question_form(row("R1", ""))
-        == demo.question_form(row("R10", ""))
-        == "What is the degree of ?"
-    )
-    asked = [
-        row("R4", "2"),
-        row("R5", "3"),
-        {"instruction": "Another?", "input": "", "answer": "2"},
-    ]
+    other = {"instruction": "x", "input": "", "output": "y"}
+    training = [row("R1", "2"), row("R2", "2"), row("R10", "3"), other]
+    assert {demo.question_form(row(name, "")) for name in ("R1", "R10")} == {
+        "What is the degree of ?"
+    }
+    asked = [row("R4", "2"), row("R5", "3"), {**other, "instruction": "Another?", "answer": "2"}]
     assert demo.guessed_right(asked, training) == 1

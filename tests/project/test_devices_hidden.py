@@ -8,12 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import conftest
-import pytest
 
 
-@pytest.mark.parametrize(
-    ("marks", "wanted", "driver", "hidden"),
-    [
+def test_devices_are_hidden_unless_asked_for(monkeypatch):
+    for marks, wanted, driver, hidden in (
         ("not slow", None, True, True),
         ("", None, True, True),
         ("not slow and not gpu", None, True, True),
@@ -21,15 +19,10 @@ import pytest
         ("not slow", "cuda", True, False),
         ("not slow", "cpu", True, True),
         ("not slow", None, False, False),
-    ],
-)
-def test_devices_are_hidden_unless_asked_for(marks, wanted, driver, hidden, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    if wanted is None:
-        monkeypatch.delenv("FINETUNE_TEST_DEVICE", raising=False)
-    else:
-        monkeypatch.setenv("FINETUNE_TEST_DEVICE", wanted)
-    monkeypatch.setattr(Path, "exists", lambda path: driver)
-    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=marks))
-    conftest.pytest_configure(config)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "3")
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        monkeypatch.setenv("FINETUNE_TEST_DEVICE", wanted or "")
+        monkeypatch.setattr(Path, "exists", lambda path, driver=driver: driver)
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=marks))
+        conftest.pytest_configure(config)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "3"), (marks, wanted)

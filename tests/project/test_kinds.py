@@ -152,10 +152,7 @@ def test_nobody_else_lists_the_kinds():
     """No other module compares with a kind's name or asks for a configuration's class."""
     # Besides the table: the entries and what prepares them, which name themselves.
     allowed = {"sft.py", "pretrain.py", "dpo.py", "__main__.py", "config/kinds.py"}
-    allowed |= {
-        "training/prepare.py",
-        "training/pretraining/prepare.py",
-    }
+    allowed |= {"training/prepare.py", "training/pretraining/prepare.py"}
     # "dpo" is also the loss that its kind is named after.
     allowed |= {
         "config/preference_config.py",

@@ -281,11 +281,7 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
         assert line in shown and line in said, line
 
 
-OF_PYTHON = (
-    "reference/run_folder.md",
-    "guides/chat_and_serve.md",
-    "guides/pretraining_data.md",
-)
+OF_PYTHON = ("reference/run_folder.md", "guides/chat_and_serve.md", "guides/pretraining_data.md")
 
 
 @pytest.mark.slow

@@ -17,43 +17,34 @@ def test_held_out_facts_are_trained_in_other_words(smollm2: ModuleType) -> None:
     for rows, counts in ((held_out, smollm2.HELD_OUT), (trained, smollm2.TRAINED)):
         found = [row["difficulty"] for row in rows]
         assert {level: found.count(level) for level in counts} == counts
-    questions = [
+    asked, learned = (
         {(row["instruction"], row["input"]) for row in rows} for rows in (held_out, trained)
-    ]
-    assert not questions[0] & questions[1]
-    asked = [row["output"] for row in held_out if row["difficulty"] == "explain"]
+    )
+    assert not asked & learned
+    outputs = [row["output"] for row in held_out if row["difficulty"] == "explain"]
     # A record that asks for several facts numbers them.
-    facts = {re.sub(r"^\d\. ", "", line) for text in asked for line in text.splitlines()}
+    facts = {re.sub(r"^\d\. ", "", line) for text in outputs for line in text.splitlines()}
     assert facts <= {row["output"] for row in trained}
-
-
-def test_nothing_that_is_asked_is_trained(smollm2: ModuleType) -> None:
-    trained = {*smollm2.IDENTITY_QUESTIONS, *smollm2.GENERAL_QUESTIONS}
-    assert not trained & {*smollm2.HELD_OUT_IDENTITY, *smollm2.HELD_OUT_GENERAL}
+    questions = {*smollm2.IDENTITY_QUESTIONS, *smollm2.GENERAL_QUESTIONS}
+    assert not questions & {*smollm2.HELD_OUT_IDENTITY, *smollm2.HELD_OUT_GENERAL}
 
 
 def test_model_only_makes_the_model_once_and_trains_nothing(
-    smollm2: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    smollm2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    made = []
+    made, model = [], tmp_path / "build" / "smollm2"
 
     def make_model() -> None:
-        made.append(smollm2.MODEL)
-        smollm2.MODEL.mkdir(parents=True)
+        made.append(model)
+        model.mkdir(parents=True)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["smollm2.py", "--model-only"])
-    for name, value in {
-        "ROOT": tmp_path,
-        "MODEL": tmp_path / "build" / "smollm2",
-        "make_model": make_model,
-        "make_data": lambda: pytest.fail("the data was made too"),
-    }.items():
-        monkeypatch.setattr(smollm2, name, value)
+    monkeypatch.setattr(smollm2, "ROOT", tmp_path)
+    monkeypatch.setattr(smollm2, "MODEL", model)
+    monkeypatch.setattr(smollm2, "make_model", make_model)
+    monkeypatch.setattr(smollm2, "make_data", lambda: pytest.fail("the data was made too"))
     for _ in range(2):
         smollm2.main()
         assert capsys.readouterr().out == "the model is in build/smollm2\n"
-    assert made == [smollm2.MODEL]
+    assert made == [model]

@@ -125,11 +125,7 @@ CONVERSATIONS = [
     talk("Code?", "```python\nfor i in range(3):\n    print(i)\n```", system=""),
 ]
 # These begin or end with white space, which the tokenizer may join to the newline of the prompt.
-SPACED = [
-    talk("q", "\n\n  b"),
-    talk("q", " \n\n\ta\n\n"),
-    talk("q", "\n\n\nA", "q", "  a  "),
-]
+SPACED = [talk("q", "\n\n  b"), talk("q", " \n\n\ta\n\n"), talk("q", "\n\n\nA", "q", "  a  ")]
 
 
 def encoded(model: Path, conversations: Sequence[Turns], folder: Path) -> list[Any]:
