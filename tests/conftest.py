@@ -68,7 +68,7 @@ LONGEST_FIRST = [
     "test_fake_npu.py",
     "test_executions.py",
     "test_network.py",
-    "test_signals.py",
+    "test_control.py",
     "test_out_of_memory.py",
     "test_serve.py",
     "test_pretrain.py",
@@ -117,7 +117,7 @@ SLOW = {
     "test_parent_watchdog.py": ("test_no_worker_trains_on",),
     "test_pretrain.py": ("test_every_way_of_starting",),
     "test_pretrain_demo.py": ("test_",),
-    "test_signals.py": ("test_sigterm_to_torchrun",),
+    "test_control.py": ("test_sigterm_to_torchrun",),
     "test_smollm2_model.py": ("test_",),
     "test_two_nodes.py": ("test_",),
 }

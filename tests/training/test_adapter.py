@@ -54,12 +54,8 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
                 seen.append(self.model.eval()(input_ids=IDS, use_cache=False).logits.float())
             save_output(self, output_dir, best)
 
-        settings = {
-            "model": str(tiny_model),
-            "data": str(tiny_data),
-            "max_steps": 4,
-            "save_steps": 2,
-        }
+        settings = {"model": str(tiny_model), "data": str(tiny_data), "max_steps": 4}
+        settings |= {"save_steps": 2}
         settings |= {"output_dir": str(folder / name), "cache_dir": str(folder / "cache")}
         settings |= {"device_type": "cpu", "dtype": "float32", "report_to": "none"}
         settings |= {"global_batch_size": 6, "cutoff_len": 128, "learning_rate": 1e-2} | changes
@@ -110,9 +106,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "finetune"], "
 """
 
 
-def test_peft_and_transformers_load_it_and_compute_our_logits(
-    lora: Trained, full: Trained, tmp_path
-):
+def test_peft_and_transformers_load_it_and_compute_our_logits(lora, full, tmp_path):
     """In a process that knows nothing of this package, not even where it is."""
     ids, out = tmp_path / "ids.safetensors", tmp_path / "logits.safetensors"
     save_file({"ids": IDS}, ids)
@@ -164,9 +158,7 @@ def test_the_adapter_is_what_was_asked_for(lora: Trained):
     assert config["base_model_name_or_path"] == str(lora.base)
     tensors = load_file(lora.folder / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2  # layers x modules x (A, B)
-    assert {(tensor.dtype, min(tensor.shape)) for tensor in tensors.values()} == {
-        (torch.float32, 4)
-    }
+    assert {(t.dtype, min(t.shape)) for t in tensors.values()} == {(torch.float32, 4)}
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}  # without the head
     assert modules == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 

@@ -34,12 +34,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
     """A run that soon learns its 24 records by heart: the validation loss goes down, then up."""
     own = {"max_steps": 40, "learning_rate": 1e-1, "lr_scheduler": "constant", "keep_best": True}
-    own |= {
-        "eval_steps": 2,
-        "save_steps": 3,
-        "early_stopping": 4,
-        "valid_data": str(materials.valid),
-    }
+    own |= {"eval_steps": 2, "save_steps": 3, "early_stopping": 4}
+    own |= {"valid_data": str(materials.valid)}
     return materials.settings(output_dir, **(own | changes))
 
 
@@ -96,9 +92,7 @@ def unfinished(stopped_early: Path, tmp_path: Path) -> Path:
     return again
 
 
-def test_a_run_ends_early_and_its_best_is_the_output(
-    materials: Materials, stopped_early: Path
-) -> None:
+def test_a_run_ends_early_and_its_best_is_the_output(materials, stopped_early):
     measured = {event["step"]: event["eval_loss"] for event in events(stopped_early, "eval")}
     best = min((step for step in measured if step), key=measured.__getitem__)
     (event,), (end,) = events(stopped_early, "early_stop"), events(stopped_early, "end")
@@ -124,9 +118,7 @@ def test_a_run_ends_early_and_its_best_is_the_output(
     assert (stopped_early / "events.jsonl").read_bytes() == before, "it is finished"
 
 
-def test_the_same_after_a_kill_between_its_saves(
-    materials: Materials, stopped_early: Path, tmp_path: Path
-) -> None:
+def test_the_same_after_a_kill_between_its_saves(materials, stopped_early, tmp_path):
     output_dir = tmp_path / "resumed"
     (whole,) = events(stopped_early, "early_stop")
     wanted = settings(materials, output_dir, async_save=False)
@@ -141,8 +133,8 @@ def test_the_same_after_a_kill_between_its_saves(
 
 
 def test_a_run_that_a_late_evaluation_ended_is_finished_and_more_patience_goes_on(
-    materials: Materials, stopped_early: Path, tmp_path: Path
-) -> None:
+    materials, stopped_early, tmp_path
+):
     """Stopped by a signal at the step whose evaluation ends it: that one follows on another number of
     processes, and once, not at every start.
     """
@@ -162,9 +154,7 @@ def test_a_run_that_a_late_evaluation_ended_is_finished_and_more_patience_goes_o
     assert events(output_dir, "resume")[-1]["step"] == last and longer.steps == last + 2
 
 
-def test_the_output_of_a_run_killed_before_it_was_written(
-    materials: Materials, stopped_early: Path, unfinished: Path
-) -> None:
+def test_the_output_of_a_run_killed_before_it_was_written(materials, stopped_early, unfinished):
     status = run_helpers.status(stopped_early)
     best = Path(shutil.copytree(unfinished, unfinished.parent / "damaged"))
     weights = best / f"checkpoint-{status['best_step']}" / "weights.safetensors"
@@ -219,9 +209,7 @@ def test_all_parameters_of_the_best(materials: Materials, tmp_path: Path, layout
         ({"best_metric": "loss/topology"}, "no validation record is of difficulty"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
-    materials: Materials, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_followed_is_refused(materials, tmp_path, changes, words):
     explain = [line for line in materials.valid.read_text().splitlines() if '"explain"' in line]
     (tmp_path / "explain.jsonl").write_text("\n".join(explain) + "\n")
     given = {"valid_data": str(tmp_path / "explain.jsonl")} | changes
@@ -230,9 +218,7 @@ def test_what_cannot_be_followed_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_last_step_is_logged_however_rare_logging_is(
-    materials: Materials, tmp_path: Path
-) -> None:
+def test_the_last_step_is_logged_however_rare_logging_is(materials, tmp_path):
     """Files of other tools have `logging_steps: 10`, and a first run has fewer steps."""
     finetune.run(materials.settings(tmp_path / "run", max_steps=3, logging_steps=50))
     (line,) = run_helpers.lines(tmp_path / "run" / "trainer_log.jsonl")

@@ -57,11 +57,8 @@ def run_config(materials: Materials, **changes: Any) -> RunConfig:
 def sees(materials: Materials) -> Path:
     """A Gemma 3 with its vision tower, which is loaded whole if a text model is asked for."""
     tokenizer, folder = chat_models.family("chatml"), materials.folder / "sees"
-    text = SIZES | {
-        "vocab_size": len(tokenizer),
-        "head_dim": 8,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    text = SIZES | {"vocab_size": len(tokenizer), "head_dim": 8}
+    text["pad_token_id"] = tokenizer.pad_token_id
     vision = SIZES | {"image_size": 28, "patch_size": 14}
     torch.manual_seed(0)
     config = Gemma3Config(text_config=text, vision_config=vision)
@@ -205,9 +202,8 @@ def test_a_tokenizer_with_ids_above_the_table_trains(materials, blind, tmp_path)
 def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_path, caplog):
     data = tmp_path / "data.jsonl"
     questions = ("q", "what is in <image>?")
-    data.write_text(
-        "".join(json.dumps({"instruction": q, "output": "a"}) + "\n" for q in questions)
-    )
+    rows = ({"instruction": question, "output": "a"} for question in questions)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="only .* embeddings; the first is .*'<image>'") as caught:
         prepare_fine_tuning(run_config(materials, model=str(blind), data=str(data)))
     assert caught.value.where == f"{data}:2"

@@ -105,8 +105,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_save_behind_the_training_is_byte_for_byte_the_one_that_training_waits_for(
-    tmp_path: Path, held: threading.Event
-) -> None:
+    tmp_path, held
+):
     waited, behind = checkpointer(tmp_path / "waited"), checkpointer(tmp_path / "behind")
     for step in (3, 6):  # the second into the same buffers
         name = f"checkpoint-{step}"
@@ -125,9 +125,7 @@ def test_a_save_behind_the_training_is_byte_for_byte_the_one_that_training_waits
         assert {"weights.safetensors", "moments.safetensors", "state.json"} < expected.keys()
 
 
-def test_the_next_save_waits_and_the_last_one_is_waited_for(
-    tmp_path: Path, held: threading.Event, monkeypatch, caplog
-) -> None:
+def test_the_next_save_waits_and_the_last_one_is_waited_for(tmp_path, held, monkeypatch, caplog):
     """At most one is in progress; one that is waited for uses the copies' memory."""
     monkeypatch.setattr("finetune.training.checkpointer.NOTED_WAIT_SECONDS", 0.0)
     saver, training = checkpointer(tmp_path), Training().train(1)
@@ -145,9 +143,7 @@ def test_the_next_save_waits_and_the_last_one_is_waited_for(
     assert all(verify(folder).valid for folder in list_checkpoints(tmp_path))
 
 
-def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(tmp_path, monkeypatch):
     saver, training = checkpointer(tmp_path), Training().train(1)
     saver.save(1, training.state(), wait=True)
 
@@ -165,9 +161,7 @@ def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(
     saver.finish()  # told once
 
 
-def test_training_that_fails_waits_for_the_save_under_way(
-    tmp_path: Path, held: threading.Event
-) -> None:
+def test_training_that_fails_waits_for_the_save_under_way(tmp_path, held):
     saver, training = checkpointer(tmp_path), Training().train(1)
     with pytest.raises(ValueError, match="of the training"), saver:
         saver.save(1, training.state())
@@ -176,9 +170,7 @@ def test_training_that_fails_waits_for_the_save_under_way(
     assert saver.last == "checkpoint-1" and verify(tmp_path / "checkpoint-1").valid
 
 
-def test_a_host_without_memory_for_the_copies_lets_training_wait(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_a_host_without_memory_for_the_copies_lets_training_wait(tmp_path, monkeypatch, caplog):
     saver, training = checkpointer(tmp_path), Training().train(1)
     state = training.state()
     needed = state.snapshot_bytes(0, 1)
@@ -193,8 +185,8 @@ def test_a_host_without_memory_for_the_copies_lets_training_wait(
 
 
 def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
-    tmp_path: Path, held: threading.Event, monkeypatch
-) -> None:
+    tmp_path, held, monkeypatch
+):
     """Those up to its step are on the disk by then."""
     order: list[str] = []
     sync, publish = SampleLog.sync, CheckpointWriter.publish
@@ -221,9 +213,7 @@ def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
 
 
 @pytest.mark.parametrize("fails", [None, "write", "publish"])
-def test_ranks_agree_at_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None
-) -> None:
+def test_ranks_agree_at_the_same_step(tmp_path, monkeypatch, fails):
     """Rank 1's thread takes three steps longer; only the threads that train ever meet."""
     meeting = Meeting(2)
     late, plain = threading.Event(), write_tensors
@@ -278,9 +268,7 @@ def test_ranks_agree_at_the_same_step(
 
 
 @pytest.mark.parametrize(("form", "behind"), [("whole", True), ("parts", True), ("parts", False)])
-def test_ranks_with_nothing_to_write_meet_the_others(
-    tmp_path: Path, monkeypatch, form: Any, behind: bool
-) -> None:
+def test_ranks_with_nothing_to_write_meet_the_others(tmp_path, monkeypatch, form, behind):
     """Of two tensors the third rank writes none, and of an adapter rank 0 writes all."""
     monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
     meeting = Meeting(3)
@@ -315,9 +303,7 @@ def test_ranks_with_nothing_to_write_meet_the_others(
 @pytest.mark.parametrize(
     ("torn", "stride"), [(False, 9), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
 )
-def test_killed_at_every_call_of_a_save_behind_the_training(
-    tmp_path: Path, torn: bool, stride: int
-) -> None:
+def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, torn, stride):
     before = tmp_path / "before"
     saver = checkpointer(before)
     for step in (1, 2):

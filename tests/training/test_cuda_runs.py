@@ -67,11 +67,8 @@ def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(
     here, there = tmp_path / "here", tmp_path / "there"
     changes = {"finetuning": finetuning, "learning_rate": 1e-3}
     # and auto chooses
-    auto = {
-        "micro_batch_size": "auto",
-        "gradient_checkpointing": "auto",
-        "fused_layers": fused_layers,
-    }
+    auto = {"micro_batch_size": "auto", "gradient_checkpointing": "auto"}
+    auto |= {"fused_layers": fused_layers}
     run_helpers.train(settings(materials, here, **auto, **changes))
     run_helpers.train(settings(materials, there, **CPU, **changes))
     assert_near(here, there)
@@ -175,10 +172,8 @@ def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finet
     # Without a warm-up, so that the adapter of the first checkpoint has learned something in step 1.
     common = {"finetuning": finetuning, "save_steps": 2, "warmup_steps": 0}
     common["dtype"] = "float16" if ON_CUDA else "float32"
-    overflow = {
-        "patch": run_patches.spoil_losses,
-        "patch_arguments": (0, (2,), math.inf, "gradient"),
-    }
+    overflow = {"patch": run_patches.spoil_losses}
+    overflow |= {"patch_arguments": (0, (2,), math.inf, "gradient")}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_helpers.train(settings(materials, whole, **common), **overflow)
     wanted = settings(materials, stopped, **common)

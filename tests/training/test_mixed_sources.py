@@ -54,9 +54,7 @@ def test_shares_are_exact_and_the_log_has_losses_by_source(whole: Path) -> None:
         assert low <= event["eval_loss"] <= high
 
 
-def test_a_resumed_run_draws_the_same_and_other_weights_are_another_run(
-    whole: Path, settings: dict, tmp_path: Path
-) -> None:
+def test_a_resumed_run_draws_the_same_and_other_weights_are_another_run(whole, settings, tmp_path):
     again = tmp_path / "again"
     runs.train(settings | {"output_dir": str(again), "resume": str(whole / "checkpoint-2")})
     assert runs.lines(again / "samples.jsonl") == runs.lines(whole / "samples.jsonl")[2:]

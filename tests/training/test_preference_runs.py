@@ -166,9 +166,7 @@ def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path:
     wanted = settings(materials, run, finetuning="full", cache_dir=cache)
     patch = {"patch": run_patches.signal_while_asking, "patch_arguments": (1, 2, signal.SIGTERM)}
     output = train(wanted, 2, expect=3, **patch).output()
-    assert (
-        "SIGTERM: stopping before the first step, without a checkpoint; once more in 3 s" in output
-    )
+    assert "SIGTERM: stopping before the first step, without a checkpoint" in output
     assert "stopped by SIGTERM at step 0; no checkpoint is saved" in output
     status = run_helpers.status(run)
     assert (status["state"], status["step"], status["checkpoint"]) == ("stopped", 0, None)
@@ -357,9 +355,7 @@ def test_kto_of_all_weights_goes_on_with_what_was_said(materials: Materials, tmp
     assert events(run, "eval")[-1]["eval_loss"] == events(whole, "eval")[-1]["eval_loss"]
 
 
-def test_kto_of_all_weights_asks_nothing_about_no_pairs(
-    materials: Materials, tmp_path: Path, caplog
-):
+def test_kto_of_all_weights_asks_nothing_about_no_pairs(materials, tmp_path, caplog):
     """One validation record has no other answers; its reference point is 0."""
     changes = {"valid_data": str(materials.folder / "single.jsonl"), "max_steps": 1}
     finetune.run(kto(materials, tmp_path / "run", **changes, cache_dir=str(tmp_path / "cache")))

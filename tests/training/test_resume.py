@@ -91,10 +91,8 @@ def test_two_then_one_then_two_processes(
 ):
     output_dir, reference = tmp_path / "run", uninterrupted(finetuning)
     for number, (processes, changes) in enumerate(executions, 1):
-        stop = {
-            "patch": run_patches.signal_self,
-            "patch_arguments": (0, 3 * number, signal.SIGTERM),
-        }
+        stop = {"patch": run_patches.signal_self}
+        stop |= {"patch_arguments": (0, 3 * number, signal.SIGTERM)}
         wanted = settings(materials, output_dir, finetuning=finetuning, save_steps=0, **changes)
         run_helpers.train(wanted, processes, **({} if number == 3 else {"expect": 3, **stop}))
     assert [event["step"] for event in events(output_dir, "resume")] == [3, 6]
@@ -143,9 +141,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_another_training_is_refused_and_allowed_on_demand(materials, interrupted, tmp_path):
     first, *rest = materials.data.read_text(encoding="utf-8").splitlines(keepends=True)
     data = tmp_path / "changed.jsonl"
-    data.write_text(
-        "".join([first.replace('"output": "', '"output": "no '), *rest]), encoding="utf-8"
-    )
+    first = first.replace('"output": "', '"output": "no ')
+    data.write_text("".join([first, *rest]), encoding="utf-8")
     model = Path(shutil.copytree(materials.model, tmp_path / "model"))
     template = (model / "chat_template.jinja").read_text(encoding="utf-8")
     (model / "chat_template.jinja").write_text(template.replace("helpful", "x"), encoding="utf-8")
@@ -237,10 +234,8 @@ def test_no_pickle_is_ever_opened(materials, uninterrupted, interrupted, tmp_pat
 
     identity = interrupted / "run_identity.json"
     identity.write_text(json.dumps(json.loads(identity.read_text()) | {"model": str(model)}))
-    watched = {
-        "patch": run_patches.watch_opened_files,
-        "patch_arguments": (str(tmp_path), str(record)),
-    }
+    watched = {"patch": run_patches.watch_opened_files}
+    watched |= {"patch_arguments": (str(tmp_path), str(record))}
     run_helpers.train(settings(materials, interrupted, model=str(model)), **watched)
     opened = set(record.read_text().splitlines())
     assert any(path.endswith("state.json") for path in opened), "the hook saw nothing"

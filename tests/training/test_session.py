@@ -67,9 +67,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths if path.parent.name != "logs"}
 
 
-def test_what_cannot_be_read_here_is_no_reason_to_go_back(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_here_is_no_reason_to_go_back(run, monkeypatch):
     """A stale mount on one node would take one checkpoint after the other."""
     before = content(run)
 
@@ -110,9 +108,7 @@ def test_the_smallest_of_the_nodes_out_of_memory_notes_counts(run: Path) -> None
         assert started.out_of_memory_note() == smallest
 
 
-def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run, tmp_path):
     """Its own of that step is not trusted for the other's sake: the two of one name are two."""
     backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
     damage(run / "checkpoint-10")
@@ -124,9 +120,7 @@ def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "new"])
-def test_rank_0_may_come_between_any_two_looks_of_another(
-    run: Path, tmp_path: Path, begun: bool
-) -> None:
+def test_rank_0_may_come_between_any_two_looks_of_another(run, tmp_path, begun):
     """Until they meet, ranks look at the folder at any moment, and rank 0 makes and locks it."""
     wanted = session(run).start if begun else Resume(None, 0)
     looks = 0

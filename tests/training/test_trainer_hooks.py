@@ -169,11 +169,8 @@ ONE_STEP = SimpleNamespace(batches=SimpleNamespace(total_steps=1), valid=None)
 
 def run_config(folder: Path, device_type: str) -> RunConfig:
     given = {"model": "m", "data": ("d",), "report_to": ("none",), "dtype": "float32"}
-    given |= {
-        "output_dir": str(folder),
-        "device_type": device_type,
-        "gradient_checkpointing": False,
-    }
+    given |= {"output_dir": str(folder), "device_type": device_type}
+    given |= {"gradient_checkpointing": False}
     return RunConfig(**given)
 
 

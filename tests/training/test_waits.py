@@ -55,17 +55,10 @@ KINDS = {
 def settings_of(materials: Materials, kind: str, output_dir: Path) -> tuple[str, dict[str, Any]]:
     module, changes = KINDS[kind]
     if module == "finetune.pretrain":
-        given = {
-            "train_data_path": str(materials.folder / "tokens.bin"),
-            "vocab_size": 64,
-            "depth": 1,
-        }
-        given |= {
-            "max_seq_len": 32,
-            "device_batch_size": 2,
-            "total_batch_size": 256,
-            "num_iterations": 2,
-        }
+        given = {"train_data_path": str(materials.folder / "tokens.bin"), "vocab_size": 64}
+        given |= {"depth": 1}
+        given |= {"max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 256}
+        given |= {"num_iterations": 2}
         given |= {"sample_every": 0, "report_to": "none", "device_type": "cpu", "dtype": "float32"}
         return module, given | changes | {"output_dir": str(output_dir)}
     if module == "finetune.dpo":

@@ -94,9 +94,7 @@ def one(settings: dict, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("optimizer", ["normuon", "adamw"])
-def test_a_plain_loop_does_the_same(
-    optimizer: str, one: Path, settings: dict, tokens: Path, tmp_path: Path
-):
+def test_a_plain_loop_does_the_same(optimizer, one, settings, tokens, tmp_path):
     """Windows of the sample log, whole batches, no accumulation: from the definition.
 
     How far rounding alone may carry two equal trainings apart depends on the CPU's kernels and on
@@ -201,9 +199,7 @@ def interrupted(settings: dict, tmp_path_factory) -> Path:
     return killed(settings, tmp_path_factory.mktemp("runs") / "killed")
 
 
-def test_resumed_on_the_same_number_it_is_bit_identical(
-    interrupted: Path, one: Path, settings: dict, tmp_path: Path
-):
+def test_resumed_on_the_same_number_it_is_bit_identical(interrupted, one, settings, tmp_path):
     again = train(settings, shutil.copytree(interrupted, tmp_path / "again"))
     assert [event["step"] for event in events(again, "resume")] == [SAVED]
     assert sample_ids(again) == sample_ids(one)
@@ -211,9 +207,7 @@ def test_resumed_on_the_same_number_it_is_bit_identical(
 
 
 @pytest.mark.parametrize("launcher", ["self-started", "torch.distributed.launch"])
-def test_every_way_of_starting_is_the_same_run(
-    launcher: str, one: Path, settings: dict, tmp_path: Path
-):
+def test_every_way_of_starting_is_the_same_run(launcher, one, settings, tmp_path):
     """The first becomes torchrun; under a launcher, --distributed has no effect."""
     config, output = tmp_path / "run.json", tmp_path / "out"
     config.write_text(json.dumps({**settings, "sample_every": 0, "eval_steps": 0, "save_steps": 0}))
@@ -231,9 +225,7 @@ def test_every_way_of_starting_is_the_same_run(
     assert losses(output) == pytest.approx(losses(one), rel=1e-4)
 
 
-def test_the_result_is_an_ordinary_model_that_is_fine_tuned(
-    one: Path, tiny_data: Path, tmp_path: Path
-):
+def test_the_result_is_an_ordinary_model_that_is_fine_tuned(one, tiny_data, tmp_path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
     assert type(model).__name__ == "NanoChatForCausalLM"
     assert model.get_input_embeddings().padding_idx is None
@@ -263,12 +255,8 @@ def fine_tuned(model: Path, data: Path, tmp_path: Path) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("arch", ["qwen3", "lfm2_value"])
 def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
     changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine"}
-    changes |= {
-        "save_steps": 0,
-        "num_iterations": 4,
-        "document_aligned": True,
-        "max_grad_norm": 1.0,
-    }
+    changes |= {"save_steps": 0, "num_iterations": 4, "document_aligned": True}
+    changes |= {"max_grad_norm": 1.0}
     changes["depth"] = 2 if arch == "lfm2_value" else 1  # of one layer alone it has no convolution
     finetune.run({**settings, **changes, "output_dir": str(tmp_path / "run")})
     lfm2_value.register()
@@ -309,10 +297,8 @@ def test_a_run_whose_rates_went_with_the_square_root_goes_on_with_it_alone(setti
 
 def test_token_files_without_header_or_tokenizer(settings: dict, tmp_path: Path):
     """The guides' raw .bin files: a vocabulary size is enough; the result has no tokenizer."""
-    choose, changes = (
-        np.random.default_rng(0),
-        {"vocab_size": 300, "num_iterations": 2, "save_steps": 0},
-    )
+    choose = np.random.default_rng(0)
+    changes = {"vocab_size": 300, "num_iterations": 2, "save_steps": 0}
     for name, part in (("train_data_path", "train"), ("valid_data_path", "val")):
         choose.integers(0, 300, 4000).astype("<u2").tofile(tmp_path / f"{part}.bin")
         changes[name] = str(tmp_path / f"{part}.bin")
