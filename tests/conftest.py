@@ -79,7 +79,6 @@ LONGEST_FIRST = [
     "test_nonfinite.py",
     "test_kinds.py",
     "test_resume.py",
-    "test_crash_sample.py",
     "test_parent_watchdog.py",
     "test_launch_runs.py",
     "test_prepare.py",
@@ -102,7 +101,6 @@ LONGEST_FIRST = [
 SLOW = {
     "test_configs.py": ("test_two_nodes_of_eight",),
     "test_doctor_launched.py": ("test_a_dry_run_for_real",),
-    "test_crash_sample.py": ("test_a_killed_run_goes_on_to_the_same_weights[lora-zero3",),
     "test_executions.py": ("test_",),
     "test_fake_npu.py": (
         "test_two_simulated_npus",

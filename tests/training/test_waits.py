@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import run_helpers
 import torch
 import waits
-from launching import BIN, ROOT, run_command
 from run_helpers import Materials
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -24,8 +22,6 @@ from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import make_chunked_head, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.training.optimizers import Rates, make_optimizer, skip_where
-
-TESTS = ROOT / "tests"
 
 
 @pytest.fixture(scope="module")
@@ -98,32 +94,6 @@ def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path, kind):
     for step in steps:
         asked = [count for place, count in step["found"].items() if "device.py" in place]
         assert asked == [1] and sum(step["found"].values()) == 1, step
-
-
-SIMULATED = f"""
-import sys, importlib
-sys.path.insert(0, {str(TESTS)!r})
-import torch, torch_npu, waits
-with waits.Waits() as seen:  # what it must find: a copy that is not pinned, and one back
-    torch.ones(2).to("npu", non_blocking=True).cpu()
-assert sum(seen.found.values()) == 2, seen.found
-waits.audit_rows(0, sys.argv[2])
-sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[3:]))
-"""
-
-
-@pytest.mark.slow
-def test_copies_to_and_from_a_simulated_npu_do_not_wait(materials, tmp_path):
-    """It computes on the CPU; copies are seen there, and must be of pinned memory."""
-    module, settings = settings_of(materials, "LoRA", tmp_path / "run")
-    config, script, audit = tmp_path / "run.json", tmp_path / "audited.py", tmp_path / "audit"
-    config.write_text(json.dumps(settings | {"device_type": "npu"}))
-    script.write_text(SIMULATED)
-    paths = os.pathsep.join([str(TESTS / "fake_npu"), str(ROOT)])
-    words = [BIN / "python", script, module, audit, "--config", config]
-    result = run_command([str(word) for word in words], env={"PYTHONPATH": paths})
-    assert result.returncode == 0, result.stderr
-    assert [step["found"] for step in found_in(audit)] == [{}, {}]
 
 
 # ---------------------------------------------------------------- what CUDA's driver reports
