@@ -51,6 +51,8 @@ def test_a_second_copy_within_the_node_costs_memory_and_spares_the_network():
         across = plain.trained + (0 if lora else plain.parameters)
         assert network_traffic(copied).bytes == pytest.approx(15 / 16 * 4 * 2 * across, rel=2e-3)
         assert network_traffic(plain).bytes > network_traffic(copied).bytes
+        two = replace(plain, sharding=Sharding(engine=True, stage=2))  # a reduction per microbatch
+        assert network_traffic(two).bytes == pytest.approx(15 / 16 * 2 * plain.trained * 5)
     assert "hpZ of 8" in copied.sharding.name and "hpZ" not in plain.sharding.name
 
 
@@ -155,6 +157,7 @@ def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
     host = 8 * of_kind(work, "weights", "gradients", "optimizer", location="host")
     assert 2 * shape.total < host < 2 * shape.total * 1.1
     assert 18 * shape.total * 1.5 > 12 * host
+    assert memory_of(work).node() > host  # of all processes of a node
 
 
 def test_weights_of_the_files_own_dtype_are_the_mapped_files():
