@@ -23,7 +23,7 @@ from launching import ROOT, environment
 from finetune.version import DISTRIBUTION, __version__
 
 PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-DATA = (
+DATA = [
     "py.typed",
     "locale/zh/LC_MESSAGES/finetune.mo",
     "commands/diagnose/line_kinds.toml",
@@ -37,25 +37,26 @@ DATA = (
     "commands/report/page.css",
     "commands/report/page.html.jinja",
     "commands/serve/static/index.html",
-)
+]
+
+
+def build(hook: str, source: Path, target: Path) -> None:
+    code = f"from setuptools.build_meta import build_{hook} as build; build({str(target)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, check=True)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel and an sdist, made from the files that are published."""
     source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    compiled = shutil.ignore_patterns("__pycache__")
     for name in PUBLISHED:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, source / name, ignore=compiled)
         else:
             shutil.copy(ROOT / name, source / name)
     for hook in ("sdist", "wheel"):
-        code = f"from setuptools.build_meta import build_{hook} as build; build({str(dist)!r})"
-        words = [sys.executable, "-c", code]
-        done = subprocess.run(words, cwd=source, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        build(hook, source, dist)
     return dist
 
 
@@ -65,7 +66,7 @@ def the_one(folder: Path, pattern: str) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path) -> None:
+def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(the_one(built, "*.whl")) as wheel:
         names = set(wheel.namelist())
         (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -75,27 +76,18 @@ def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path) -> N
     assert modules == {name for name in names if name.endswith(".py")}
     assert {name.split("/")[0] for name in names} == {"finetune", metadata_name.split("/")[0]}
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert metadata["Name"] == DISTRIBUTION
-    assert metadata["Version"] == __version__ and metadata["Author"] == "the finetune authors"
+    assert (metadata["Name"], metadata["Version"]) == (DISTRIBUTION, __version__)
+    assert metadata["Author"] == "the finetune authors"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert {"deepspeed", "serve", "quantization", "npu"} <= set(
-        metadata.get_all("Provides-Extra", [])
-    )
-
-
-@pytest.mark.slow
-def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    extras = metadata.get_all("Provides-Extra", [])
+    assert {"deepspeed", "serve", "quantization", "npu"} <= set(extras)
+    # The sdist makes the same wheel.
     with tarfile.open(the_one(built, "*.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
-    code = "from setuptools.build_meta import build_wheel as build; build('.')"
     source = the_one(tmp_path, "finetune_lm-*")
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    listed = [
-        zipfile.ZipFile(path).namelist()
-        for path in (the_one(source, "*.whl"), the_one(built, "*.whl"))
-    ]
-    assert sorted(listed[0]) == sorted(listed[1])
+    build("wheel", source, source)
+    with zipfile.ZipFile(the_one(source, "*.whl")) as again:
+        assert set(again.namelist()) == names
     assert not (source / "tests").exists()
 
 
@@ -104,72 +96,43 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
     """The libraries are this environment's; the package is the wheel's, and no checkout is near."""
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
+    python, command = place / "bin" / "python", place / "bin" / "finetune"
     packages = next(place.glob("lib/python*/site-packages"))
-    own = [
-        sysconfig.get_paths()["purelib"],
-        *(path for path in sys.path if path.endswith("site-packages")),
-    ]
+    own = [sysconfig.get_paths()["purelib"]]
+    own += [path for path in sys.path if path.endswith("site-packages")]
     (packages / "libraries.pth").write_text("\n".join(dict.fromkeys(own)) + "\n")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        place / "bin" / "python",
-        "install",
-        "--quiet",
-        "--no-deps",
-    ]
     env = environment({"PYTHONPATH": None, "PIP_NO_INDEX": "1"})
-    subprocess.run(
-        [*pip, "--ignore-installed", the_one(built, "*.whl")], env=env, check=True, cwd=tmp_path
-    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    wheel = the_one(built, "*.whl")
+    subprocess.run([*pip, "--ignore-installed", wheel], env=env, check=True, cwd=tmp_path)
 
-    def said(*words: str) -> str:
+    def said(*words: str | Path, code: int = 0) -> str:
         result = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == code, result.stderr
         return result.stdout
 
-    command = str(place / "bin" / "finetune")
     assert said(command, "--version").strip() == __version__
     assert "usage: python -m finetune COMMAND" in said(command, "--help")
-    where = said(
-        str(place / "bin" / "python"), "-c", "import finetune; print(finetune.__file__)"
-    ).strip()
-    assert Path(where).is_relative_to(place)
-    (tmp_path / "run.log").write_text(
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-    )
-    log = subprocess.run(
-        [command, "diagnose", "--lang", "zh", "run.log"], env=env, cwd=tmp_path, capture_output=True
-    )
-    assert log.returncode == 1 and "显存" in log.stdout.decode(), (
-        "the Chinese catalogue is not found"
-    )
-    for name in DATA:
-        assert (Path(where).parent / name).is_file(), name
+    where = Path(said(python, "-c", "import finetune; print(finetune.__file__)").strip())
+    assert where.is_relative_to(place)
+    (tmp_path / "run.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    # the Chinese catalogue is found
+    assert "显存" in said(command, "diagnose", "--lang", "zh", "run.log", code=1)
+    assert [name for name in DATA if not (where.parent / name).is_file()] == []
 
 
-def test_what_names_the_version_agrees() -> None:
+def test_what_strangers_look_for_is_there_and_agrees() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
     newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2].split()[0]
     assert newest == __version__
-
-
-def test_the_files_that_strangers_look_for_are_there() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+    assert isinstance(yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text()), dict)
     templates = list((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    for path in (*templates, ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"):
-        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path.name
     assert len(templates) == 3
     for path in templates:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert (
-            fields["name"] and fields["description"] and all(one["type"] for one in fields["body"])
-        )
-    names = {
-        entry.name
-        for entry in entry_points(group="console_scripts")
-        if entry.value == "finetune.__main__:main"
-    }
+        assert fields["name"] and fields["description"]
+        assert all(one["type"] for one in fields["body"])
+    scripts = entry_points(group="console_scripts")
+    names = {entry.name for entry in scripts if entry.value == "finetune.__main__:main"}
     assert names == {"finetune"} and os.access(ROOT / ".ci" / "run", os.X_OK)

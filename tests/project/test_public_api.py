@@ -15,20 +15,19 @@ from launching import ROOT, run_command, said
 import finetune
 
 # With examples, in an order in which one may look at the run of an earlier one.
-EXAMPLES = (
+EXAMPLES = [
     "finetune.batching.curriculum_sampler",
     "finetune.batching.collate",
     "finetune.training.run",
     "finetune.runs.follow",
     "finetune.commands.diagnose.command",
     "finetune.commands.plan.command",
-)
+]
 
 
 @pytest.mark.frozen
 def test_every_name_is_there_for_readers_of_types_too() -> None:
-    for name in finetune.__all__:
-        assert getattr(finetune, name) is not None
+    assert all(getattr(finetune, name) is not None for name in finetune.__all__)
     assert {*finetune._HOMES, "__version__"} == set(finetune.__all__) <= set(dir(finetune))
     source = (ROOT / "finetune" / "__init__.py").read_text(encoding="utf-8")
     for name, module in finetune._HOMES.items():
@@ -43,13 +42,11 @@ def test_the_examples_of_docstrings_are_true(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     code = f"""
 import doctest, importlib, sys
-names = {EXAMPLES!r}
-results = [doctest.testmod(importlib.import_module(name)) for name in names]
+results = [doctest.testmod(importlib.import_module(name)) for name in {EXAMPLES!r}]
 sys.exit(any(one.failed for one in results) or not all(one.attempted for one in results))
 """
-    result = run_command(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")}
-    )
+    env = {"HF_HOME": str(tmp_path / "hf")}
+    result = run_command([sys.executable, "-c", code], cwd=tmp_path, env=env)
     assert result.returncode == 0, said(result)
 
 
@@ -78,25 +75,13 @@ for event in finetune.follow("runs/one"):
 @pytest.mark.slow
 def test_another_project_sees_types(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--follow-imports",
-        "silent",
-    ]
+    words = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")]
+    words += ["--follow-imports", "silent", "program.py"]
     # An editable installation is a hook, which mypy does not follow; that py.typed is installed is
     # for test_packaging.
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    result = subprocess.run(
-        [*words, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    revealed = [
-        line.rpartition('"')[0].partition('"')[2]
-        for line in result.stdout.splitlines()
-        if "Revealed" in line
-    ]
-    assert revealed[:3] == ["int", "bool | None", "str"], result.stdout
+    env = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=env)
+    lines = [line for line in done.stdout.splitlines() if "Revealed" in line]
+    revealed = [line.rpartition('"')[0].partition('"')[2] for line in lines]
+    assert revealed[:3] == ["int", "bool | None", "str"], done.stdout
     assert "finetune.config.run_config.RunConfig" in revealed[3] and revealed[4] == "dict[str, Any]"

@@ -31,21 +31,10 @@ FRAMES = (
 # Values that the program gives to the entries that it asks for by their names.
 GIVEN = {"line": "l", "error": "e", "pid": "7", "peer": "b", "batches": "2, 3", "frame": "f"}
 # Settings and sizes that a log or a run folder may tell.
-KNOWN = [
-    "rank",
-    "error_fix",
-    "timeout_seconds",
-    "micro_batch_size",
-    "cutoff_len",
-    "master_addr",
-    "master_port",
-    "port",
-    "nproc",
-    "dataloader_num_workers",
-    "learning_rate",
-    "oom_old",
-    "nonfinite_records",
-]
+KNOWN = (
+    "rank error_fix timeout_seconds micro_batch_size cutoff_len master_addr master_port port"
+    " nproc dataloader_num_workers learning_rate oom_old nonfinite_records"
+)
 
 
 def test_an_entry_answers_its_own_example() -> None:
@@ -70,7 +59,7 @@ def assert_whole(entry: Symptom) -> None:
     groups = [set(re.compile(pattern).groupindex) for pattern in entry.patterns]
     named = {group.rstrip("_") for names in groups for group in names}
     always = {name.rstrip("_") for name in set.intersection(*groups)} if groups else set()
-    everything = with_next_values(dict.fromkeys([*named, *GIVEN, *KNOWN], "9"))
+    everything = with_next_values(dict.fromkeys([*named, *GIVEN, *KNOWN.split()], "9"))
     least = (
         GIVEN | {"signal": "SIGTERM", "step": "3", "error_fix": "f"} | dict.fromkeys(always, "9")
     )
