@@ -1,9 +1,8 @@
 """The attention kernel of a device, compared before it is used: FlashAttention 3 here, the NPU's in
 test_fake_npu.py.
 
-There is no GPU: a kernel for the CPU stands behind torch's operator, so that torch's dispatcher,
-derivative and switch between flash kernels are the real ones. As FlashAttention 3 it refuses what
-torch's own checks for it refuse.
+There is no GPU: a function for the CPU stands for torch's operator; torch's switch between flash
+kernels is the real one, and so are its checks of what FlashAttention 3 takes.
 """
 
 from __future__ import annotations
@@ -34,85 +33,50 @@ class OnHopper:
 
 
 class Kernels:
-    """FlashAttention 2, and 3 while torch's switch says so, which may have a fault."""
+    """FlashAttention 2, and 3 while torch's switch says so, which may have a fault; in float64."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.fault, self.calls = patch, "", []
-        self.library = torch.library.Library("aten", "IMPL")
-        self.library.impl("_flash_attention_forward", self.forward, "CPU")
-        self.library.impl("_flash_attention_backward", self.backward, "CPU")
+        self.patch, self.fault = patch, ""
+        self.calls: list[bool] = []  # whether 3 was called
 
     def register(self) -> SimpleNamespace:
         if self.fault == "no package for this torch":
             raise ImportError("flash_attn_3/_C.so: undefined symbol")
         return SimpleNamespace(remove=lambda: None)
 
-    def note(self, way: str, error: Any, *given: Any) -> None:
-        """What torch's own checks of FlashAttention 3 refuse, it refuses."""
-        self.calls.append((way, is_3()))
-        if not is_3():
-            return
-        given = tuple(OnHopper(x) if isinstance(x, torch.Tensor) else x for x in given)
-        with self.patch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(_fa3, "_get_device_major", lambda device: 9)
-            refused = error(*given)
-        assert refused is None, refused
-
-    def weights(self, query, key, bounds, scale, window_size_left):
-        """Softmax of a document's tokens over those before them, `(H, T, T)`, and the scale; in
-        float64.
-        """
+    def __call__(self, q, k, v, bounds, bounds_k, max_q, max_k, dropout, *flags, scale, **window):
+        self.calls.append(is_3())
+        left = window["window_size_left"]
         if is_3():
+            given = (OnHopper(x) for x in (q, k, v))
+            with self.patch.context() as patch:
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                patch.setattr(_fa3, "_get_device_major", lambda device: 9)
+                refused = _fa3._fa3_forward_support_error(
+                    *given, dropout, flags[-1], None, None, OnHopper(bounds), None, None, None
+                )
+            assert refused is None, refused
             if self.fault == "cannot be launched":
                 raise RuntimeError("this build has no kernels for heads of 16\nmore")
             bounds = bounds[[0, -1]] if self.fault == "ignores ends" else bounds
-            scale = query.shape[-1] ** -0.5 if self.fault == "ignores the scale" else scale
-            window_size_left = -1 if self.fault == "ignores windows" else window_size_left
-        place = torch.arange(len(query))
+            scale = q.shape[-1] ** -0.5 if self.fault == "ignores the scale" else scale
+            left = -1 if self.fault == "ignores windows" else left
+            if self.fault == "wrong gradient":
+                k = 1.05 * k - (0.05 * k).detach()
+        place = torch.arange(len(q))
         document = torch.bucketize(place, bounds[1:], right=True)
         distance = place[:, None] - place[None, :]
-        seen = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
+        seen = (distance >= 0) & ((left < 0) | (distance <= left))
         seen &= document[:, None] == document
-        scores = torch.einsum("thd,shd->hts", query.double(), repeated(key, query)) * scale
-        return scores.masked_fill(~seen, float("-inf")).softmax(-1), scale
-
-    def forward(
-        self, query, key, value, bounds, bounds_k, max_q, max_k, dropout, causal, debug, **given
-    ):
-        states = (query, key, value, dropout, debug)
-        error = _fa3._fa3_forward_support_error
-        self.note("forward", error, *states, None, None, bounds, None, None, None)
-        weights, _ = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
-        output = torch.einsum("hts,shd->thd", weights, repeated(value, query)).to(query.dtype)
-        none = torch.zeros((), dtype=torch.uint64)
-        return output, torch.zeros(query.shape[1], len(query)), none.expand(2), none, output[:0]
-
-    def backward(
-        self, direction, query, key, value, output, numbers, bounds, bounds_k, *others, **given
-    ):
-        tensors = (direction, query, key, value, output, numbers)
-        error = _fa3._fa3_backward_support_error
-        self.note("backward", error, *tensors, others[2], bounds, None, None)
-        weights, scale = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
-        of_weights = torch.einsum("thd,shd->hts", direction.double(), repeated(value, query))
-        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
-        of_query = torch.einsum("hts,shd->thd", of_scores, repeated(key, query))
-        of_key = torch.einsum("hts,thd->shd", of_scores, query.double())
-        of_value = torch.einsum("hts,thd->shd", weights, direction.double())
-        of_key, of_value = (
-            x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in (of_key, of_value)
-        )
-        wrong = is_3() and self.fault == "wrong gradient"
-        return of_query.to(query.dtype), of_key * 1.05 if wrong else of_key, of_value
+        copies = q.shape[1] // k.shape[1]
+        keys, values = (states.double().repeat_interleave(copies, dim=1) for states in (k, v))
+        scores = torch.einsum("thd,shd->hts", q.double(), keys) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return (torch.einsum("hts,shd->thd", weights, values).to(q.dtype),)
 
 
 def is_3() -> bool:
     return hook.current_flash_attention_impl() == "FA3"
-
-
-def repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    return states.double().repeat_interleave(query.shape[1] // states.shape[1], dim=1)
 
 
 @pytest.fixture
@@ -121,6 +85,7 @@ def kernels(monkeypatch):
     CPU's.
     """
     made = Kernels(monkeypatch)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", made)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", made.register)
     installed(monkeypatch, True)
     on_card(monkeypatch, (9, 0))
@@ -133,7 +98,6 @@ def kernels(monkeypatch):
     yield made
     if _registry.current_flash_attention_impl() is not None:
         _registry.restore_flash_attention_impl()
-    made.library._destroy()
 
 
 def installed(monkeypatch, there: bool) -> None:
@@ -166,17 +130,17 @@ def check(model: torch.nn.Module, setting: str = "auto", **given: Any) -> str:
     [("qwen3", torch.float16), ("mistral", torch.bfloat16), ("deepseek_v3", torch.bfloat16)],
 )
 def test_where_it_agrees_it_is_used_forward_and_backward(model_type, dtype, kernels, caplog):
-    model, both = model_of(model_type), {("forward", True), ("backward", True)}
+    model = model_of(model_type)
     before = torch.get_rng_state()
     assert check(model, dtype=dtype) == USED and not caplog.records
     assert is_3() and model.config._attn_implementation == ISOLATED
-    assert set(kernels.calls) == both, "compared in both directions"
+    assert set(kernels.calls) == {True}
     assert torch.equal(torch.get_rng_state(), before), "the run's random numbers stay"
     kernels.calls.clear()
     model.to(dtype).requires_grad_(True).train()
     inputs = make_microbatch(documents(), packing=True).model_inputs(CPU)
     model(**inputs).logits.float().sum().backward()
-    assert set(kernels.calls) == both, "training takes it"
+    assert set(kernels.calls) == {True}, "training takes it"
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
@@ -203,7 +167,7 @@ def test_where_it_differs_or_raises_torchs_own_is_restored_with_one_warning(faul
     assert not is_3() and model.config._attn_implementation == ISOLATED
     kernels.calls.clear()
     model.to(torch.bfloat16)(**make_microbatch(documents(), packing=True).model_inputs(CPU))
-    assert set(kernels.calls) == {("forward", False)}, "FlashAttention 2"
+    assert set(kernels.calls) == {False}, "FlashAttention 2"
 
 
 def test_few_tokens_show_a_document_that_sees_its_neighbour(kernels, caplog):

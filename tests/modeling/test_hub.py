@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import run_helpers
-import run_patches
 import torch
 import yaml
 
@@ -116,42 +114,6 @@ def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_pat
     assert source.base == f"{NAME}@{SECOND}"
     again = load_weights(source, torch.device("cpu"), "float32", trust_remote_code=False)
     assert all(map(torch.equal, again.parameters(), expected))
-
-
-def use_cache(rank: int, home: str) -> None:
-    """In each rank, whose constants of the hub's library were read before the test."""
-    huggingface_hub.constants.HF_HUB_CACHE = home
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_with_its_commit_on_two_processes(cache, models, tmp_path):
-    """The branch moves while the run stands still; what it ends with is what the first commit's
-    folder gives.
-    """
-    materials = run_helpers.make_materials(tmp_path / "materials")
-
-    def settings(name: str, model: str, **changes: Any) -> dict[str, Any]:
-        return materials.settings(
-            tmp_path / name, model=model, finetuning="full", max_steps=4, **changes
-        )
-
-    here = {"patch": use_cache, "patch_arguments": (str(cache.parent),)}
-    stopped = {"patch": use_cache_and_stop, "patch_arguments": (str(cache.parent),)}
-    run_helpers.train(settings("run", NAME), 2, expect=3, **stopped)
-    (cache / "refs" / "main").write_text(SECOND)
-    run_helpers.train(settings("run", NAME), 2, **here)
-    assert len(run_helpers.events(tmp_path / "run", "resume")) == 1
-    run_helpers.train(settings("plain", str(models[FIRST])), 2)
-    ours, expected = (run_helpers.result_weights(tmp_path / name) for name in ("run", "plain"))
-    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
-    other = run_helpers.train(settings("run", f"{NAME}@v2"), 1, expect=2, **here)
-    assert f"{NAME}@{FIRST}" in other.output() and f"{NAME}@{SECOND}" in other.output()
-
-
-def use_cache_and_stop(rank: int, home: str) -> None:
-    use_cache(rank, home)
-    run_patches.signal_self(rank, 0, 2, signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- ModelScope
