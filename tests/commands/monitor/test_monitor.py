@@ -593,21 +593,25 @@ def test_the_dashboard_on_a_real_terminal(way_out: str, tmp_path: Path):
                 break
         return text in screen
 
+    def status() -> list[int]:
+        seen(b"")
+        ended, found = os.waitpid(pid, os.WNOHANG)
+        return [found] if ended else []
+
     try:
-        wait_for(lambda: seen(b"2 / 100"), what="the first picture")
+        wait_for(lambda: seen(b"2 / 100"), 60)
         append(folder, "trainer_log.jsonl", step(3))
-        wait_for(lambda: seen(b"3 / 100"), what="the next picture")
+        wait_for(lambda: seen(b"3 / 100"), 60)
         if way_out == "q":
             os.write(leader, b"q")
         else:
             os.kill(pid, signal.SIGTERM)
-        wait_for(lambda: seen(b"\x1b[?1049l"))
-        wait_for(lambda: termios.tcgetattr(leader) == before)
-    finally:
-        os.kill(pid, signal.SIGKILL if sys.exc_info()[0] else 0)
-        _, status = os.waitpid(pid, 0)
-        os.close(leader)
-    assert os.waitstatus_to_exitcode(status) == (0 if way_out == "q" else 128 + signal.SIGTERM)
-    assert b"\x1b[?1049h" in screen
+        code = os.waitstatus_to_exitcode(*wait_for(status, 60))
+        assert code == (0 if way_out == "q" else 128 + signal.SIGTERM)
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    assert termios.tcgetattr(leader) == before
+    os.close(leader)
     assert screen.rindex(b"\x1b[?1049l") > screen.rindex(b"\x1b[?1049h")
     assert screen.rindex(b"\x1b[?25h") > screen.rindex(b"\x1b[?25l"), "the cursor is back"
