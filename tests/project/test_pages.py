@@ -36,39 +36,27 @@ COMMAND = re.compile(
 )
 BASE = "data_samples/tiny-qwen3"
 REAL_MODEL = "build/smollm2"
-RECORD = {
-    "instruction": "Which port does BGP use?",
-    "output": "TCP port 179.",
-    "difficulty": "explain",
-}
+RECORD = {"instruction": "Which port does BGP use?", "output": "TCP port 179."}
+RECORD["difficulty"] = "explain"
+AROUND = "data_samples ds_configs accelerate_configs launchers docs README.md"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_command_that_is_not_run_says_what_it_needs(page: Path) -> None:
-    parts = re.split(
-        r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    for before, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
-        if language != "bash" and COMMAND.search(block):
-            paragraph = re.split(r"\n#+ ", before)[-1]
-            assert re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE), (
-                f"{page.name}: {block}"
-            )
+def test_a_command_that_is_not_run_says_what_it_needs() -> None:
+    fence = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    for page in PAGES:
+        parts = fence.split(page.read_text(encoding="utf-8"))
+        for before, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
+            if language != "bash" and COMMAND.search(block):
+                paragraph = re.split(r"\n#+ ", before)[-1]
+                says = re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE)
+                assert says, f"{page.name}: {block}"
 
 
 def checkout(folder: Path) -> Path:
     """`folder`, with what a reader of the pages has around."""
-    for name in (
-        "data_samples",
-        "ds_configs",
-        "accelerate_configs",
-        "launchers",
-        "docs",
-        "README.md",
-    ):
-        (folder / name).symlink_to(ROOT / name)
     (folder / "build").mkdir()
-    (folder / REAL_MODEL).symlink_to(ROOT / REAL_MODEL)
+    for name in (*AROUND.split(), REAL_MODEL):
+        (folder / name).symlink_to(ROOT / name)
     return folder
 
 
@@ -78,36 +66,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     their names.
     """
     folder = checkout(tmp_path_factory.mktemp("reader"))
-    for name, target in {"BASE": ROOT / BASE, "MODEL": ROOT / BASE, "TEXTS": ROOT / "docs"}.items():
-        (folder / name).symlink_to(target)
+    for name, target in {"BASE": BASE, "MODEL": BASE, "TEXTS": "docs"}.items():
+        (folder / name).symlink_to(ROOT / target)
     for name in ("logs", "held_out", "books", "code", "examples/train_lora", "data"):
         (folder / name).mkdir(parents=True)
     for name, row in {
-        "own.jsonl": RECORD,
-        "train.jsonl": RECORD,
-        "labels.jsonl": {"prompt": "Which port?", "completion": "Port 179.", "label": True},
-        "articles.jsonl": {"text": "A hub repeats."},
-        "web.jsonl": {"text": "A router chooses a way."},
+        "own": RECORD,
+        "train": RECORD,
+        "labels": {"prompt": "Which port?", "completion": "Port 179.", "label": True},
+        "articles": {"text": "A hub repeats."},
+        "web": {"text": "A router chooses a way."},
     }.items():
-        (folder / name).write_text((json.dumps(row) + "\n") * 8)
-    for name in ("valid.jsonl", "held_out/rows.jsonl"):
-        shutil.copy(ROOT / "data_samples" / "valid.jsonl", folder / name)
-    (folder / "pairs.jsonl").write_text(blocks(PREFERENCES, "json")[0])
-    (folder / "question.txt").write_text("What is BGP?")
-    (folder / "book.txt").write_text("A hub repeats what it hears.")
-    shutil.copy(ROOT / "data_samples" / "networks_facts.txt", folder / "books")
-    shutil.copy(ROOT / "data_samples" / "generators" / "graphs.py", folder / "code")
-    (folder / "examples/train_lora/qwen3_lora_sft.yaml").write_text(yaml.safe_dump(EXAMPLE))
-    (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
-    for name in ("identity.json", "alpaca_en_demo.json"):
-        (folder / "data" / name).write_text(json.dumps([RECORD] * 8))
-    pairs = {
-        "model_name_or_path": BASE,
-        "dataset_name": "pairs.jsonl",
-        "output_dir": "runs/pairs",
-        "use_peft": True,
-    }
-    (folder / "dpo.yaml").write_text(yaml.safe_dump(pairs))
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    samples = ROOT / "data_samples"
+    for source, target in {
+        "valid.jsonl": "valid.jsonl",
+        "./valid.jsonl": "held_out/rows.jsonl",
+        "networks_facts.txt": "books",
+        "generators/graphs.py": "code",
+    }.items():
+        shutil.copy(samples / source, folder / target)
+    pairs = {"model_name_or_path": BASE, "dataset_name": "pairs.jsonl"}
+    pairs |= {"output_dir": "runs/pairs", "use_peft": True}
+    for name, text in {
+        "pairs.jsonl": blocks(PREFERENCES, "json")[0],
+        "question.txt": "What is BGP?",
+        "book.txt": "A hub repeats what it hears.",
+        "examples/train_lora/qwen3_lora_sft.yaml": yaml.safe_dump(EXAMPLE),
+        "data/dataset_info.json": json.dumps(INFO),
+        "data/identity.json": json.dumps([RECORD] * 8),
+        "data/alpaca_en_demo.json": json.dumps([RECORD] * 8),
+        "dpo.yaml": yaml.safe_dump(pairs),
+    }.items():
+        (folder / name).write_text(text)
     line = small("python -m finetune.sft --config ds_configs/zero3.json", folder / "runs")
     console = run_line(line, folder / "outputs", cwd=folder)
     for name in ("my-run", "a", "b/checkpoint-200"):
@@ -129,14 +120,12 @@ def test_the_commands_of_a_page(page: Path, place: Path, request: pytest.Fixture
 
 def run_command(line: str, place: Path) -> None:
     """One command in the reader's folder, and what it must have done."""
+    makefile = (ROOT / "Makefile").read_text()
     if line.startswith("make "):
-        assert f"\n{line.split()[1]}: $(READY)" in (ROOT / "Makefile").read_text()
+        assert f"\n{line.split()[1]}: $(READY)" in makefile
         return
     if line.startswith("source "):
-        assert (
-            line == "source .venv/bin/activate"
-            and "VENV   := .venv\n" in (ROOT / "Makefile").read_text()
-        )
+        assert line == "source .venv/bin/activate" and "VENV   := .venv\n" in makefile
         return
     if "runs/demo-TIME" in line:
         return  # tests/commands/evaluate/test_tasks.py
@@ -149,25 +138,42 @@ def run_command(line: str, place: Path) -> None:
         words += f" --model {BASE} --cutoff-len 256"
     if "finetune serve" in line:
         return check_server(words, place)
-    codes = next((codes for part, codes in CODES.items() if part in line), (0,))
+    # Something is left of a run; a CPU's C library kept memory that the run did not need any more
+    # (docs/guides/planning.md).
+    codes = (0, 1) if "finetune clean" in line or "plan --check" in line else (0,)
     variables = {"NPROC_PER_NODE": "1", "FINETUNE_LOG_DIR": str(place / "logs")}
     output = run_line(words, place / "outputs", variables, codes, cwd=place)
     if "torchrun" in line or "accelerate launch" in line:
         (place / "console.log").write_text(output)
-        assert diagnose_logs([place / "console.log"]) == [], (
-            "a launcher's own words are taken for a failure"
-        )
+        assert diagnose_logs([place / "console.log"]) == [], "a launcher's own words"
     if trains(line) and "--dry-run" not in line:
         check_run(line, words)
+    for part, form in FORMS.items():
+        assert part not in line or re.search(form, output, re.M | re.S), f"{line}\n{output}"
     for part, check in CHECKS.items():
-        if part in line:
-            assert check(output, place), f"{line}\n{output}"
+        assert part not in line or check(output, place), f"{line}\n{output}"
 
 
-# What else than 0 a command may end with: something is left of a run; a CPU's C
-# library kept memory that the run did not need any more (docs/guides/planning.md).
-CODES = {"finetune clean": (0, 1), "plan --check": (0, 1)}
-# What the output of a command with these words must be.
+DONE = r"\[SUCCESS\] done: 2 steps"
+# What the output of a command with these words must have: regular expressions,
+FORMS = {
+    "finetune.pretrain": DONE,
+    "finetune.dpo": DONE,
+    "finetune checkpoints": r"\Acheckpoint-2  step 2 [^\n]* valid\n\Z",
+    "--audit": "(?=.*near duplicates).*shared with the validation data",
+    "curriculum show": r"(?=.*80\.0%).*passes",
+    "finetune doctor": r"\A(?!.*\[ERROR\]).*\[OK\]",
+    "finetune plan --config": "it fits",
+    "plan --check": r"on the host: predicted \d+ MiB, measured [\d,]+ MiB",
+    "finetune diagnose runs": "(?i)no failure",
+    "monitor runs/mine": "2/2",
+    "finetune report": "report.html",
+    "finetune chat": r"\S",
+    "finetune eval": r"\| measure \| of \||\| difficulty \|",
+    "finetune verify": "the deployment answers as the trained model",
+    "--print-config": r"^micro_batch_size +4 +ds_configs/zero3.json$",
+}
+# and what else must be so.
 CHECKS: dict[str, Callable[[str, Path], object]] = {
     "cmp ": lambda said, at: (
         largest_relative_difference(losses(at / "runs/one"), losses(at / "runs/two")) < 1e-5
@@ -178,30 +184,9 @@ CHECKS: dict[str, Callable[[str, Path], object]] = {
     "cat runs": lambda said, at: (
         (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0)
     ),
-    "finetune.pretrain": lambda said, at: "[SUCCESS] done: 2 steps" in said,
-    "finetune.dpo": lambda said, at: "[SUCCESS] done: 2 steps" in said,
-    "finetune checkpoints": lambda said, at: re.fullmatch(r"checkpoint-2  step 2 .* valid\n", said),
-    "--audit": lambda said, at: (
-        "near duplicates" in said and "shared with the validation data" in said
-    ),
     "--rows 2": lambda said, at: said.count("\nrecord ") == 2 and "[[" in said,
     "--rows 3": lambda said, at: said.count("\nrecord ") == 3 and "[[" in said,
-    "curriculum show": lambda said, at: "80.0%" in said and "passes" in said,
-    "finetune doctor": lambda said, at: "[OK]" in said and "[ERROR]" not in said,
-    "finetune plan --config": lambda said, at: "it fits" in said,
-    "plan --check": lambda said, at: re.search(
-        r"on the host: predicted \d+ MiB, measured [\d,]+ MiB", said
-    ),
-    "finetune diagnose runs": lambda said, at: "no failure" in said.lower(),
-    "monitor runs/mine": lambda said, at: "2/2" in said,
     "--once --json": lambda said, at: json.loads(said)["step"] == 2,
-    "finetune report": lambda said, at: "report.html" in said,
-    "finetune chat": lambda said, at: said.strip(),
-    "finetune eval": lambda said, at: "| measure | of |" in said or "| difficulty |" in said,
-    "finetune verify": lambda said, at: "the deployment answers as the trained model" in said,
-    "--print-config": lambda said, at: re.search(
-        r"^micro_batch_size +4 +ds_configs/zero3.json$", said, re.MULTILINE
-    ),
 }
 
 
@@ -220,28 +205,23 @@ def check_run(line: str, words: str) -> None:
 
 def check_server(line: str, place: Path) -> None:
     """It says where it listens, answers there, and ends on Ctrl-C."""
-    env = environment(
-        {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(place / "hf")}
-    )
-    words = ["bash", "-c", f"exec {line}"]
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    env = environment({"PATH": path, "HF_HOME": str(place / "hf")})
+    words, output = ["bash", "-c", f"exec {line}"], subprocess.PIPE
     with subprocess.Popen(
-        words, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        words, cwd=place, env=env, stdout=output, stderr=subprocess.STDOUT
     ) as server:
         try:
-            said = map(bytes.decode, iter(server.stdout.readline, b""))
-            address = next(
-                found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line))
-            )
-            wait_for(
-                lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers"
-            )
-            client = blocks(ROOT / "docs" / "guides" / "chat_and_serve.md", "python")[0].replace(
-                "http://127.0.0.1:8000", address
-            )
+            lines = map(bytes.decode, iter(server.stdout.readline, b""))
+            found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in lines)
+            address = next(filter(None, found))[0]
+            health = f"{address}/health"
+            wait_for(lambda: answers(health), PATIENCE_SECONDS, what="a worker that answers")
+            client = blocks(ROOT / "docs" / "guides" / "chat_and_serve.md", "python")[0]
+            client = client.replace("http://127.0.0.1:8000", address)
             name = re.search(r"--model \S*/(\S+)", line)[1]
-            (place / "client.py").write_text(
-                client.replace('"my-run"', f'"{name}"'), encoding="utf-8"
-            )
+            client = client.replace('"my-run"', f'"{name}"')
+            (place / "client.py").write_text(client, encoding="utf-8")
             run_block("python client.py", place)
         finally:
             server.send_signal(signal.SIGINT)
@@ -257,6 +237,20 @@ def answers(url: str) -> bool:
         return False
 
 
+SHOWN = """
+624 (longest sample 59)
+record 0  52 tokens, 13 trained
+[INFO] auto: learning_rate 0.0011; by 12 samples, hidden size 576, and finetuning lora
+[SUCCESS] done: 15 steps, output in runs/office
+Printers are in VLAN 55.
+The maintenance window is Sunday, 02:00 to 04:00 UTC.
+The capital of France is Paris.
+[INFO] this run is finished: runs/office holds its output
+runs/office  done  step 15/15 (100%)
+runs/office/report.html
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_model")
 def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
@@ -266,41 +260,26 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
         run_command(line, place)
     said = "\n".join(run_block(text, place) for text in texts)
     shown = "\n".join(blocks(page, "text"))
-    for line in (
-        "624 (longest sample 59)",
-        "record 0  52 tokens, 13 trained",
-        "[INFO] auto: learning_rate 0.0011; by 12 samples, hidden size 576, and finetuning lora",
-        "[SUCCESS] done: 15 steps, output in runs/office",
-        "Printers are in VLAN 55.",
-        "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
-        "The capital of France is Paris.",
-        "[INFO] this run is finished: runs/office holds its output",
-        "runs/office  done  step 15/15 (100%)",
-        "runs/office/report.html",
-    ):
+    for line in SHOWN.strip().splitlines():
         assert line in shown and line in said, line
 
 
 OF_PYTHON = ("reference/run_folder.md", "guides/chat_and_serve.md", "guides/pretraining_data.md")
+CHECKED = """
+assert result.state == "done" and trainer.state.global_step == 4
+assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_model")
 def test_the_examples_of_python_work(place: Path) -> None:
-    code = "\n".join(blocks(ROOT / "docs" / "guides" / "python.md", "python"))
-    checks = """
-assert result.state == "done" and trainer.state.global_step == 4
-assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
-"""
     run_command(shell_lines(ROOT / "docs" / "guides" / "pretraining_data.md")[0], place)
+    code = [*blocks(ROOT / "docs" / "guides" / "python.md", "python"), CHECKED]
     # Of other pages: the run's adapter in plain peft, answers from Python, and token files.
-    others = [
-        text
-        for name in OF_PYTHON
-        for text in blocks(ROOT / "docs" / name, "python")
-        if "OpenAI" not in text
-    ]
-    (place / "example.py").write_text("\n".join([code, checks, *others]), encoding="utf-8")
+    others = [text for name in OF_PYTHON for text in blocks(ROOT / "docs" / name, "python")]
+    code += [text for text in others if "OpenAI" not in text]
+    (place / "example.py").write_text("\n".join(code), encoding="utf-8")
     output = run_block("python example.py", place)
     assert "step 1" in output and "end 4" in output
 
