@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from launching import ROOT, environment
-from run_helpers import wait_for
+from run_helpers import alive, wait_for
 
 from finetune.__main__ import main as finetune
 from finetune.commands.clean import leftovers
@@ -27,7 +26,7 @@ from finetune.storage.launch_record import describe
 from finetune.storage.run_lock import RunLock
 
 SLEEP = ["sleep", "600"]
-SAVING = [sys.executable, "-S", "-c", "import time; time.sleep(1)"]
+SAVING = [sys.executable, "-S", "-c", "import time; time.sleep(0.5)"]
 STUBBORN = ["sh", "-c", "trap '' TERM; echo; while true; do sleep 0.1; done"]
 # A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its
 # own open.
@@ -170,21 +169,36 @@ def test_an_orphan_is_listed_and_ended_only_with_yes(place, start, clean, capsys
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"),
+    ("supervisor", "worker", "why"),
     [
         # a record of an older version has no more than the wall time
-        ({"start_time": 1e9, "boot_id": None, "start_ticks": None}, "used again"),
-        ({"start_ticks": 1}, "used again"),
-        ({"boot_id": "of another boot"}, "used again"),
-        ({"host": "another-host"}, None),
-        ({"pid": "none"}, None),
+        ("gone", {"start_time": 1e9, "boot_id": None, "start_ticks": None}, "used again"),
+        ("gone", {"start_ticks": 1}, "used again"),
+        ("gone", {"boot_id": "of another boot"}, "used again"),
+        ("gone", {"host": "another-host"}, None),
+        ("gone", {"pid": "none"}, None),
+        # a launcher that may be alive
+        ({}, {}, None),
+        ({"host": "another-host"}, {}, None),
+        ({"start_time": 1.0}, {}, None),
+        # a list without a launcher
+        (None, {}, None),
     ],
 )
-def test_a_process_that_is_not_what_was_recorded_is_left_alone(changed, why, place, start, clean):
-    process = start()
-    record_launch(place, gone(start()), described(process) | changed)
+def test_what_may_be_another_or_has_its_launcher_is_left_alone(
+    supervisor, worker, why, place, start, clean
+):
+    process, launcher = start(), start()
+    listed = [described(process) | worker]
+    if supervisor == "gone":
+        listed.append(gone(launcher))
+    elif supervisor is not None:
+        listed.append(described(launcher, role="supervisor", **supervisor))
+    record_launch(place, *listed)
+    record_launch(place, gone(start()), number=2)  # of another launch
     code, report = clean(*NOW)
     assert code == 0 and report["processes"] == [] and is_running(process)
+    assert is_running(launcher) or supervisor == "gone"
     assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
 
 
@@ -219,22 +233,6 @@ def test_another_users_process_is_left_alone(place: Path, start: Start, clean: C
     record_launch(place, gone(start()), described(process))
     code, report = clean(*NOW)
     assert code == 0 and "another user" in report["left_alone"][0]["why"] and is_running(process)
-
-
-@pytest.mark.parametrize("changed", [{}, {"host": "another-host"}, {"start_time": 1.0}])
-def test_a_run_whose_launcher_may_be_alive_is_no_orphan(changed, place, start, clean):
-    worker, supervisor = start(), start()
-    facts = described(supervisor, role="supervisor", rank=None, **changed)
-    record_launch(place, facts, described(worker))
-    code, report = clean(*NOW)
-    assert (code, report["processes"]) == (0, []) and is_running(worker) and is_running(supervisor)
-
-
-def test_a_list_without_its_launcher_proves_nothing(place: Path, start: Start, clean: Clean):
-    worker = start()
-    record_launch(place, described(worker))
-    record_launch(place, gone(start()), number=2)  # of another launch
-    assert clean(*NOW)[0] == 0 and is_running(worker)
 
 
 def test_one_that_does_not_listen_is_killed_and_one_that_saves_is_waited_for(place, start, clean):
@@ -274,7 +272,7 @@ def test_a_worker_that_only_the_run_folder_knows(place, start, clean, monkeypatc
     variables = environment({"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
     parent = start([sys.executable, "-S", "-c", AGENT, *words], env=variables, **piped)
     worker = int(parent.stdout.readline())
-    assert clean(str(run))[0] == 0 and psutil.pid_exists(worker), "its launcher is alive"
+    assert clean(str(run))[0] == 0 and alive([worker]), "its launcher is alive"
     parent.kill()
     parent.wait()
     wait_for(lambda: clean(str(run))[0] == 1, what="the worker's parent changes")
@@ -287,11 +285,7 @@ def test_a_worker_that_only_the_run_folder_knows(place, start, clean, monkeypatc
     os.chown(run / ".lock", os.getuid(), os.getgid())
     code, report = clean(str(run), "--yes", "--wait", "0.1")
     assert code == 0 and pids(report) == [worker]
-    wait_for(
-        lambda: (
-            not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
-        )
-    )
+    wait_for(lambda: not alive([worker]))
 
 
 def test_the_folder_of_a_run_does_not_prove_a_process_without_its_start(place: Path):
