@@ -4,7 +4,6 @@ rendered.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import jinja2
@@ -17,7 +16,6 @@ from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Message
 from finetune.errors import DataError
 from finetune.inference import limited_template
-from finetune.inference.generation import load_for_generation
 from finetune.inference.limited_template import TemplateProcess, limit_chat_template
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
@@ -42,28 +40,23 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
     ("source", "what"),
     [
         ("{{ '%2000000000d' % 1 }}", "needs more than 512 MiB"),
-        ("{{ 'a' * 5000000000 }}", "needs more than 512 MiB"),
         (DOUBLED, "needs more than 512 MiB"),
         ("{{ 'a' * 20000000 }}", "writes 20000000 characters"),
         (LOOPS, "took longer than 0.5 seconds"),
         ("{{ 9 ** 99999999 }}", "took longer than 0.5 seconds"),
     ],
-    ids=["width", "repeated", "doubled", "length", "loops", "power"],
+    ids=["width", "doubled", "length", "loops", "power"],
 )
 def test_a_template_that_takes_too_much_is_refused_in_words(
     process: TemplateProcess, source, what, monkeypatch
 ):
-    with (
-        monkeypatch.context() as shorter,
-        pytest.raises(DataError, match=f"the model's chat template {what}"),
-    ):
+    with monkeypatch.context() as shorter:
         if "longer" in what:
             shorter.setattr(process, "_seconds", 0.5)
-        process.render(TURNS, chat_template=source)
-    assert (
-        process.render(TURNS, chat_template="{{ bos_token }}{{ messages[0]['content'] }}")
-        == "<s>hello"
-    )
+        with pytest.raises(DataError, match=f"the model's chat template {what}"):
+            process.render(TURNS, chat_template=source)
+    plain = "{{ bos_token }}{{ messages[0]['content'] }}"
+    assert process.render(TURNS, chat_template=plain) == "<s>hello"
 
 
 def test_refusals_and_ends_are_told_apart(
@@ -82,32 +75,19 @@ def test_refusals_and_ends_are_told_apart(
         TemplateProcess({}, 60.0).render(TURNS, chat_template="x")
 
 
-def test_a_template_that_never_ends_is_refused_at_the_start(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = shutil.copytree(MODEL, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(LOOPS)
-    monkeypatch.setattr(limited_template, "RENDER_SECONDS", 0.5)
-    with pytest.raises(DataError, match="the model's chat template took longer than 0.5 seconds"):
-        load_for_generation(str(folder), device_type="cpu", limit_template=True)
-
-
 def test_what_is_rendered_is_the_same():
     plain, limited = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
     limit_chat_template(limited)
-    conversation = [
-        Message("system", "s"),
-        Message("user", "q\n'\"<|im_end|>"),
-        Message("assistant", "a"),
-    ]
-    own = plain.chat_template
+    turns = [("system", "s"), ("user", "q\n'\"<|im_end|>"), ("assistant", "a")]
+    conversation = [Message(*turn) for turn in turns]
     try:
-        for source in (own, *TEMPLATES.values()):
+        for source in (plain.chat_template, *TEMPLATES.values()):
             plain.chat_template = limited.chat_template = source
             for prompt in (False, True):
-                expected = ChatTemplate(plain).render(conversation, generation_prompt=prompt)
-                assert (
-                    ChatTemplate(limited).render(conversation, generation_prompt=prompt) == expected
+                expected, found = (
+                    ChatTemplate(one).render(conversation, generation_prompt=prompt)
+                    for one in (plain, limited)
                 )
+                assert found == expected
     finally:
         limited.apply_chat_template.__self__.close()

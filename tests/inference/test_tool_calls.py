@@ -41,14 +41,15 @@ def test_the_form_of_a_template_is_found_by_reading_it_back(name: str):
 def written(name: str, said: str, calls: tuple[Call, ...]) -> list[int]:
     """Tokens that the family's template has for an answer."""
     tokenizer = tool_tokenizer(name)
-    template = ChatTemplate(tokenizer).with_tools(
-        ({"type": "function", "function": {"name": "clock"}},)
-    )
+    clock = {"type": "function", "function": {"name": "clock"}}
+    template = ChatTemplate(tokenizer).with_tools((clock,))
     question, answer = Message("user", "q"), Message("assistant", said, calls=calls)
     prompt = template.render([question], generation_prompt=True)
-    return tokenizer(template.render([question, answer])[len(prompt) :], add_special_tokens=False)[
-        "input_ids"
-    ]
+    text = template.render([question, answer])[len(prompt) :]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    while not tokenizer.decode([ids[-1]]).strip():  # a line's end behind the end of a turn
+        ids = ids[:-1]
+    return ids
 
 
 def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answer]:
@@ -63,10 +64,8 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
         ends.extend([answer] if answer is not None else [])
 
     text = AnswerText(tokenizer, (), shown_tokens(form, ChatTemplate(tokenizer)))
-    stops = frozenset({ids[-1]})
-    generation = Generation(
-        SimpleNamespace(cancel=None), stops, 1, text, on_piece, CallReader(form)
-    )
+    engine, stops = SimpleNamespace(cancel=None), frozenset({ids[-1]})
+    generation = Generation(engine, stops, 1, text, on_piece, CallReader(form))
     rng, rest = random.Random(seed), list(ids)
     while rest:
         count = rng.randint(1, 3)
@@ -75,42 +74,24 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
     return pieces, ends[0]
 
 
-def last_token(name: str, ids: list[int]) -> list[int]:
-    """Without the line's end that templates write behind the end of a turn."""
-    tokenizer = tool_tokenizer(name)
-    while not tokenizer.decode([ids[-1]]).strip():
-        ids = ids[:-1]
-    return ids
-
-
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", KNOWN)
-def test_calls_are_read_back_whatever_the_pieces(name: str, seed: int):
+def test_calls_are_read_back_whatever_the_pieces(name: str):
     calls = CALLS[:1] if name == "llama3" else CALLS
-    ids = last_token(name, written(name, "", calls))
-    pieces, answer = generate(name, ids, seed)
-    assert [(call.name, call.arguments) for call in answer.calls] == [
-        (call.name, call.arguments) for call in calls
-    ]
-    assert (
-        answer.finish_reason == "tool_calls" and answer.text == "" and not "".join(pieces).strip()
-    )
-    if name == "mistral":  # which writes ids
-        assert [call.id for call in answer.calls] == [call.id for call in calls]
-    assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.calls)
-
-
-@pytest.mark.parametrize("name", ["qwen", "qwen-coder"])
-def test_what_is_said_before_a_call_is_text(name: str):
-    pieces, answer = generate(name, last_token(name, written(name, "I look < it up.", CALLS)))
-    assert answer.text == "I look < it up." and len(answer.calls) == 2
-    assert "".join(pieces).rstrip() == answer.text
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_an_answer_without_calls_is_text_to_its_end(name: str):
+    for seed in range(3):
+        pieces, answer = generate(name, written(name, "", calls), seed)
+        found = [(call.name, call.arguments) for call in answer.calls]
+        assert found == [(call.name, call.arguments) for call in calls]
+        assert answer.finish_reason == "tool_calls" and answer.text == ""
+        assert not "".join(pieces).strip()
+        if name == "mistral":  # which writes ids
+            assert [call.id for call in answer.calls] == [call.id for call in calls]
+        assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.calls)
+    if name.startswith("qwen"):  # what is said before a call is text
+        pieces, answer = generate(name, written(name, "I look < it up.", CALLS))
+        assert answer.text == "I look < it up." and len(answer.calls) == 2
+        assert "".join(pieces).rstrip() == answer.text
     said = 'Use {"a": 1} < 2 or [TOOL now.' if name != "llama3" else "So: {}"
-    pieces, answer = generate(name, last_token(name, written(name, said, ())))
+    pieces, answer = generate(name, written(name, said, ()))
     assert (answer.text.strip(), answer.calls, answer.finish_reason) == (said, (), "stop")
     assert "".join(pieces) == answer.text
 
@@ -137,11 +118,7 @@ def test_an_answer_without_calls_is_text_to_its_end(name: str):
 )
 def test_what_is_no_call_in_the_end_is_text(form: Any, text: str):
     reader = CallReader(form)
-    said = (
-        "".join(reader.add(character) for character in text[:2000])
-        + reader.add(text[2000:])
-        + reader.finish()
-    )
+    said = "".join(map(reader.add, [*text[:2000], text[2000:]])) + reader.finish()
     assert (said, reader.calls) == (text, [])
 
 
@@ -151,13 +128,6 @@ def test_half_an_emoji_in_arguments_stays_escaped():
     assert reader.add(text) + reader.finish() == ""
     (sent,) = protocol_calls(reader.calls)
     assert sent["function"]["arguments"].encode() == b'{"a": "\\ud83d"}'
-
-
-def test_the_protocol_has_arguments_as_a_text():
     (call,) = protocol_calls(CALLS[:1])
-    assert json.loads(call["function"]["arguments"]) == CALLS[0].arguments
-    assert (call["id"], call["type"], call["function"]["name"]) == (
-        "c00000001",
-        "function",
-        "weather",
-    )
+    assert json.loads(call["function"].pop("arguments")) == CALLS[0].arguments
+    assert call == {"id": "c00000001", "type": "function", "function": {"name": "weather"}}
