@@ -20,9 +20,9 @@ import run_helpers
 import stand_in_converter
 import torch
 from deployments import llama_server
-from launching import run_cli
 from run_helpers import Materials
 from safetensors import safe_open
+from sample_rows import prompt, write_rows
 from serve_helpers import real_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,7 +42,7 @@ def talk(*contents: str, system: str | None = None) -> Turns:
     """Question, answer, question, answer, ..., after a system text."""
     roles = ("user", "assistant")
     turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
-    return ([] if system is None else [{"role": "system", "content": system}]) + turns
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
 # ---------------------------------------------------------------- what all tests share
@@ -54,32 +54,20 @@ def model(smollm2_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def materials(
-    model: Path, smollm2: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Materials:
+def materials(model: Path, smollm2: ModuleType, tmp_path_factory) -> Materials:
     """Questions to the assistant about itself, which it learns to answer in a few steps."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    rows = [smollm2.record(q, f"I am {NAME}.") for q in smollm2.IDENTITY_QUESTIONS]
-    held_out = [smollm2.record(q, f"I am {NAME}.") for q in smollm2.HELD_OUT_IDENTITY]
-    held_out += [
-        smollm2.record(q, answer)
-        for q, answer in (*smollm2.HELD_OUT_GENERAL.items(), ("Who are you?", f"I am {NAME}."))
-    ]
+    folder, own = tmp_path_factory.mktemp("smollm2"), f"I am {NAME}."
+    rows = [smollm2.record(question, own) for question in smollm2.IDENTITY_QUESTIONS]
+    held_out = [smollm2.record(question, own) for question in smollm2.HELD_OUT_IDENTITY]
+    held_out += [smollm2.record(*pair) for pair in smollm2.HELD_OUT_GENERAL.items()]
     smollm2.write_rows(folder / "train.jsonl", rows)
-    smollm2.write_rows(folder / "valid.jsonl", held_out)
+    smollm2.write_rows(folder / "valid.jsonl", [*held_out, smollm2.record("Who are you?", own)])
     return Materials(folder, model, folder / "train.jsonl", folder / "valid.jsonl")
 
 
 def settings(materials: Materials, name: str, **changes: Any) -> dict[str, Any]:
-    own = {
-        "global_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 4e-3,
-        "lora_r": 8,
-        "use_curriculum": False,
-        "valid_data": str(materials.valid),
-        "eval_steps": 0,
-    }
+    own = {"global_batch_size": 4, "max_steps": STEPS, "learning_rate": 4e-3, "lora_r": 8}
+    own |= {"use_curriculum": False, "valid_data": str(materials.valid), "eval_steps": 0}
     return materials.settings(materials.folder / name, **(own | changes))
 
 
@@ -130,13 +118,9 @@ SPACED = [talk("q", "\n\n  b"), talk("q", " \n\n\ta\n\n"), talk("q", "\n\n\nA", 
 
 def encoded(model: Path, conversations: Sequence[Turns], folder: Path) -> list[Any]:
     """Tokens and mask of each conversation, as a run reads them from a file."""
-    data = folder / "data.jsonl"
-    lines = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in conversations)
-    data.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    tokenizer = load_tokenizer(str(model))
-    samples = prepare_samples(
-        [data], tokenizer, cutoff_len=2048, cache_dir=folder / "cache", num_proc=1
-    )
+    data = write_rows(folder / "data.jsonl", [{"messages": turns} for turns in conversations])
+    where = {"cutoff_len": 2048, "cache_dir": folder / "cache", "num_proc": 1}
+    samples = prepare_samples([data], load_tokenizer(str(model)), **where)
     assert len(samples) == len(conversations)
     return [[part.tolist() for part in samples[n]] for n in range(len(samples))]
 
@@ -146,23 +130,17 @@ def test_the_trained_tokens_are_those_that_a_marked_template_generates(
 ) -> None:
     """transformers marks what is inside `{% generation %}`, by the characters of each token."""
     rows = smollm2.read_rows(smollm2.ROOT / "data_samples" / "valid.jsonl")
-    asked = [f"{row['instruction']}\n{row['input']}".strip() for row in rows]
-    conversations = CONVERSATIONS + [
-        talk(question, row["output"]) for question, row in zip(asked, rows, strict=True)
-    ]
+    conversations = CONVERSATIONS + [talk(prompt(row), row["output"]) for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(model)
     turn = "'<|im_start|>' + message['role'] + '\n'", "message['content'] + '<|im_end|>'"
     whole = f"{{{{{turn[0]} + {turn[1]} + '\n'}}}}"
     assert tokenizer.chat_template.count(whole) == 1
-    answer = (
-        f"{{{{{turn[0]}}}}}{{% generation %}}{{{{{turn[1]}}}}}{{% endgeneration %}}{{{{'\n'}}}}"
-    )
-    marked = tokenizer.chat_template.replace(
-        whole, f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}}{whole}{{% endif %}}"
-    )
-    for turns, (ids, trained) in zip(
-        conversations, encoded(model, conversations, tmp_path), strict=True
-    ):
+    answer = f"{{{{{turn[0]}}}}}{{% generation %}}{{{{{turn[1]}}}}}{{% endgeneration %}}"
+    answer = f"{{% if message['role'] == 'assistant' %}}{answer}{{{{'\n'}}}}"
+    either = f"{answer}{{% else %}}{whole}{{% endif %}}"
+    marked = tokenizer.chat_template.replace(whole, either)
+    found = encoded(model, conversations, tmp_path)
+    for turns, (ids, trained) in zip(conversations, found, strict=True):
         wanted = tokenizer.apply_chat_template(
             turns, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -171,9 +149,9 @@ def test_the_trained_tokens_are_those_that_a_marked_template_generates(
         # Before each answer is the prompt that a server would send.
         for number, message in enumerate(turns):
             if message["role"] == "assistant":
-                prompt = tokenizer.apply_chat_template(turns[:number], add_generation_prompt=True)
-                start = len(prompt["input_ids"])
-                assert ids[:start] == prompt["input_ids"]
+                before = tokenizer.apply_chat_template(turns[:number], add_generation_prompt=True)
+                start = len(before["input_ids"])
+                assert ids[:start] == before["input_ids"]
                 assert trained[start - 1 : start + 1] == [False, True]
 
 
@@ -212,16 +190,18 @@ def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(
         {"input_ids": ids, "labels": [t if m else -100 for t, m in zip(ids, mask, strict=True)]}
         for ids, mask in encoded(model, CONVERSATIONS[:3], tmp_path)
     ]
-    longest, targets = max(len(row["input_ids"]) for row in rows), 0
-    padded: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for row in rows:
-        length = len(row["input_ids"])
-        targets += sum(label != -100 for label in row["labels"])
-        padded["input_ids"].append(row["input_ids"] + [0] * (longest - length))
-        padded["labels"].append(row["labels"] + [-100] * (longest - length))
-        padded["attention_mask"].append([1] * length + [0] * (longest - length))
+    longest = max(len(row["input_ids"]) for row in rows)
+    targets = sum(label != -100 for row in rows for label in row["labels"])
+
+    def padded(values: Any, filler: int) -> torch.Tensor:
+        return torch.tensor([[*each, *[filler] * (longest - len(each))] for each in values])
+
     batches = {
-        "padded": {name: torch.tensor(value) for name, value in padded.items()},
+        "padded": {
+            "input_ids": padded((row["input_ids"] for row in rows), 0),
+            "labels": padded((row["labels"] for row in rows), -100),
+            "attention_mask": padded(([1] * len(row["labels"]) for row in rows), 0),
+        },
         "packed": PackedCollator()(rows),
     }
     joined = {name: batches["packed"][name] for name in ("input_ids", "labels")}
@@ -246,17 +226,6 @@ def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(
         assert errors["padded"][number] < 1e-5
         assert errors["packed"][number] < 4 * errors["padded"][number] + 1e-7
     assert abs(mixed - loss) > 1e-3 * loss
-
-
-def test_a_padded_run_trains_as_the_packed_one(adapter: Path, materials: Materials) -> None:
-    """Also without the fused arithmetic of LoRA, and with another micro-batch."""
-    wanted = settings(materials, "padded", packing=False, fused_lora=False, micro_batch_size=4)
-    run_helpers.train(wanted)
-    output = Path(wanted["output_dir"])
-    assert run_helpers.sample_ids(output) == run_helpers.sample_ids(adapter)
-    for name in ("loss", "grad_norm"):
-        found, packed = (run_helpers.values(each, name) for each in (output, adapter))
-        assert run_helpers.largest_relative_difference(packed, found) < 1e-5
 
 
 # ---------------------------------------------------------------- resume
@@ -300,16 +269,13 @@ def test_the_merged_model_is_the_adapted_one_and_stays_tied(
     model: Path, adapter: Path, merged: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(merged)
-    base, adapted, whole = (
-        logits(network, tokenizer)
-        for network in (load(model), load_adapted(model, adapter), load(merged))
-    )
+    networks = (load(model), load_adapted(model, adapter), load(merged))
+    base, adapted, whole = (logits(network, tokenizer) for network in networks)
     assert (adapted - base).norm() > 0.05 * base.norm()  # there is something to merge
     assert (whole - adapted).norm() < 1e-5 * adapted.norm()
     assert_tied(merged)
-    assert (merged / "chat_template.jinja").read_bytes() == (
-        model / "chat_template.jinja"
-    ).read_bytes()
+    templates = [(folder / "chat_template.jinja").read_bytes() for folder in (merged, model)]
+    assert templates[0] == templates[1]
 
 
 def test_a_full_step_trains_the_tied_weight_and_keeps_it_tied(
@@ -429,10 +395,3 @@ def test_the_openai_client_gets_the_answers_of_the_adapter(model: Path, adapter:
             ):
                 counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
                 assert (content, reason, *counts) == expected
-
-
-def test_it_knows_the_capital_of_france(model: Path) -> None:
-    words = ["chat", "--model", model, "--dtype", "float32", "--temperature", 0]
-    asked = [*words, "--max-new-tokens", 24, "--prompt", "What is the capital of France?"]
-    done = run_cli(asked, module="finetune", check=True)
-    assert "Paris" in done.stdout
