@@ -51,13 +51,11 @@ class Place:
         rows = [changes.get(number, row) for number, row in enumerate(make_records(count))]
         return self.write("bad.jsonl", [row for row in rows if row is not None])
 
-    def copy_model(self, change: Callable[[Path], object] | None = None, **values: Any) -> Path:
-        """The model with other values in its config.json, and a change to its files."""
+    def copy_model(self, **values: Any) -> Path:
+        """The model with other values in its config.json."""
         model = shutil.copytree(self.model, self.folder / "model")
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | values))
-        if change is not None:
-            change(model)
         return model
 
     def flags(self, **changes: Any) -> list[str]:
@@ -154,18 +152,37 @@ def row(**changes: str | None) -> dict[str, str]:
 
 
 NO_ANSWER = row(output=None)
-TOPOLOGY = dict.fromkeys(range(2, 12, 3))
 
 
-def without_a_shard(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    index = json.dumps({"metadata": {}, "weight_map": shards})
-    (model / "model.safetensors.index.json").write_text(index)
+def without(name: str) -> Callable[[Place], dict[str, Any]]:
+    """Without some of the model's files."""
+
+    def change(place: Place) -> dict[str, Any]:
+        model = place.copy_model()
+        for path in model.glob(name):
+            path.unlink()
+        return {"model": model}
+
+    return change
 
 
-def remove(name: str) -> Callable[[Path], object]:
-    return lambda model: [path.unlink() for path in model.glob(name)]
+def without_a_shard(place: Place) -> dict[str, Any]:
+    model, names = place.copy_model(), [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    (model / "model.safetensors").rename(model / names[0])
+    index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {"model": model}
+
+
+def broken_tokenizer(place: Place) -> dict[str, Any]:
+    model = place.copy_model()
+    (model / "tokenizer.json").write_text("{")
+    return {"model": model}
+
+
+def without_samples(place: Place) -> dict[str, Any]:
+    data = [place.data, place.write("empty.jsonl", [NO_ANSWER])]
+    return {"data": data, "data_weights": [1, "natural"], "on_bad_row": "drop"}
 
 
 def thesis(place: Place) -> dict[str, Any]:
@@ -182,100 +199,58 @@ def empty_checkpoint(place: Place) -> dict[str, Any]:
 # What a case changes about a run that is fine, and what the refusal says.
 CASES: dict[str, tuple[Callable[[Place], dict[str, Any]], str]] = {
     "broken rows": (
-        lambda place: {"data": place.rows({4: '{"instruction": "half\n', 7: NO_ANSWER})},
+        lambda p: {"data": p.rows({4: '{"instruction": "half\n', 7: NO_ANSWER})},
         "2 of 12 records|bad.jsonl:5: broken JSON|bad.jsonl:8: no answer|--on-bad-row drop",
     ),
     "more than ten bad rows": (
-        lambda place: {"data": place.rows(dict.fromkeys(range(12, 37), NO_ANSWER), 37)},
+        lambda p: {"data": p.rows(dict.fromkeys(range(12, 37), NO_ANSWER), 37)},
         "25 of 37 records|bad.jsonl:13: |bad.jsonl:22: |and 15 more",
     ),
     "unknown difficulty": (
-        lambda place: {"data": place.rows({3: row(difficulty="reasonning")})},
+        lambda p: {"data": p.rows({3: row(difficulty="reasonning")})},
         "bad.jsonl:4: |reasonning|reasoning",
     ),
     "difficulty without rows": (
-        lambda place: {"data": place.rows(TOPOLOGY)},
+        lambda p: {"data": p.rows(dict.fromkeys(range(2, 12, 3)))},
         "difficulty 'topology' has weight|no sample of it|weight 0",
     ),
     "some rows without difficulty": (
-        lambda place: {"data": place.rows({2: row(difficulty=None), 9: row(difficulty=None)})},
+        lambda p: {"data": p.rows({2: row(difficulty=None), 9: row(difficulty=None)})},
         "2 of 12 records|no difficulty|bad.jsonl:3: |bad.jsonl:10: |'difficulty'",
     ),
-    "no rows": (
-        lambda place: {"data": place.write("empty.jsonl", "\n\n")},
-        "no record|empty.jsonl",
-    ),
-    "only bad rows are left out": (
-        lambda place: {
-            "data": place.write("bad.jsonl", [NO_ANSWER, "nothing\n"]),
-            "on_bad_row": "drop",
-        },
+    "no rows": (lambda p: {"data": p.write("empty.jsonl", "\n\n")}, "no record|empty.jsonl"),
+    "only bad rows": (
+        lambda p: {"data": p.write("bad.jsonl", [NO_ANSWER, "nothing\n"]), "on_bad_row": "drop"},
         "no record is left|1 no answer|1 broken JSON",
     ),
-    "a source without samples": (
-        lambda place: {
-            "data": [place.data, place.write("empty.jsonl", [NO_ANSWER])],
-            "data_weights": [1, "natural"],
-            "on_bad_row": "drop",
-        },
-        "no sample of this source is left to be mixed|empty",
-    ),
+    "a source without samples": (without_samples, "no sample of this source is left to be mixed"),
     "bad validation data": (
-        lambda place: {"valid_data": place.write("valid.jsonl", [NO_ANSWER])},
+        lambda p: {"valid_data": p.write("valid.jsonl", [NO_ANSWER])},
         "valid.jsonl:1: |no answer",
     ),
+    "unknown template": (lambda p: {"template": "chatlm"}, "chatlm|chatml"),
+    "broken template": (lambda p: {"template": p.write("x.jinja", "{% for m")}, "x.jinja|template"),
+    "short cutoff": (lambda p: {"cutoff_len": 8}, "cutoff_len 8 is too short|the chat template"),
     "no template": (
-        lambda place: {"model": place.copy_model(remove("chat_template.jinja"))},
+        without("chat_template.jinja"),
         "no chat template|--template|alpaca|user/model",
     ),
-    "unknown template": (lambda place: {"template": "chatlm"}, "chatlm|chatml"),
-    "broken template": (
-        lambda place: {"template": place.write("mine.jinja", "{% for m in messages %}")},
-        "mine.jinja|template",
+    "no tokenizer": (without("tokenizer*"), "the model folder has no tokenizer|user/model"),
+    "no configuration": (without("config.json"), "configuration cannot be read|user/model"),
+    "no weights": (without("model.safetensors"), "safetensors|user/model"),
+    "broken tokenizer": (broken_tokenizer, "tokenizer cannot be loaded|user/model"),
+    "no second shard": (without_a_shard, "1 of 2 shards, first model-00002-of-00002.safetensors"),
+    "few embeddings": (
+        lambda p: {"model": p.copy_model(vocab_size=300)},
+        "only 300 embeddings|ids",
     ),
-    "cutoff below the template": (
-        lambda place: {"cutoff_len": 8},
-        "cutoff_len 8 is too short|the chat template alone takes|at least",
+    "architecture": (
+        lambda p: {"model": p.copy_model(model_type="qwen33")},
+        "cannot be read|qwen33",
     ),
-    "no tokenizer": (
-        lambda place: {"model": place.copy_model(remove("tokenizer*"))},
-        "the model folder has no tokenizer|user/model",
-    ),
-    "broken tokenizer": (
-        lambda place: {
-            "model": place.copy_model(lambda model: (model / "tokenizer.json").write_text("{"))
-        },
-        "tokenizer cannot be loaded|user/model",
-    ),
-    "fewer embeddings than tokens": (
-        lambda place: {"model": place.copy_model(vocab_size=300)},
-        "only 300 embeddings|ids up to",
-    ),
-    "no configuration": (
-        lambda place: {"model": place.copy_model(remove("config.json"))},
-        "configuration cannot be read|user/model",
-    ),
-    "unknown architecture": (
-        lambda place: {"model": place.copy_model(model_type="qwen33")},
-        "configuration cannot be read|qwen33",
-    ),
-    "no weights": (
-        lambda place: {"model": place.copy_model(remove("model.safetensors"))},
-        "safetensors|user/model",
-    ),
-    "no second shard": (
-        lambda place: {"model": place.copy_model(without_a_shard)},
-        "1 of 2 shards, first model-00002-of-00002.safetensors|user/model",
-    ),
-    "no such module": (
-        lambda place: {"lora_target_modules": ["q_proj", "v_prj"]},
-        "v_prj|matches no linear module|v_proj|--lora-target-modules",
-    ),
-    "no such device": (
-        lambda place: {"device_type": "mps"},
-        "'mps' is not available|--device-type",
-    ),
-    "float16 on a CPU": (lambda place: {"dtype": "float16"}, "float16|--dtype|bfloat16"),
+    "module": (lambda p: {"lora_target_modules": "v_prj"}, "v_prj|matches no linear module|v_proj"),
+    "no such device": (lambda p: {"device_type": "mps"}, "'mps' is not available|--device-type"),
+    "float16 on a CPU": (lambda p: {"dtype": "float16"}, "float16|--dtype|bfloat16"),
     "another's folder": (thesis, "not empty and not a run|user/out|--output-dir"),
     "no checkpoint": (empty_checkpoint, "checkpoint is not valid|checkpoint-7"),
 }

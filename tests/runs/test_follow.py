@@ -19,25 +19,25 @@ from finetune.storage.run_log import RunLog
 SOON = 0.01  # seconds between looks
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
 def names(events: list[dict[str, Any]]) -> list[str]:
     return [event["event"] for event in events]
 
 
-def test_a_run_that_has_ended_is_given_whole(tmp_path: Path) -> None:
-    run = fake_runs.make_run(tmp_path / "run", steps=3, state="done", exit_code=0)
-    assert names(list(finetune.follow(run, poll_seconds=SOON))) == [
-        "start",
-        "eval",
-        "checkpoint",
-        "nonfinite",
-    ]
-    with_steps = list(finetune.follow(run, steps=True, poll_seconds=SOON))
-    assert [event["step"] for event in with_steps if event["event"] == "step"] == [1, 2, 3]
+def steps(events: list[dict[str, Any]]) -> list[int]:
+    return [event["step"] for event in events if event["event"] == "step"]
+
+
+def test_runs_that_have_ended_and_folders_that_are_none(tmp_path: Path) -> None:
+    done = fake_runs.make_run(tmp_path / "done", steps=3, state="done", exit_code=0)
+    found = list(finetune.follow(done, poll_seconds=SOON))
+    assert names(found) == ["start", "eval", "checkpoint", "nonfinite"]
+    assert steps(list(finetune.follow(done, steps=True, poll_seconds=SOON))) == [1, 2, 3]
+    stopped = fake_runs.make_run(tmp_path / "stopped", state="stopped", exit_code=3)
+    began = time.monotonic()
+    assert len(list(finetune.follow(stopped, poll_seconds=SOON, resume_seconds=0.2))) == 4
+    assert time.monotonic() - began >= 0.2
+    with pytest.raises(FinetuneError, match="is not there"):
+        next(finetune.follow(tmp_path / "no" / "run"))
 
 
 def test_events_come_while_the_run_works_and_the_last_one_is_not_missed(tmp_path: Path) -> None:
@@ -45,15 +45,16 @@ def test_events_come_while_the_run_works_and_the_last_one_is_not_missed(tmp_path
     stream = finetune.follow(run, poll_seconds=SOON)
     assert names([next(stream) for _ in range(4)])[-1] == "nonfinite"
 
+    def append(**event: Any) -> None:
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
     def work() -> None:
-        append(run / "events.jsonl", {"event": "eval", "time": 1.0, "step": 41, "eval_loss": 1.0})
+        append(event="eval", time=1.0, step=41, eval_loss=1.0)
         time.sleep(0.1)
         write_status(run, "done", 0, step=100)
         time.sleep(SOON / 2)
-        append(
-            run / "events.jsonl",
-            {"event": "end", "time": 2.0, "state": "done", "exit_code": 0, "step": 100},
-        )
+        append(event="end", time=2.0, state="done", exit_code=0, step=100)
 
     writer = threading.Thread(target=work)
     writer.start()
@@ -64,7 +65,7 @@ def test_events_come_while_the_run_works_and_the_last_one_is_not_missed(tmp_path
 def test_a_resumed_run_goes_on_in_the_same_stream(tmp_path: Path) -> None:
     run = fake_runs.make_run(tmp_path / "run", steps=40, state="stopped", exit_code=3)
     stream = finetune.follow(run, steps=True, poll_seconds=SOON, resume_seconds=60.0)
-    before = [next(stream) for _ in range(44)]
+    assert steps([next(stream) for _ in range(44)]) == list(range(1, 41))
     with (run / "events.jsonl").open("a") as events:
         events.write('{"event": "chec')  # torn by a kill
     log = RunLog(run, resume_step=38)  # cuts the torn line, and the lines of steps 39 and 40
@@ -75,18 +76,4 @@ def test_a_resumed_run_goes_on_in_the_same_stream(tmp_path: Path) -> None:
     log.close()
     write_status(run, "done", 0, step=41)
     after = list(stream)
-    assert [event["step"] for event in before if event["event"] == "step"] == list(range(1, 41))
-    assert [event["step"] for event in after if event["event"] == "step"] == [39, 40, 41]
-    assert [name for name in names(after) if name != "step"] == ["resume"]
-
-
-def test_of_a_stopped_run_nothing_is_waited_for_unless_asked(tmp_path: Path) -> None:
-    run = fake_runs.make_run(tmp_path / "run", state="stopped", exit_code=3)
-    began = time.monotonic()
-    assert len(list(finetune.follow(run, poll_seconds=SOON, resume_seconds=0.2))) == 4
-    assert time.monotonic() - began >= 0.2
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FinetuneError, match="is not there"):
-        next(finetune.follow(tmp_path / "no" / "run"))
+    assert steps(after) == [39, 40, 41] and set(names(after)) == {"step", "resume"}

@@ -73,17 +73,11 @@ time.sleep(600 if what == "hang" else 1)
 
 
 @pytest.mark.parametrize(("what", "saved"), [("step", True), ("hang", False)])
-def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(
-    what: str, saved: bool, tmp_path: Path
-):
-    start = (
-        "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', *sys.argv[1:]]).pid,"
-        " flush=True); input()"
-    )
-    words = [sys.executable, "-c", start, ORPHAN, str(tmp_path), what]
-    with subprocess.Popen(
-        words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as launcher:
+def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(what, saved, tmp_path):
+    start = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', *sys.argv[1:]]).pid,"
+    words = [sys.executable, "-c", start + " flush=True); input()", ORPHAN, str(tmp_path), what]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environment(), **pipes) as launcher:
         orphan = int(launcher.stdout.readline())
         try:
             run_helpers.wait_for((tmp_path / "ready").exists, what="the worker")
@@ -99,8 +93,7 @@ def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(
 class Clock:
     """In the place of `time` in the watch."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -122,7 +115,7 @@ def stuck_after(clock: Clock) -> float:
     return clock.now - begin - 1
 
 
-def test_patience_is_of_the_runs_own_step_time(clock: Clock):
+def test_patience_is_of_the_runs_own_step_time(clock):
     watched = parent_watchdog.progress
     assert stuck_after(clock) == 60, "nothing is known of it"
     watched.begin_step(limit_seconds=1800)
@@ -140,7 +133,7 @@ def test_patience_is_of_the_runs_own_step_time(clock: Clock):
     assert stuck_after(clock) == 1860
 
 
-def test_what_writes_is_not_stuck(clock: Clock, tmp_path: Path):
+def test_what_writes_is_not_stuck(clock, tmp_path):
     """A save of hundreds of gigabytes is one call of the library that writes; so is its
     verification.
     """
@@ -157,34 +150,18 @@ def test_what_writes_is_not_stuck(clock: Clock, tmp_path: Path):
     assert stop.is_stuck()
 
 
-def test_a_second_run_in_the_folder_waits_and_is_refused(materials, tmp_path):
+def test_a_second_run_in_the_folder_waits_and_is_refused_or_goes_on(materials, tmp_path):
+    """From what the other left there: it had looked at the folder before the other saved."""
     output_dir = tmp_path / "run"
-    settings = materials.settings(output_dir, max_steps=1000)
-    first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.1,))
+    settings = materials.settings(output_dir, max_steps=300)
+    first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.3,))
     try:
         run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
-        second = run_helpers.train(
-            settings, expect=2, patch=run_patches.short_lock_wait, patch_arguments=(1.0,)
-        )
-        assert "waiting up to 1 s" in second.output()
-        assert "another run works in this folder" in second.output()
-        assert str(first.pids[0]) in second.output()
+        patch = {"patch": run_patches.short_lock_wait, "patch_arguments": (1.0,)}
+        output = run_helpers.train(settings, expect=2, **patch).output()
+        assert "waiting up to 1 s" in output and "another run works in this folder" in output
+        assert str(first.pids[0]) in output
         assert first.processes[0].exitcode is None, "the run at work was disturbed"
-        run_helpers.send(first.pids, signal.SIGTERM)
-        assert first.wait() == [3]
-    finally:
-        first.kill()
-    steps = run_helpers.status(output_dir)["step"]
-    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == steps
-
-
-def test_a_run_that_waited_goes_on_from_what_the_other_left(materials, tmp_path):
-    """It had looked at the folder before the other saved there."""
-    output_dir = tmp_path / "run"
-    settings = materials.settings(output_dir, max_steps=30)
-    first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.2,))
-    try:
-        run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
         second = run_helpers.start(settings)
         run_helpers.wait_for(
             lambda: "waiting up to" in second.output(), what="the second run's wait"
@@ -196,28 +173,23 @@ def test_a_run_that_waited_goes_on_from_what_the_other_left(materials, tmp_path)
         first.kill()
     stopped = run_helpers.events(output_dir, "signal")[0]["step"]
     assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [stopped]
-    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 30
+    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 300
     assert not list(output_dir.glob(".invalid-*"))
 
 
-def test_a_slow_rank_does_not_take_its_own_run_for_another(materials, tmp_path):
-    """`--resume never`: the first rank has made the run folder before the second looks at it."""
-    output_dir = tmp_path / "run"
-    settings = materials.settings(output_dir, resume="never")
-    run_helpers.train(settings, 2, patch=run_patches.delay, patch_arguments=(1, 4.0))
-    assert run_helpers.status(output_dir)["state"] == "done"
-
-
-def test_ranks_with_different_data_do_not_train(materials, tmp_path):
-    """Two nodes whose files differ: an error on every rank, not silently other batches."""
-    output_dir = tmp_path / "run"
-    other = run_helpers.make_data(tmp_path / "other.jsonl", 60, seed=9)
-    settings = materials.settings(output_dir)
-    ranks = run_helpers.train(
-        settings, 2, expect=1, patch=run_patches.other_data, patch_arguments=(1, str(other), 4.0)
-    )
-    assert "rank 1" in ranks.output() and "data" in ranks.output()
-    assert not (output_dir / "trainer_log.jsonl").exists()
+def test_ranks_agree_about_their_folder_and_data(materials, tmp_path):
+    """`--resume never`: the first rank has made the run folder before the second looks at it. Two
+    nodes whose files differ: an error on every rank, not silently other batches.
+    """
+    slow, other = tmp_path / "slow", tmp_path / "other"
+    settings = materials.settings(slow, resume="never", max_steps=1)
+    run_helpers.train(settings, 2, patch=run_patches.delay, patch_arguments=(1, 2.0))
+    assert run_helpers.status(slow)["state"] == "done"
+    data = run_helpers.make_data(tmp_path / "other.jsonl", 60, seed=9)
+    patch = {"patch": run_patches.other_data, "patch_arguments": (1, str(data), 2.0)}
+    output = run_helpers.train(materials.settings(other), 2, expect=1, **patch).output()
+    assert "rank 1" in output and "data" in output
+    assert not (other / "trainer_log.jsonl").exists()
 
 
 def test_a_call_that_never_returns_is_given_up():

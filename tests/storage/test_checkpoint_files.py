@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from file_system_calls import PowerLoss, breaking, killed_at, watched
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from finetune.__main__ import main as finetune
 from finetune.commands.checkpoints import command as checkpoints_command
@@ -115,21 +115,6 @@ def test_a_save_is_a_valid_checkpoint_with_a_readable_manifest(run_folder, monke
     for name, data in contents(7).items():
         record = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         assert manifest["files"][name] == record
-
-
-def test_several_processes_write_into_one_staging_folder(run_folder):
-    tensors = {rank: {"moment": np.full(5, rank, np.float32)} for rank in range(3)}
-    records = {}
-    for rank in tensors:
-        with CheckpointWriter(run_folder, 4, "shared") as writer:
-            save_file(tensors[rank], writer.folder / f"slices-{rank}.safetensors")
-            records |= writer.seal([f"slices-{rank}.safetensors"])
-    with CheckpointWriter(run_folder, 4, "shared") as writer:
-        folder = writer.publish(records, METADATA)
-    assert verify(folder).valid
-    for rank in tensors:
-        found = load_file(folder / f"slices-{rank}.safetensors")["moment"]
-        np.testing.assert_array_equal(found, tensors[rank]["moment"])
 
 
 @pytest.mark.parametrize("kind", ["valid", "broken", "file", "link"])
