@@ -4,7 +4,7 @@ on disk.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,6 @@ from chat_models import TEMPLATES, family, marked, talk, train_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
-from model_families import FAMILIES
-from model_families import make_tokenizer as make_family_tokenizer
 from sample_rows import write_rows as write
 from tokenizers import pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -102,15 +100,15 @@ def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes():
 @settings(max_examples=80, deadline=None)
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
-    history=st.lists(TEXT, max_size=4),
-    question=TEXT,
-    answers=st.tuples(TEXT, TEXT),
+    before=st.sampled_from([(), ("q0", "a0")]),
+    texts=st.tuples(TEXT, TEXT, TEXT),
     shorter=st.integers(0, 60),
 )
 def test_whatever_is_said_both_documents_begin_with_the_same_tokens(
-    name: str, history: list[str], question: str, answers: tuple[str, str], shorter: int
+    name: str, before: tuple[str, ...], texts: tuple[str, str, str], shorter: int
 ):
-    preference = pair((*history[: len(history) // 2 * 2], question), *answers)
+    question, *answers = texts
+    preference = pair((*before, question), *answers)
     tokenizer = family(name)
     try:
         (sample,) = PreferenceRenderer(tokenizer, 4096)(preference)
@@ -119,35 +117,20 @@ def test_whatever_is_said_both_documents_begin_with_the_same_tokens(
         return
     chosen, rejected = documents(sample)
     assert prompt_of(*chosen) == prompt_of(*rejected)
-    for document, answer in ((chosen, preference.messages), (rejected, preference.rejected)):
-        alone = Renderer(tokenizer, 4096)(Conversation(answer))[0]
+    for (ids, mask), side in ((chosen, preference.messages), (rejected, preference.rejected)):
+        alone = Renderer(tokenizer, 4096)(Conversation(side))[0]
+        assert tokenizer.decode(ids) == tokenizer.decode(alone.input_ids)
         trained = alone.input_ids[alone.supervised]
-        assert tokenizer.decode(document[0][document[1]]) == tokenizer.decode(trained)
-        assert tokenizer.decode(document[0]) == tokenizer.decode(alone.input_ids)
+        assert tokenizer.decode(ids[mask]) == tokenizer.decode(trained)
     # And cut, down to what is hardly more than the template's own tokens.
     limit = max(20, max(len(chosen[0]), len(rejected[0])) - shorter)
-    try:
-        cut = PreferenceRenderer(tokenizer, limit)(preference)
-    except DataError:
-        return
-    for one in cut:
-        first, second = documents(one)
-        assert max(len(first[0]), len(second[0])) <= limit
-        if one.first_length and first[1].any() and second[1].any():
-            assert prompt_of(*first) == prompt_of(*second)
-            assert one.first_targets == first[1].sum()
-            assert first[0].tolist() != second[0].tolist()
-
-
-def test_every_family_of_models_gives_one_prompt(tmp_path):
-    for model_family in FAMILIES:
-        (tmp_path / model_family.name).mkdir()
-        tokenizer = make_family_tokenizer(model_family, tmp_path / model_family.name)
-        renderer = PreferenceRenderer(tokenizer, 4096)
-        for answers in (("a router", "1 hub"), ("什么", "A  b\n\nc"), ("I", "It")):
-            (sample,) = renderer(pair(("What is it?",), *answers))
-            first, second = documents(sample)
-            assert prompt_of(*first) == prompt_of(*second) and first[1].any() and second[1].any()
+    with contextlib.suppress(DataError):  # too short for the template
+        for one in PreferenceRenderer(tokenizer, limit)(preference):
+            first, second = documents(one)
+            assert max(len(first[0]), len(second[0])) <= limit
+            if first[1].any() and second[1].any():
+                assert prompt_of(*first) == prompt_of(*second)
+                assert one.first_targets == first[1].sum()
 
 
 def test_white_space_that_is_split_by_what_follows_is_cut_off_from_it():
@@ -261,37 +244,17 @@ def test_samples_on_disk_have_labels(tmp_path, pairs):
 
 
 def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path, pairs):
-    equal = {"prompt": "q", "chosen": "a", "rejected": "a"}
-    bad = [equal, {"prompt": "q", "chosen": "a"}, {"prompt": "q", "completion": "a", "label": True}]
-    path = write(tmp_path / "a.jsonl", rows_of(3) + bad)
-    with pytest.raises(DataError, match="3 of 6 records cannot be trained on") as caught:
-        pairs(path)
-    for line, said in ((4, "equal answers"), (5, "missing side"), (6, "a label")):
-        assert f"{path}:{line}: {said}" in str(caught.value)
-    assert not list((tmp_path / "cache").glob("*/meta.json"))
-    # Equal only in the template, and equal within the cutoff: the one is a bad record, the other
-    # has no room.
-    same = "so " * 100
+    """Equal only in the template is a bad record, and equal within the cutoff has no room."""
+    equal, same = {"prompt": "q", "chosen": "a", "rejected": "a"}, "so " * 100
     late = {"prompt": "q", "chosen": same + "a", "rejected": same + "b"}
-    samples = pairs(write(tmp_path / "b.jsonl", [*rows_of(3), equal, late]), on_bad_row="drop")
+    path = write(tmp_path / "a.jsonl", [*rows_of(3), equal, late])
+    with pytest.raises(DataError, match=rf"1 of 5 records (.|\n)*{path}:4: equal answers"):
+        pairs(path)
+    assert not list((tmp_path / "cache").glob("*/meta.json"))
+    samples = pairs(path, on_bad_row="drop")
     assert samples.report.dropped == {"equal answers": 1, "answers equal within cutoff_len": 1}
     assert "1 of 5 pairs differ only behind the cutoff" in "".join(samples.report.warnings())
     assert len(samples) == samples.report.records_kept == 3
-
-
-def test_samples_of_fine_tuning_know_nothing_of_preferences(tmp_path, prepare):
-    """Neither arrays nor fingerprint; the hash is that of the version before."""
-    rows = [
-        {"instruction": f"what is {n}?", "output": "a number " * (n % 4 + 1)} for n in range(20)
-    ]
-    samples = prepare(write(tmp_path / "a.jsonl", rows))
-    (meta,) = (tmp_path / "cache").glob("*/meta.json")
-    names = "files lengths levels lines meta offsets order row_ids supervised supervised_counts"
-    found = sorted(file.stem.split("-")[0] for file in meta.parent.glob("*.*"))
-    assert found == [*names.split(), "tokens"]
-    assert "preference" not in json.loads(meta.read_text())["parts"]["options"]
-    before = "e5bf4ecfe4038fa5459b35fd184b06216efd10850f3c8ae48ee1612111afc5bc"
-    assert samples.fingerprint == before
 
 
 def test_how_much_of_a_pair_is_there_twice(tmp_path):

@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import re
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,8 +24,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_models import family
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
 from sample_rows import write_rows as write
 
 from finetune.batching.curriculum import choose_schedule
@@ -157,63 +154,59 @@ def result_of(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 GOOD = {"instruction": "q", "output": "a"}
-TEXTS = st.sampled_from(["q", "什么是交换机？\n", "<start_of_turn> a", "because " * 30])
-DIFFICULTY = st.sampled_from([{}, {"difficulty": "explain"}, {"difficulty": "topology"}])
-ALPACA = st.builds(lambda q, a, d: {"instruction": q, "output": a} | d, TEXTS, TEXTS, DIFFICULTY)
-TURN = st.builds(
-    lambda q, a: [{"role": "user", "content": q}, {"role": "model", "content": a}], TEXTS, TEXTS
-)
-TURNS = st.lists(TURN, min_size=1, max_size=3)
-MESSAGES = st.builds(lambda turns, d: {"messages": sum(turns, [])} | d, TURNS, DIFFICULTY)
-NO_PLACE = {**GOOD, "system": "the template has no place for this", "difficulty": "explain"}
-BAD = st.sampled_from([{"instruction": "q"}, {**GOOD, "difficulty": "expain"}, NO_PLACE, 3])
-NO_RECORD = st.sampled_from([b"", b"  ", b"{broken", b'{"instruction": "\xff"}', b"null"])
-RECORDS = st.one_of(ALPACA, ALPACA, MESSAGES, BAD)
-LINES = st.lists(st.one_of(RECORDS.map(lambda one: json.dumps(one).encode()), NO_RECORD))
-SCHEMA = pa.schema([(name, pa.string()) for name in ("instruction", "output", "difficulty")])
+EASY, HARD = ({**GOOD, "difficulty": level} for level in ("explain", "topology"))
+TALK = [{"role": role, "content": "q"} for role in ("user", "model")]
+MIXED = [
+    EASY,
+    {**HARD, "output": "because " * 30},
+    {**HARD, "instruction": "什么是交换机？\n"},
+    {**EASY, "output": "<start_of_turn> a"},
+    {**EASY, "system": "the template has no place for this"},
+    {"instruction": "q"},
+    {**GOOD, "difficulty": "expain"},
+    GOOD,
+    3,
+    {"messages": TALK * 3, "difficulty": "explain"},
+]
+LINES = [json.dumps(record).encode() for record in MIXED]
+LINES[2:2] = [b"", b"{broken", b'{"instruction": "\xff"}', b"  ", b"null"]
 
 
 def parquet_of(rows: list[dict[str, Any]]) -> bytes:
     sink = pa.BufferOutputStream()
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    pyarrow.parquet.write_table(table, sink, row_group_size=3)
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), sink, row_group_size=3)
     return sink.getvalue().to_pybytes()
 
 
-# (suffix, content)
-FILES = st.one_of(
-    st.tuples(st.just(".jsonl"), LINES.map(b"\r\n".join)),
-    st.tuples(st.just(".jsonl"), LINES.map(lambda lines: b"\xef\xbb\xbf" + b"\n".join(lines))),
-    st.tuples(
-        st.just(".json"), st.lists(RECORDS).map(lambda one: json.dumps(one, indent=1).encode())
-    ),
-    st.tuples(st.just(".parquet"), st.lists(ALPACA, min_size=1).map(parquet_of)),
-)
-SECOND_FORM = {"messages": [{"role": "user", "content": "q"}, {"role": "model", "content": "a"}]}
-TWO_FORMS = (json.dumps(GOOD) + "\n") * 3 + (json.dumps(SECOND_FORM) + "\n") * 3
+CASES = [
+    {
+        "a.jsonl": b"\xef\xbb\xbf" + b"\r\n".join(LINES),
+        "b.json": json.dumps(MIXED, indent=1).encode(),
+        "c.parquet": parquet_of([EASY, HARD] * 4),
+    },
+    {"a.jsonl": b"\n".join([LINES[-1], *LINES, b""])},  # another form first
+    {"a.parquet": parquet_of([GOOD] * 7), "b.jsonl": b"\n".join([json.dumps(GOOD).encode()] * 5)},
+    {"a.jsonl": b"\n \n"},
+    {"a.jsonl": b'{"instruction": "q"}\n'},
+]
 
 
-# shrinking would take minutes
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(contents=st.lists(FILES, min_size=1, max_size=3), drop=st.booleans())
-@example(contents=[(".jsonl", TWO_FORMS.encode())], drop=True)
-def test_parts_and_processes_change_nothing(contents: list[tuple[str, bytes]], drop: bool):
-    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        folder = Path(name)
-        files = [folder / f"{number}{suffix}" for number, (suffix, _) in enumerate(contents)]
-        for path, (_, content) in zip(files, contents, strict=True):
-            path.write_bytes(content)
-        expected = result_of(streamed, files, drop, folder / "whole")
-        if isinstance(expected, dict):
-            assert expected["samples"] == plain_samples(files)
-        elif drop:
-            assert not plain_samples(files)
-        make_tiny(patch)
-        for workers in (1, 3):
-            found = result_of(streamed, files, drop, folder / f"cache-{workers}", workers)
-            assert found == expected
-        left = [path for path in folder.glob("*/.*") if path.is_dir()]
-        assert not left, "neither what was made nor what was refused leaves anything"
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_parts_and_processes_change_nothing(case: int, tmp_path, monkeypatch):
+    for name, raw in CASES[case].items():
+        (tmp_path / name).write_bytes(raw)
+    files = sorted(tmp_path.iterdir())
+    expected = {}
+    for drop in (True, False):
+        expected[drop] = result_of(streamed, files, drop, tmp_path / f"whole-{drop}")
+        if isinstance(expected[drop], dict):
+            assert expected[drop]["samples"] == plain_samples(files)
+    make_tiny(monkeypatch)
+    for drop, workers in ((True, 1), (True, 3), (False, 3)):
+        cache_dir = tmp_path / f"cache-{drop}-{workers}"
+        assert result_of(streamed, files, drop, cache_dir, workers) == expected[drop]
+    left = [path for path in tmp_path.glob("*/.*") if path.is_dir()]
+    assert not left, "neither what was made nor what was refused leaves anything"
 
 
 def test_parts_have_whole_lines(tiny_parts: None, tmp_path):
@@ -235,7 +228,6 @@ def test_parts_have_whole_lines(tiny_parts: None, tmp_path):
 FINGERPRINTS = {
     "chatml": "d103c6b5f684ecccebf7a62c7a9546602dbd18cdbd32e32584c6ab33b099a270",
     "gemma": "b1cde0a90b08fac5c0aeafc9e86d9e769c695cce6f37a4f525aec885b98fb625",
-    "qwen3": "692fc6c8e95330f7fdded71d59e9c2f9f34082d5faf7d2b2650f238a7796584b",
     "mistral": "ea3b5b94c993d92e271d4a25797f9474e5a32eddc831d8a7b359c106e7b08e10",
 }
 

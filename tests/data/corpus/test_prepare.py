@@ -5,6 +5,7 @@ and bad input.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -21,8 +22,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from file_system_calls import PowerLoss, breaking, killed_at, watched
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from launching import ROOT
 
 from finetune.__main__ import main as command
@@ -57,31 +56,15 @@ from finetune.data.formats import Message
 from finetune.errors import DataError, FinetuneError, StateError
 from finetune.storage.run_lock import RunLock
 
-WORDS = [
-    *[
-        "the",
-        "model",
-        "reads",
-        "text,",
-        "and",
-        "42",
-        "löwen",
-        "jagen",
-        "北京",
-        "nachts",
-        "def",
-        "f(x):",
-    ],
-    "\n\t",
-    "",
-]
-ODD = (
-    "<|im_end|> is text here",
+SENTENCE = "the model reads text, and 42 löwen jagen 北京 nachts def f(x):"
+WORDS = [*SENTENCE.split(" "), "\n\t", ""]
+ODD = [
+    "<|im_end|> is text",
     "\x00\ufffd\U0001f600\u202e",
     "a\r\nb\n\n\n   c",
     "e\u0301 \u00e9",
     "\ufeffx",
-)
+]
 
 
 def make_texts(number: int, seed: int = 0) -> list[str]:
@@ -193,67 +176,49 @@ def test_the_split_follows_content_and_seed_alone(
     assert not list((tmp_path / "one").glob("val*")) and "only one document" in caplog.text
 
 
-def test_text_parquet_arrays_and_folders_give_the_same_documents(borrowed, tmp_path):
-    texts = make_texts(12, seed=3)
+def test_text_arrays_and_folders_give_the_same_documents(borrowed, tmp_path):
+    texts = make_texts(12, seed=3)[:-1]
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
     (folder / ".git").mkdir()
     (folder / ".git" / "x.txt").write_text("hidden")
     (folder / "picture.png").write_bytes(b"\x89PNG")
-    for number, text in enumerate(texts):
+    for number, text in enumerate(["\ufeff" + texts[0], *texts[1:], " \n"]):  # a mark is no text
         (folder / "deep" / f"{number:02d}.md").write_bytes(text.encode())
-    (folder / "deep" / "05-empty.md").write_text(" \n")
-    array = [{"text": text} for text in texts]
+    array = [{"content": text} for text in [*texts, " "]]
     (tmp_path / "array.json").write_text(json.dumps(array), encoding="utf-8")
-    table = pyarrow.table({"n": range(len(texts)), "text": texts})
-    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5)
-    write_jsonl(tmp_path / "other.jsonl", texts, field="content")
     results = []
-    sources = [folder, folder / "**" / "*.md"]
-    sources += [tmp_path / name for name in ("array.json", "t.parquet", "other.jsonl")]
-    for number, source in enumerate(sources):
-        out = tmp_path / f"out{number}"
-        field = "content" if source.name == "other.jsonl" else "text"
-        found = prepare(source, out, **borrowed, text_field=field)
+    for source in (folder, folder / "**" / "*.md", tmp_path / "array.json"):
+        out = tmp_path / f"out{len(results)}"
+        found = prepare(source, out, **borrowed, text_field="content")
         results.append({path.name: path.read_bytes() for path in out.glob("*.bin")})
-        assert found.scan.documents == len(texts) and found.scan.empty == (number < 2)
-    # A byte-order mark at the head of a file is none of its text; all else is equal.
-    assert results[0] == results[1] and results[2] == results[3] == results[4]
-    assert texts_of(tmp_path / "out0", "train")[:-1] == texts_of(tmp_path / "out2", "train")[:-1]
+        assert (found.scan.documents, found.scan.empty) == (len(texts), 1)
+    assert results[0] == results[1] == results[2]
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=20),
-    unit_bytes=st.integers(1, 60),
-    newline=st.sampled_from(["\n", "\r\n", ""]),
-)
-def test_units_of_any_size_hold_every_line_once(
-    tmp_path_factory, monkeypatch, lines, unit_bytes, newline
-):
+def test_units_of_any_size_hold_every_line_once(tmp_path, monkeypatch):
     """Rows by the lines that start in a unit; text cut at ends of lines and never inside a
     character.
     """
-    folder = tmp_path_factory.mktemp("units")
-    text = newline.join(lines)
-    (folder / "t.txt").write_bytes(text.encode())
-    rows = write_jsonl(folder / "r.jsonl", lines)
-
-    def found(path: Path) -> list[Any]:
-        units = corpus.units_of([path])
-        return [text for unit in units for _, text in corpus.documents_of(unit, "text")]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, "UNIT_BYTES", unit_bytes)
-        parts = found(folder / "t.txt")
-        assert "".join(parts) == text.removeprefix("\ufeff")
+    lines = ["\ufeffx", "", "löwen 北京 \U0001f600", "\u2028", " ", "0" * 40, "\x00", "last"]
+    rows = write_jsonl(tmp_path / "r.jsonl", lines)
+    for newline, unit_bytes in itertools.product(["\n", "\r\n", ""], range(1, 60)):
+        monkeypatch.setattr(corpus, "UNIT_BYTES", unit_bytes)
+        text = newline.join(lines)
+        (tmp_path / "t.txt").write_bytes(text.encode())
+        parts, found = (
+            [
+                text
+                for unit in corpus.units_of([path])
+                for _, text in corpus.documents_of(unit, "text")
+            ]
+            for path in (tmp_path / "t.txt", rows)
+        )
+        assert found == lines and "".join(parts) == text.removeprefix("\ufeff")
         left = "".join(parts)
         for part in parts:
             left = left[len(part) :]
             assert part.endswith("\n") or "\n" not in left
-        assert found(rows) == lines
 
 
 # ---------------------------------------------------------------- the tokenizer
@@ -361,7 +326,7 @@ def test_several_processes_give_the_same_bytes(data: Path, prepared: Path, tmp_p
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between calls", "within a write"])
 def test_a_killed_preparation_goes_on_to_the_same_bytes(
-    data: Path, borrowed, tmp_path, monkeypatch, torn
+    data, borrowed, tmp_path, monkeypatch, torn
 ):
     """Killed again and again at random calls, in the same folder, until it is through."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
@@ -374,13 +339,8 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
     kills = 0
     for attempt in range(3):
         folder = tmp_path / f"killed{attempt}"
-        for _ in range(4):
-            if not killed_at(
-                rng.randrange(most),
-                lambda: prepare(data, folder, **borrowed),  # noqa: B023
-                torn=torn,
-            ):
-                break
+        work = functools.partial(prepare, data, folder, **borrowed)
+        while kills < 4 * (attempt + 1) and killed_at(rng.randrange(most), work, torn=torn):
             kills += 1
             if not list(folder.glob("*.bin")):
                 continue
@@ -389,7 +349,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
                     TokenShards(folder)
             else:  # killed after its last write
                 assert content(folder) == expected
-        prepare(data, folder, **borrowed)
+        work()
         assert content(folder) == expected
     assert kills >= 4
 
@@ -418,16 +378,6 @@ def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path):
             writer.add(np.arange(1, 12, dtype="uint16"), 0, number)
         writer.finish()
     assert states == {0, 1, 2, 3}
-
-
-def test_the_output_folder_may_lie_among_the_data(borrowed, tmp_path):
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "b.txt").write_text("second")
-    prepare(tmp_path, tmp_path / "out", **borrowed)
-    before = content(tmp_path / "out")
-    (tmp_path / "out" / "val-00000.bin").unlink()
-    assert prepare(tmp_path, tmp_path / "out", **borrowed).made == 1
-    assert content(tmp_path / "out") == before
 
 
 def test_what_is_finished_is_kept_and_what_is_damaged_is_made_again(
@@ -547,13 +497,13 @@ def test_data_that_is_not_there(tmp_path, caplog):
     for name, raw in (("a.txt", b" \n"), ("b.jsonl", b""), ("c.jsonl.gz", b"x")):
         (tmp_path / name).write_bytes(raw)
     for names, words in (
-        ("a.tx", "a.txt"),
-        ("*.py", "no file matches"),
-        ("empty", "no file that is known to be text"),
-        ("a.txt b.jsonl a.txt", "no document with text in 3 files"),
-        ("c.jsonl.gz", "unpack"),
+        (["a.tx"], "a.txt"),
+        (["*.py"], "no file matches"),
+        (["empty"], "no file that is known to be text"),
+        (["a.txt", "b.jsonl", "a.txt"], "no document with text in 3 files"),
+        (["c.jsonl.gz"], "unpack"),
     ):
-        assert words in error_of([tmp_path / name for name in names.split()], out)
+        assert words in error_of([tmp_path / name for name in names], out)
     assert not out.exists() and "read more than once" in caplog.text
 
 
@@ -643,22 +593,6 @@ def test_folders_as_hubs_have_them(shards: Path, borrowed, tmp_path, caplog, mon
     assert "3 parquet files have row groups of more than 0 GiB" in caplog.text
 
 
-def test_footers_are_read_a_few_times(shards: Path, tmp_path, monkeypatch):
-    reads = []
-    real = pyarrow.parquet.read_metadata
-    noted = lambda *given: reads.append(given) or real(*given)  # noqa: E731
-    monkeypatch.setattr(pyarrow.parquet, "read_metadata", noted)
-    files = sorted(shards.rglob("*.parquet"))
-    corpus.check_parquet(files, "text")
-    assert list(corpus.units_of(files)) and len(files) == len(reads) == 4
-    reads.clear()
-    monkeypatch.setattr(corpus, "UNIT_BYTES", 1)
-    path = write_parquet(tmp_path / "d.parquet", {"text": TEXTS}, row_group_size=1)
-    for unit in corpus.units_of([path]):
-        assert len(list(corpus.documents_of(unit, "text"))) == 1
-    assert len(reads) == 1
-
-
 def test_every_bad_file_is_named_before_any_is_read(shards: Path, tmp_path, monkeypatch):
     unread = lambda *given: pytest.fail("a record was read")  # noqa: E731
     monkeypatch.setattr(tokens_prepare, "documents_of", unread)
@@ -715,26 +649,21 @@ def test_the_command_on_the_standard_library(tmp_path, capsys):
 NEEDED = ["--data", "x", "--output-dir", "y"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--vocab-sise", "9"], ["mean --vocab-size?", "data is not set", "output_dir is not set"]),
-        ([*NEEDED, "--vocab-size", "259"], ["too small", "at least 260"]),
-        ([*NEEDED, "--tokenizer", "t", "--vocab-size", "500"], ["has its own"]),
-        ([*NEEDED, "--valid-fraction", "1"], ["at least 0 and below 1"]),
-        ([*NEEDED, "--num_workers", "none-of-it"], ["num_workers is 'none-of-it'"]),
-        ([*NEEDED, "--config", "z"], ["unknown flag --config"]),
-        (["x.txt", "--output", "y"], ["'x.txt' belongs to no flag", "is called --output-dir here"]),
-    ],
-)
-def test_flags_that_are_refused(words: list[str], expected: list[str], capsys):
-    assert command(["prepare", *words]) == 2
-    error = capsys.readouterr().err
-    assert all(part in error for part in expected), error
+def test_flags_that_are_refused(capsys):
+    for words, expected in (
+        (["--vocab-sise", "9"], "--vocab-size?,data is not set,output_dir is not set"),
+        ([*NEEDED, "--vocab-size", "259"], "too small,at least 260"),
+        ([*NEEDED, "--tokenizer", "t", "--vocab-size", "500"], "has its own"),
+        ([*NEEDED, "--valid-fraction", "1"], "at least 0 and below 1"),
+        (["x.txt", "--output", "y"], "'x.txt' belongs to no flag,is called --output-dir here"),
+    ):
+        assert command(["prepare", *words]) == 2
+        error = capsys.readouterr().err
+        assert all(part in error for part in expected.split(",")), error
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
-    def stopped(*args: Any, **kwargs: Any) -> None:
+    def stopped(*args: Any, **kwargs: Any):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tokens_prepare, "prepare_tokens", stopped)

@@ -34,26 +34,12 @@ RECORD: dict[str, Any] = {
     ],
     "tools": [WEATHER],
 }
-_IM_HEAD = f"<|im_start|>system\nFunctions:\n<tools>\n{TOOL}\n</tools><HOW><|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+_IM_HEAD = f"<|im_start|>system\nFunctions:\n<tools>\n{TOOL}\n</tools><|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
 _IM_TAIL = "<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\n«sunny<|im_end|>»\n"
-_TAGGED = (
-    '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city":'
-    ' "Bern"}}\n</tool_call><|im_end|>»\n'
-)
-_MISTRAL_HEAD = f"<s>[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS][INST] q[/INST]"
-_MISTRAL_TAIL = (
-    '[TOOL_RESULTS] {"content": "sun", "call_id": "c12345678"}[/TOOL_RESULTS]« sunny</s>»'
-)
 EXPECTED = {
-    "qwen": _IM_HEAD.replace("<HOW>", "") + _TAGGED + _IM_TAIL,
-    "hermes": (
-        _IM_HEAD.replace("<HOW>", "\nAnswer within <tool_call></tool_call>.") + _TAGGED + _IM_TAIL
-    ),
-    "qwen-coder": (
-        _IM_HEAD.replace("<HOW>", "")
-        + "<|im_start|>assistant\n«<tool_call>\n<function=weather>\n<parameter=city>\nBern\n"
-        "</parameter>\n</function>\n</tool_call><|im_end|>»\n" + _IM_TAIL
-    ),
+    "qwen": _IM_HEAD
+    + '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>»\n'
+    + _IM_TAIL,
     "llama3": (
         "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
         f"{TOOL}\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
@@ -63,17 +49,9 @@ EXPECTED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n«sunny<|eot_id|>»"
     ),
     "mistral": (
-        _MISTRAL_HEAD + '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id":'
-        ' "c12345678"}]</s>»' + _MISTRAL_TAIL
-    ),
-    "mistral-named": (
-        _MISTRAL_HEAD + '«[TOOL_CALLS]weather[ARGS]{"city": "Bern"}</s>»' + _MISTRAL_TAIL
-    ),
-    "deepseek": (
-        f"<s>## Tools\n[{TOOL}]<｜User｜>q<｜Assistant｜>"
-        "«<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-        '{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜></s>»'
-        "<｜tool▁output▁begin｜>sun<｜tool▁output▁end｜>«sunny</s>»"
+        f"<s>[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS][INST] q[/INST]"
+        '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id": "c12345678"}]</s>»'
+        '[TOOL_RESULTS] {"content": "sun", "call_id": "c12345678"}[/TOOL_RESULTS]« sunny</s>»'
     ),
     "glm4": (
         "[gMASK]<sop><|system|>\n##"
@@ -95,7 +73,7 @@ def conversation(record: dict[str, Any]) -> Conversation:
 
 
 def test_calls_and_answers_are_trained_and_results_are_not():
-    for name in TOOL_FAMILIES:
+    for name in EXPECTED:
         tokenizer = tool_tokenizer(name)
         (sample,) = render(conversation(RECORD), tokenizer, 4096)
         assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]

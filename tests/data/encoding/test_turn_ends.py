@@ -59,14 +59,6 @@ def shown(template: str, specials: tuple[str, ...], conversation: Conversation) 
     ]
 
 
-def test_white_space_around_an_earlier_answer_keeps_its_end():
-    assert shown(LAST_IN_BLOCK, IM, talk("q1", "\na1\n", "q2", "\na2\n")) == [
-        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«\na1\n<|im_end|>»\n"
-        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
-        "«<think>\n\n</think>\n\na2\n<|im_end|>»\n"
-    ]
-
-
 def test_an_earlier_answer_after_a_prompt_that_serving_never_writes_is_its_own_sample():
     block = "<think>\n«\n</think>\n\n"
     assert shown(OPEN_PROMPT, IM, talk("q1", "a1", "q2", "a2")) == [

@@ -110,16 +110,12 @@ def test_modelscope_is_asked_as_its_page_says(tmp_path, monkeypatch):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     asked: list[Any] = []
 
-    def load(name: str, **options: Any) -> Any:
-        asked.append((name, options))
-        return SimpleNamespace(
-            to_hf_dataset=lambda: datasets.load_from_disk(str(tmp_path / "saved"))
-        )
-
-    package, module = ModuleType("modelscope"), ModuleType("modelscope.msdatasets")
+    saved = SimpleNamespace(to_hf_dataset=lambda: datasets.load_from_disk(tmp_path / "saved"))
+    load = lambda name, **options: asked.append((name, options)) or saved  # noqa: E731
+    package = ModuleType("modelscope")
     package.__spec__ = importlib.util.spec_from_loader("modelscope", loader=None)
-    module.MsDataset = SimpleNamespace(load=load)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modelscope", package)
+    module = SimpleNamespace(MsDataset=SimpleNamespace(load=load))
     monkeypatch.setitem(sys.modules, "modelscope.msdatasets", module)
     assert records("modelscope:owner/toy/small@v2:test") == ROWS
     assert asked == [("owner/toy", {"subset_name": "small", "split": "test", "version": "v2"})]
