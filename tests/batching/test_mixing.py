@@ -115,18 +115,6 @@ def test_sources_have_their_weights_after_every_step_and_no_sample_comes_again_t
         assert np.array_equal(copy.indices(step), in_order[step])
 
 
-def test_natural_weights_are_every_row_once() -> None:
-    sizes = (700, 250, 50)
-    mix = Mix(("a", "b", "c"), ("natural",) * 3, (0, 700, 950, 1000))
-    batches = GlobalBatches(np.zeros(1000, dtype=int), uniform_schedule(), 32, 32, 1, mix=mix)
-    flat = np.concatenate([batches.indices(step) for step in range(32)])
-    times = np.bincount(flat[:1000], minlength=1000)
-    assert times.max() <= 2 and (times == 1).sum() >= 998, "but for the rounding of the last step"
-    assert [source.draws for source in batches.source_draws()] == pytest.approx(
-        [1024 * n / 1000 for n in sizes], abs=1
-    )
-
-
 def test_a_source_has_the_mix_of_the_curriculum() -> None:
     """Sources and difficulties meet in proportion, in the long run of each stage."""
     level_of = np.tile(np.repeat([0, 1, 2], 200), 2)

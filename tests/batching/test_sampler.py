@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from schedules import GUIDE, schedules
 
 from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
-from finetune.batching.microbatch_schedule import schedule_microbatches
 from finetune.batching.sampler import GlobalBatches, count_steps
 from finetune.errors import DataError, FinetuneError
 
@@ -69,18 +68,6 @@ def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhausti
     for step in steps:
         assert np.array_equal(batches.indices(step), in_order[step])
         assert np.array_equal(copy.indices(step), in_order[step])
-
-
-@settings(deadline=None, max_examples=20)
-@given(runs(), st.integers(1, 500))
-def test_every_world_size_trains_on_the_same_set(batches: GlobalBatches, budget: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, budget + 1, len(batches._members))
-    indices = batches.indices(len(batches) - 1)
-    for world_size in range(1, 9):
-        for way in ({"token_budget": budget}, {"samples_per_microbatch": 3}):
-            plan = schedule_microbatches(lengths[indices], world_size, **way)
-            taken = np.concatenate([row for rank in plan.microbatches for row in rank])
-            assert sorted(indices[taken].tolist()) == sorted(indices.tolist())
 
 
 def test_pass_boundary_inside_a_step_and_many_passes_in_one() -> None:

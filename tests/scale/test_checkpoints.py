@@ -54,9 +54,8 @@ def test_a_resume_reads_each_file_once_and_a_rank_what_it_loads(tmp_path, number
     assert scale.most(counted, "main") < SMALL
     if ranks in (RANKS, RANKS // 2):
         assert scale.most(counted, "read") < 1.001 * share
-        assert all(counter["again"] == counter["loaded"] for counter in counted.values()), (
-            "what it has verified"
-        )
+        # what it has verified
+        assert all(counter["again"] == counter["loaded"] for counter in counted.values())
     if ranks == RANKS:
         assert {counter["loaded_files"] for counter in counted.values()} == {3}, "its own alone"
     else:

@@ -28,12 +28,11 @@ LENGTHS = st.one_of(
 
 def same(lengths: np.ndarray, devices: int, **limit: int) -> bool:
     made = schedule_microbatches(lengths, devices, **limit)
-    return [[one.tolist() for one in rank] for rank in made.microbatches] == schedule_by_heap(
-        lengths, devices, **limit
-    )
+    rows = [[one.tolist() for one in rank] for rank in made.microbatches]
+    return rows == schedule_by_heap(lengths, devices, **limit)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     LENGTHS,
     st.sampled_from([1, 2, 3, 8, 60]),
@@ -54,31 +53,27 @@ def test_the_plan_of_real_lengths_on_300_devices_is_that_of_one_sample_at_a_time
 ):
     batches, lengths = plan.make_batches(300, parts, 10)
     of_step = lengths[batches.indices(5)]
-    assert same(of_step, 300, token_budget=plan.BUDGET) and same(
-        of_step, 300, samples_per_microbatch=plan.PADDED
-    )
+    assert same(of_step, 300, token_budget=plan.BUDGET)
+    assert same(of_step, 300, samples_per_microbatch=plan.PADDED)
 
 
 def test_more_than_65_536_microbatches_keep_their_order():
     """Sorted 16 bits after 16 bits."""
     numbers = np.random.default_rng(0).integers(0, 200_000, 100_000)
-    assert np.array_equal(
-        microbatch_schedule._stable_order(numbers), np.argsort(numbers, kind="stable")
-    )
+    order = microbatch_schedule._stable_order(numbers)
+    assert np.array_equal(order, np.argsort(numbers, kind="stable"))
 
 
-@pytest.mark.parametrize("devices", [8, 128, 1024])
+@pytest.mark.parametrize("devices", [8, 1024])
 def test_packed_microbatches_leave_nobody_waiting(devices: int):
     batches, lengths = plan.make_batches(devices, plan.CONVERSATIONS, 10)
     made = schedule_microbatches(lengths[batches.indices(3)], devices, token_budget=plan.BUDGET)
     assert made.imbalance < 1.01 and made.lockstep_imbalance < 1.01
-    none = plan.simulate_step(
-        made, 1e-4, 0.5, lockstep=True, spread=plan.Spread(noise=0, slow_machines=0)
-    )
+    spread = plan.Spread(noise=0, slow_machines=0)
+    none = plan.simulate_step(made, 1e-4, 0.5, lockstep=True, spread=spread)
     assert none.by_stragglers == 0 and none.by_imbalance < 0.01
-    slow = plan.simulate_step(
-        made, 1e-4, 0.5, lockstep=False, spread=plan.Spread(noise=0, slow_machines=1, slower=0.1)
-    )
+    spread = plan.Spread(noise=0, slow_machines=1, slower=0.1)
+    slow = plan.simulate_step(made, 1e-4, 0.5, lockstep=False, spread=spread)
     computing = slow.step_seconds - 0.5
     assert slow.by_stragglers * slow.step_seconds == pytest.approx(0.1 / 1.1 * computing)
 
