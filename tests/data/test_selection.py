@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_models import family
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from launching import ROOT
 from sample_rows import write_rows as write
 
@@ -151,40 +149,33 @@ def test_duplicates_are_dropped_and_counted(tmp_path, prepare):
     assert ("duplicates dropped", "3") in samples.report.lines()
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), min_size=1),
-    st.one_of(st.none(), st.floats(0.05, 0.95), st.integers(1, 6)),
-    st.booleans(),
-)
-def test_selection_against_a_plain_loop(
-    entries: list[tuple[int, int, bool]], split: float | None, duplicates: bool
-):
-    entries = [
-        (2 * n, content, group * (2**64 // 5), known)
-        for n, (content, group, known) in enumerate(entries)
-    ]
-    rows = [entry for entry in entries if entry[3] or not any(other[3] for other in entries)]
-    if duplicates:
-        contents = [row[1] for row in rows]
-        rows = [row for place, row in enumerate(rows) if row[1] not in contents[:place]]
-    if split is None:
-        valid = set()
-    elif split < 1:
-        valid = {number for number, _, group, _ in rows if group / 2**64 < split}
-    else:
-        limit = sorted(row[2] for row in rows)[min(int(split), len(rows)) - 1]
-        valid = {number for number, _, group, _ in rows if group <= limit}
-    train = {row[0] for row in rows} - valid
-    keys, records = np.array(entries, dtype=KEYS), 2 * len(entries)
-    for side, expected in (("train", train), ("valid", valid))[: 1 if split is None else 2]:
-        selection = Selection(side, split, None, duplicates)
-        if split is not None and not (train and valid):
-            with pytest.raises(DataError, match="leaves no record"):
-                selection.choose(keys, records, "data")
-        else:
-            mask = selection.choose(keys, records, "data").mask
-            assert set(np.flatnonzero(mask).tolist()) == expected
+def test_what_is_chosen_of_keys():
+    """Records without difficulty count where others have none either; the first of equal ones is
+    taken before the split; equal hashes are on one side.
+    """
+    group = 2**64 // 5
+    keys = [(0, 7, 0, True), (2, 8, 1, False), (4, 9, 2, True), (6, 7, 3, True), (8, 6, 2, True)]
+    keys = np.array([(n, content, side * group, known) for n, content, side, known in keys], KEYS)
+    for split, duplicates, train, valid in (
+        (None, False, [0, 4, 6, 8], None),
+        (None, True, [0, 4, 8], None),
+        (0.3, False, [4, 6, 8], [0]),
+        (0.5, True, [], [0, 4, 8]),
+        (1, True, [4, 8], [0]),
+        (2, False, [6], [0, 4, 8]),
+    ):
+        for side, expected in (("train", train), ("valid", valid)):
+            selection = Selection(side, split, None, duplicates)
+            if not train:
+                with pytest.raises(DataError, match="leaves no record for training of 3"):
+                    selection.choose(keys, 9, "data")
+            elif expected is not None:
+                assert np.flatnonzero(selection.choose(keys, 9, "data").mask).tolist() == expected
+    keys["labelled"] = False
+    assert (
+        selection_of(RunConfig(model="m", data="d", output_dir="o")).choose(keys, 9, "d").mask.sum()
+        == 5
+    )
 
 
 def test_the_schedule_is_of_the_training_side(tmp_path, prepare):

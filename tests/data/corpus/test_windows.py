@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.batching.collate import collate
-from finetune.batching.curriculum import uniform_schedule
-from finetune.batching.sampler import GlobalBatches
 from finetune.batching.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.data.corpus.windows import BestFitWindows, Windows, pack_best_fit
 from finetune.errors import DataError
@@ -94,24 +92,6 @@ def step_batches(windows: Any, order: Any, *, rank=0, world=1, per_row=2) -> Ste
         groups=LossGroups(),
         pad_token_id=0,
     )
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(0, 5), st.booleans())
-def test_the_windows_of_a_step_do_not_depend_on_the_processes(
-    world: int, per_row: int, batch: int, seed: int, fit: bool
-):
-    stream = Stream(200, list(range(0, 200, 7)))
-    windows = BestFitWindows(stream, 8) if fit else Windows(stream, 8)
-    batches = GlobalBatches(np.zeros(len(windows)), uniform_schedule(), batch, 7, seed)
-    for step in range(7):
-        seen = []
-        for rank in range(world):
-            rows = step_batches(windows, batches, rank=rank, world=world, per_row=per_row)
-            assert rows[step].supervised_tokens == batch * 8 == rows[step].tokens
-            seen += [int(t) for row in rows[step].microbatches for t in row.targets]
-        expected = [t for i in batches.indices(step) for t in windows[int(i)][0][1:]]
-        assert sorted(seen) == sorted(int(t) for t in expected)
 
 
 def test_a_row_of_windows_and_the_first_of_them():

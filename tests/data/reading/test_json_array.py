@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from finetune.data.reading import file_kinds
 from finetune.data.reading.file_kinds import array_records
 from finetune.errors import DataError
 
-VALUES = st.recursive(
-    st.none() | st.integers() | st.floats() | st.text(max_size=8) | st.just('𝒳\\"é\n'),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
-
-
-@st.composite
-def texts(draw: st.DrawFn) -> bytes:
-    """An array, often with something cut out, put in or put after it."""
-    options = {"indent": draw(st.sampled_from([None, 0, 3])), "ensure_ascii": draw(st.booleans())}
-    raw = json.dumps(draw(st.lists(VALUES, max_size=5)), **options).encode()
-    raw += draw(st.sampled_from([b"", b"\n \n", b"]", b" x", b"\xff"]))
-    begin, length = draw(st.integers(1, len(raw))), draw(st.sampled_from([0, 0, 1, 9]))
-    put_in = draw(st.sampled_from([b"", b"", b",", b"-Infinity", b"1.5e+3", b"\xe4", b"\n{", b'"']))
-    before = codecs.BOM_UTF8 * draw(st.booleans()) + b" \r\n" * draw(st.booleans())
-    return before + raw[:begin] + put_in + raw[begin + length :]
+VALUE = {"a": [1.5e10, '𝒳\\"é\n', None, True, {}], "": -12}
+WHOLE = [
+    *(json.dumps([VALUE, 7, -0.25, VALUE], indent=indent).encode() for indent in (None, 0, 3)),
+    json.dumps([VALUE, "𝒳" * 9], ensure_ascii=False).encode() + b"\n \n",
+    b'\xef\xbb\xbf \r\n[-Infinity, 1e+30, [], "\\ud83d\\ude00"]',
+]
+TEXTS = [
+    *WHOLE,
+    *(text + end for text in WHOLE[:2] for end in (b"]", b" x", b"\xff")),
+    *(
+        text[:9] + put_in + text[9:]
+        for text in WHOLE[2:4]
+        for put_in in (b",", b"\xe4", b"\n{", b'"')
+    ),
+    *(WHOLE[1][:length] for length in (1, 9, 40, 90)),
+]
 
 
 def read(path: Path) -> tuple[list[Any], str]:
@@ -46,23 +39,22 @@ def read(path: Path) -> tuple[list[Any], str]:
     return records, ""
 
 
-@settings(max_examples=30, deadline=None)
-@given(raw=texts(), chunk_bytes=st.integers(4, 40))
-def test_the_size_of_the_pieces_changes_nothing(raw: bytes, chunk_bytes: int):
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path = Path(folder) / "a.json"
+def test_the_size_of_the_pieces_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    for raw in TEXTS:
         path.write_bytes(raw)
-        whole = read(path)
-        patch.setattr(file_kinds, "CHUNK_BYTES", chunk_bytes)
-        pieces = read(path)
-    if "not UTF-8" in whole[1]:  # read at once, it is found before the first record
-        assert pieces[1] == whole[1]
-        return
-    assert pieces == whole
-    if not whole[1]:
-        assert [record for _, record in whole[0]] == [
-            repr(value) for value in json.loads(raw.decode("utf-8-sig"))
-        ]
+        with monkeypatch.context() as patch:
+            whole = read(path)
+            for chunk_bytes in range(4, 40, 3):
+                patch.setattr(file_kinds, "CHUNK_BYTES", chunk_bytes)
+                records, error = read(path)
+                assert error == whole[1]
+                # read at once, it is found before the first record
+                assert records == whole[0] or "not UTF-8" in error
+        if raw in WHOLE:
+            assert not whole[1]
+            values = map(repr, json.loads(raw.decode("utf-8-sig")))
+            assert [record for _, record in whole[0]] == list(values)
 
 
 def test_a_number_may_go_on_in_the_next_piece(tmp_path, monkeypatch):
