@@ -8,17 +8,12 @@ import gc
 import json
 import os
 import random
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
 import pytest
-from launching import ROOT, environment
+from launching import ROOT
 from protocol_server import Server
 
 from finetune.__main__ import main as finetune
@@ -26,12 +21,6 @@ from finetune.__main__ import main as finetune
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 DATA = ROOT / "data_samples" / "valid.jsonl"
 TRAINING = ROOT / "data_samples" / "train.jsonl"
-SERVE = """
-import sys
-from transformers.cli.transformers import main
-sys.argv = ["transformers", "serve", "--device", "cpu", "--host", "127.0.0.1", "--port", sys.argv[1]]
-main()
-"""
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +72,7 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
     """
 
     def run(adapter: Path, *flags: object) -> dict:
-        words = ["--model", adapter, "--data", DATA, "--prompts", 8, "--max-new-tokens", 24]
+        words = ["--model", adapter, "--data", DATA, "--prompts", 5, "--max-new-tokens", 24]
         capsys.readouterr()
         code = finetune(["verify", *map(str, [*words, *flags]), "--device-type", "cpu", "--json"])
         return {"code": code, **json.loads(capsys.readouterr().out)}
@@ -109,31 +98,6 @@ def serve(_server: Server) -> Callable[[str], Server]:
         return _server
 
     return start
-
-
-@pytest.fixture(scope="session")
-def transformers_server() -> Iterator[str]:
-    """transformers' own server; it loads the folder that a request names as its model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(port)], env=environment() | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            assert process.poll() is None, "transformers' server ended"
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @pytest.fixture(scope="session", autouse=True)
