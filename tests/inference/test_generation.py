@@ -89,7 +89,7 @@ def generator(adapter: Path) -> Iterator[Generator]:
 
 @pytest.fixture(scope="module")
 def static(adapter: Path) -> Iterator[Generator]:
-    with load(adapter, continuous=False) as loaded:
+    with load(adapter, continuous=False, limit_template=True) as loaded:
         yield loaded
 
 

@@ -226,7 +226,7 @@ def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> N
         (run / "trainer_log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
         reader = FolderReader(shared.nodes[1] / "run")
         assert (reader.poll().step, reader.poll().state) == (1, "running")
-        for operation in ("opendir", "read"):
+        for operation in ("opendir", "read", "open"):
             shared.fail(operation, errno.ESTALE, "", times=4, node=1)
             assert (reader.poll().step, reader.poll().state) == (1, "running")
             shared.heal()
