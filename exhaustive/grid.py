@@ -57,6 +57,31 @@ LATENT = {
     "qk_nope_head_dim": 8,
 }
 SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+DELTA_EXPERTS = {
+    **DELTA_RULE,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+STATE_SPACE = {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+}
+SINKS = {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
 # What is special about a model -> its model type, what its configuration has beside SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied head": ("llama", {"tie_word_embeddings": False}),
@@ -68,7 +93,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vision part": ("gemma3", {}),
     "short convolutions": ("lfm2", SHORT_CONVOLUTIONS),
     "value embeddings": ("lfm2_value", SHORT_CONVOLUTIONS),
+    "delta rule": ("qwen3_5_text", DELTA_RULE),
+    "delta rule with experts": ("qwen3_5_moe_text", DELTA_EXPERTS),
+    "state space": ("granitemoehybrid", STATE_SPACE),
+    "sinks": ("gpt_oss", SINKS),
 }
+# At the others' rate, 1e-2, rounding grows a hundredfold in 20 steps of a layer whose state decays.
+GENTLE_RATE = 1e-3
+GENTLE_MODELS = {"delta rule", "delta rule with experts", "state space"}
 
 
 def make_model(folder: Path, kind: str, tokenizer_of: Path) -> Path:
@@ -163,6 +195,8 @@ class Cell:
             )
         model = materials.folder / self.model if self.model else materials.model
         sources: dict[str, Any] = {}
+        if self.model in GENTLE_MODELS:
+            sources["learning_rate"] = GENTLE_RATE
         if self.mixed:
             sources = {"data": [str(materials.data), str(materials.valid)], "data_weights": [3, 1]}
         if self.loss:
@@ -430,7 +464,9 @@ def main(arguments: list[str]) -> int:
 
         return device_grid.main(arguments)
     chosen = cells()
-    if arguments:
+    if arguments and not arguments[0].isdigit():
+        chosen = [cell for cell in chosen if arguments[0] in cell.name]
+    elif arguments:
         chosen = chosen[5 :: max(1, len(chosen) // int(arguments[0]))]
     began = time.monotonic()
     outcomes = []

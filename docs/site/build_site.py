@@ -101,6 +101,7 @@ PAGES = {
         "evidence/equivalence_grid",
         "evidence/equivalence_grid_cuda",
         "evidence/crash_table",
+        "evidence/packing_leak",
         "evidence/fault_table",
         "evidence/roofline",
         "evidence/scale",
