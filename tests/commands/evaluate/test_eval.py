@@ -249,10 +249,13 @@ def test_a_part_of_the_rows_and_of_the_answers(
     tiny_model: Path, rows_file: Path, write_rows: Callable, tmp_path: Path, evaluate, command
 ):
     flags = ("--model", tiny_model, "--data", rows_file)
-    result = evaluate(*flags, "--max-samples", 4, "--generate", 0)
-    levels = result["models"][0]["levels"]
-    assert [levels[name]["samples"] for name in ("explain", "reasoning", "topology")] == [2, 1, 1]
-    assert result["models"][0]["overall"]["answered"] == 0 and result["data"]["questions"] == 0
+    for generate, answered in (("answered", 4), (0, 0)):
+        part = ("--max-samples", 4, "--generate", generate, "--max-new-tokens", 1)
+        result = evaluate(*flags, *part)
+        (model,) = result["models"]
+        counts = [model["levels"][name]["samples"] for name in ("explain", "reasoning", "topology")]
+        assert counts == [2, 1, 1]
+        assert model["overall"]["answered"] == result["data"]["questions"] == answered
     # the table is for people; those with an answer are asked first
     out, err = command(*flags, "--generate", 2, "--max-new-tokens", 2)
     assert out.startswith("| difficulty | model | samples |") and "% (0/2) |" in out

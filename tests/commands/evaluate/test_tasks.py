@@ -20,39 +20,32 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from shell_blocks import blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.commands.evaluate import tasks
 from finetune.commands.evaluate.scores import paired_bootstrap
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-doc_to_text: "{{{{question}}}}"
-"""
-CHOICE = (
-    TASK
-    + """output_type: multiple_choice
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{label}}}}"
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
-)
-WRITE = (
-    TASK
-    + """output_type: generate_until
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{do_sample: false, max_gen_toks: 6, until: ["<|im_end|>"]}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
-)
-FILTERS = """filter_list:
-  - {name: first, filter: [{function: take_first}]}
-  - {name: again, filter: [{function: take_first}]}
-"""
+
+def task(name: str, data: Path, metrics: str, **more: object) -> str:
+    """One of lm_eval's files; JSON is YAML."""
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    own = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "metric_list": [{"metric": metric, **mean} for metric in metrics.split()],
+    }
+    return json.dumps(own | more)
+
+
+def choice(name: str, data: Path, **more: object) -> str:
+    places = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+    return task(name, data, "acc acc_norm", output_type="multiple_choice", **places, **more)
+
+
+def write(name: str, data: Path, tokens: int = 6) -> str:
+    settings = {"do_sample": False, "max_gen_toks": tokens, "until": ["<|im_end|>"]}
+    kind = {"output_type": "generate_until", "doc_to_target": "{{answer}}"}
+    return task(name, data, "exact_match", generation_kwargs=settings, **kind)
 
 
 def questions() -> list[dict]:
@@ -87,12 +80,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, plain
     for row in rows[20:]:
         row["answer"] = plain_answer(*plain, row["question"])
     data = write_rows(place / "data.jsonl", rows)
-    examples = "num_fewshot: 2\nfewshot_split: test\n"
+    filters = [{"name": n, "filter": [{"function": "take_first"}]} for n in ("first", "again")]
     for name, text in (
-        ("chosen", CHOICE.format(name="chosen", data=data)),
-        ("again", CHOICE.format(name="again", data=data) + examples),
-        ("filtered", CHOICE.format(name="filtered", data=data) + FILTERS),
-        ("written", WRITE.format(name="written", data=data)),
+        ("chosen", choice("chosen", data)),
+        ("again", choice("again", data, num_fewshot=2, fewshot_split="test")),
+        ("filtered", choice("filtered", data, filter_list=filters)),
+        ("written", write("written", data)),
         ("both", "group: both\ntask: [chosen, again]\naggregate_metric_list: [{metric: acc}]\n"),
     ):
         (place / f"{name}.yaml").write_text(text)
@@ -140,40 +133,30 @@ def test_choices_by_their_log_likelihoods_and_answers_by_transformers(
     adapter, out = save_adapter(tiny_model, tmp_path / "adapter", 0.3), tmp_path / "out"
     asked = ("--tasks", "both,written,filtered", "--tasks-path", folder, "--batch-size", 7)
     result = evaluate("--adapter", adapter, "--base", *asked, "--output", out)
-    model, tokenizer = plain
-    rows, right = questions(), []
-    labels = [row["label"] for row in rows]
-    chance = np.mean([1 / len(row["choices"]) for row in rows])
     base, adapted = map(by_metric, result["models"])
-    for found, wrap in (
-        (base, lambda: model),
-        (adapted, lambda: PeftModel.from_pretrained(model, adapter)),
-    ):
-        loaded = wrap().eval()
-        logs = [
-            np.array(
-                [log_likelihood(loaded, tokenizer, row["question"], c) for c in row["choices"]]
-            )
-            for row in rows
-        ]
-        lengths = [np.array(list(map(len, row["choices"]))) for row in rows]
-        acc = np.array([one.argmax() for one in logs]) == labels
-        norm = [(one / n).argmax() for one, n in zip(logs, lengths, strict=True)]
-        line = found["chosen", "acc"]
+    model, tokenizer = plain
+    rows = [json.loads(line) for line in (folder / "data.jsonl").open(encoding="utf-8")]
+    said = [plain_answer(model, tokenizer, row["question"]) == row["answer"] for row in rows]
+    assert base["written", "exact_match"]["value"] == np.mean(said)
+    assert 10 / 30 <= np.mean(said) < 1 and "centered" not in base["written", "exact_match"]
+
+    labels, right = np.array([row["label"] for row in rows]), []
+    chance = np.mean([1 / len(row["choices"]) for row in rows])
+    for found in (base, adapted):
+        if found is adapted:
+            model = PeftModel.from_pretrained(model, adapter).eval()
+        best, best_mean = [], []
+        for row in rows:
+            logs = [log_likelihood(model, tokenizer, row["question"], c) for c in row["choices"]]
+            best.append(np.argmax(logs))
+            best_mean.append(np.argmax(np.array(logs) / list(map(len, row["choices"]))))
+        acc, line = best == labels, found["chosen", "acc"]
         assert line["value"] == pytest.approx(acc.mean())
         assert line["stderr"] == pytest.approx(acc.std(ddof=1) / np.sqrt(30))
         assert line["centered"] == pytest.approx((acc.mean() - chance) / (1 - chance))
-        assert found["chosen", "acc_norm"]["value"] == pytest.approx(
-            np.mean(norm == np.array(labels))
-        )
+        norm = found["chosen", "acc_norm"]["value"]
+        assert norm == pytest.approx((best_mean == labels).mean())
         right.append(acc.astype(float))
-        if wrap() is model:
-            asked = [json.loads(text) for text in (folder / "data.jsonl").open(encoding="utf-8")]
-            said = [plain_answer(*plain, row["question"]) == row["answer"] for row in asked]
-            assert found["written", "exact_match"]["value"] == np.mean(said)
-            assert (
-                10 / 30 <= np.mean(said) < 1 and "centered" not in found["written", "exact_match"]
-            )
     assert 0 < right[0].sum() < 30 and (right[0] != right[1]).any()
     differences = {(one["measure"], one["of"]): one for one in result["differences"]}
     difference = differences["acc", "chosen"]
@@ -198,11 +181,8 @@ def test_choices_by_their_log_likelihoods_and_answers_by_transformers(
     centered = [one["centered"] for one in lines if one["task"] != "both"]
     mean = cells["centered acc", "mean of 4 tasks"]
     assert float(mean[1]) == pytest.approx(np.mean(centered), abs=1e-4)
-    shapes = {
-        "asked_tasks": result["tasks"],
-        "difference": difference,
-        "metric": base["both", "acc"],
-    }
+    shapes = {"asked_tasks": result["tasks"], "difference": difference}
+    shapes["metric"] = base["both", "acc"]
     assert {name: set(shape) for name, shape in shapes.items()} == {n: frozen[n] for n in shapes}
     assert str(folder) not in json.dumps(result)
 
@@ -210,9 +190,8 @@ def test_choices_by_their_log_likelihoods_and_answers_by_transformers(
 def test_as_lm_eval_by_itself(folder: Path, tiny_model: Path, evaluate, capsys):
     """With few-shot examples, the chat template and a limit."""
     flags = ("--limit", 20, "--num-fewshot", 1, "--apply-chat-template")
-    result = evaluate(
-        "--model", tiny_model, "--tasks", "again,chosen", "--tasks-path", folder, *flags
-    )
+    flags += ("--tasks", "again,chosen", "--tasks-path", folder)
+    result = evaluate("--model", tiny_model, *flags)
     asked = {"names": ["again", "chosen"], "num_fewshot": 1, "limit": 20, "chat_template": True}
     assert result["tasks"] == {"lm_eval": lm_eval.__version__, **asked}
     theirs = lm_eval.simple_evaluate(
@@ -230,31 +209,11 @@ def test_as_lm_eval_by_itself(folder: Path, tiny_model: Path, evaluate, capsys):
         assert line["stderr"] == pytest.approx(theirs[task][f"{metric}_stderr,none"])
 
 
-def test_the_bundled_tasks(monkeypatch: pytest.MonkeyPatch, evaluate):
-    monkeypatch.chdir(ROOT)
-    names = {"networks_choice", "networks_value", "networks_answer"}
-    words = ("--tasks", ",".join(names), "--tasks-path", "data_samples/tasks")
-    flags = ("--limit", 4, "--apply-chat-template")
-    found = by_metric(evaluate("--model", "data_samples/tiny-qwen3", *words, *flags)["models"][0])
-    assert {name for name, _ in found} == names
-    assert found["networks_choice", "acc"]["value"] == 1
-    assert found["networks_answer", "exact_match"]["filter"] == "answer"
-
-
-def test_weights_are_not_tied_anew():
-    """lm_eval would tie them; of an adapter's layers only the loading knows what is right."""
-    layer = torch.nn.Linear(2, 2)
-    with tasks._weights_left_alone(layer):
-        layer.tie_weights()
-    assert not hasattr(layer, "tie_weights")
-
-
 def test_cut_prompts_and_failures_are_said(folder: Path, tiny_model: Path, tmp_path: Path, command):
     words = ("--model", tiny_model, "--tasks-path", folder, "--limit", 5)
     err = command(*words, "--tasks", "chosen", "--context-tokens", 40)[1]
     assert "lm_eval cut the beginning of" in err and questions()[0]["question"].strip() not in err
-    text = WRITE.format(name="long", data=folder / "data.jsonl").replace(": 6", ": 600")
-    (tmp_path / "long.yaml").write_text(text)
+    (tmp_path / "long.yaml").write_text(write("long", folder / "data.jsonl", 600))
     words = ("--model", tiny_model, "--tasks-path", tmp_path, "--tasks", "long")
     out, err = command(*words, code=1)
     assert not out and "lm_eval failed: AssertionError" in err
@@ -274,10 +233,9 @@ def test_what_is_not_there_is_refused(folder: Path, tmp_path: Path, refused_earl
     # lm_eval's own tasks are thousands, which are read here for half a minute
     few = partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", few)
-    broken = CHOICE.format(name="broken", data=tmp_path / "none.jsonl")
-    (tmp_path / "broken.yaml").write_text(broken)
-    foreign = WRITE.format(name="foreign", data=folder / "data.jsonl")
-    foreign = foreign.replace("exact_match,", "some_metric, hf_evaluate: true,")
+    (tmp_path / "broken.yaml").write_text(choice("broken", tmp_path / "none.jsonl"))
+    foreign = write("foreign", folder / "data.jsonl")
+    foreign = foreign.replace('"exact_match",', '"some_metric", "hf_evaluate": true,')
     (tmp_path / "foreign.yaml").write_text(foreign)
     for words, said in (
         (("--tasks", "choosen", "--tasks-path", folder), "no task choosen.*did you mean .*chosen"),
@@ -320,6 +278,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapter(ROOT / "data_samples" / "tiny-qwen3", tmp_path_factory.mktemp("demo"), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.partition(" eval ")[2][:70])
 def test_the_commands_of_the_page(line: str, demo: Path, monkeypatch, command):
     monkeypatch.chdir(ROOT)

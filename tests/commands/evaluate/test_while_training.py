@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import run_helpers
-import run_patches
 import torch
 from chat_models import family
 from run_helpers import Materials, events
@@ -37,6 +35,7 @@ from finetune.training.results import evaluated_data, read_best
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LEVELS = ("explain", "reasoning", "topology")
+RUN = "--model m --data d --output-dir o"
 
 # ---------------------------------------------------------------- the answers
 
@@ -238,22 +237,10 @@ def test_the_run_says_what_transformers_answers_and_keeps_the_best(
 
 def test_answers_to_other_settings_are_not_compared(caplog: pytest.LogCaptureFixture):
     """But those at their default are, with checkpoints from before there were settings."""
-    words = [
-        "--model",
-        "m",
-        "--data",
-        "d",
-        "--output-dir",
-        "o",
-        "--valid-data",
-        "v",
-        "--eval-steps",
-        "2",
-        "--keep-best",
-    ]
+    words = f"{RUN} --valid-data v --eval-steps 2 --keep-best --eval-generate 5 "
 
     def compared(more: str) -> str | None:
-        config = resolve([*words, "--eval-generate", "5", *more.split()], world_size=1).config
+        config = resolve((words + more).split(), world_size=1).config
         return evaluated_data(config, SimpleNamespace(fingerprint="f"))
 
     exact = "--best-metric exact_match"
@@ -295,19 +282,6 @@ def test_it_leaves_no_trace(materials: Materials, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_evaluations(materials: Materials, asked: Path, tmp_path: Path):
-    wanted = settings(materials, tmp_path / "run", **FOLLOWED, save_steps=15, async_save=False)
-    options = {"patch": run_patches.signal_self, "patch_arguments": (0, 28, signal.SIGKILL)}
-    ranks = run_helpers.start(wanted, **options)
-    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
-    run_helpers.train(wanted)
-    by_step = {line["step"]: line for line in evaluations(tmp_path / "run")}
-    assert [by_step[step] for step in sorted(by_step)] == evaluations(asked)
-    first, second = (run_helpers.result_weights(folder) for folder in (asked, tmp_path / "run"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "zero3"])
 def test_ranks_answer_together(materials: Materials, tmp_path: Path, layout: str):
     """Answers of several lengths on two ranks that gather weights, or not: as one process
@@ -327,7 +301,6 @@ def test_ranks_answer_together(materials: Materials, tmp_path: Path, layout: str
 
 
 def test_settings_that_cannot_be_are_refused_or_noted():
-    words = ["--model", "m", "--data", "d", "--output-dir", "o"]
     for flags, said in {
         "--eval-generate 5": "eval_generate is 5, and there is no validation data",
         "--eval-generate 0 --valid-data v": "greater than or equal to 1|at least 1",
@@ -338,8 +311,8 @@ def test_settings_that_cannot_be_are_refused_or_noted():
         "--valid-data v --eval-generate 5 --max-new-tokens 0": "at least 1",
     }.items():
         with pytest.raises(FinetuneError, match=said):
-            resolve([*words, *flags.split()], world_size=1)
-    notes = resolve([*words, "--max-new-tokens", "9"], world_size=1).notes
+            resolve(f"{RUN} {flags}".split(), world_size=1)
+    notes = resolve(f"{RUN} --max-new-tokens 9".split(), world_size=1).notes
     (note,) = [note for note in notes if "max_new_tokens" in note]
     assert "eval_generate is not set" in note and "answer_field" not in note
 

@@ -1,10 +1,7 @@
-"""The real command as the official client meets it; and calls of tools by a model trained here."""
+"""The real command as the official client meets it."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import ROOT, run_cli
+from launching import ROOT
 from serve_helpers import Served, real_server
-from tool_templates import TOOL_FAMILIES
 
 from finetune.__main__ import main as finetune
 
@@ -106,65 +102,3 @@ def test_refused_before_anything_is_served(tmp_path: Path, served: Served, capsy
         assert finetune(words) == 2
         err = capsys.readouterr().err
         assert message in err and "Traceback" not in err, flags
-
-
-# ---------------------------------------------------------------- trained here
-
-ASKED = {
-    "weather": ("How is the weather in {}?", "Is it raining in {}?", "Weather, {}!"),
-    "clock": ("What time is it in {}?", "Tell me the time in {}.", "Clock, {}!"),
-    "trains": ("Which trains go to {}?", "I want to go to {}.", "Trains, {}!"),
-}
-PLACES = [
-    "Bern",
-    "Oslo",
-    "Rome",
-    "Cairo",
-    "Lima",
-    "Quito",
-    "Paris",
-    "Delhi",
-    "Seoul",
-    "Tokyo",
-    "Minsk",
-    "Sofia",
-    "Tunis",
-]
-PREFIXES = ("", "Please: ", "Hello. ", "Now: ", "So, ")
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ASKED]
-
-
-def record(name: str, place: str, question: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps({"place": place})}
-    call = {"id": "c00000001", "type": "function", "function": function}
-    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return {"messages": [{"role": "user", "content": question}, answer], "tools": TOOLS}
-
-
-@pytest.mark.slow
-def test_a_small_model_learns_to_call_and_is_served(tmp_path: Path):
-    """485 conversations are trained; others, of the same places and tools but never seen together
-    so, are asked.
-    """
-    made = [
-        (name, place, prefix + phrase.format(place))
-        for (name, phrases), place, prefix in itertools.product(ASKED.items(), PLACES, PREFIXES)
-        for phrase in phrases
-    ]
-    random.Random(0).shuffle(made)
-    held_out, trained = made[:100], made[100:]
-    lines = [json.dumps(record(*one)) for one in trained]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "template.jinja").write_text(TOOL_FAMILIES["qwen"][0], encoding="utf-8")
-    words = f"--model {MODEL} --template {tmp_path}/template.jinja --data {tmp_path}/train.jsonl"
-    words += f" --output-dir {tmp_path}/run --cache-dir {tmp_path}/cache --finetuning full"
-    words += " --learning-rate 3e-3 --num-epochs 6 --global-batch-size 10 --save-steps 1000"
-    run_cli([*words.split(), "--cutoff-len", "1024"], check=True)
-    right = 0
-    with real_server(tmp_path / "run", "--num-workers", 1, "--max-batch", 16) as served:
-        for name, place, question in held_out:
-            _, body = served.chat(question, tools=TOOLS, temperature=0, max_tokens=100)
-            calls = body["choices"][0]["message"].get("tool_calls", ())
-            found = [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
-            right += found == [(name, json.dumps({"place": place}))]
-    assert right >= 80, right

