@@ -81,23 +81,24 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("requested", "device_type", "bfloat16", "chosen"),
+    ("words", "chosen"),
     [
-        ("auto", "cpu", True, "float32"),
-        ("auto", "mps", True, "float32"),
-        ("auto", "cuda", True, "bfloat16"),
-        ("auto", "cuda", False, "float32"),
-        ("auto", "npu", True, "bfloat16"),
-        ("float16", "cuda", True, "float16"),
-        ("float16", "npu", False, "float16"),
-        ("bfloat16", "cpu", True, "bfloat16"),
-        ("bfloat16", "cuda", False, None),
-        ("bfloat16", "mps", True, None),
-        ("float16", "cpu", True, None),
+        ("auto cpu", "float32"),
+        ("auto mps", "float32"),
+        ("auto cuda", "bfloat16"),
+        ("auto cuda old", "float32"),
+        ("auto npu", "bfloat16"),
+        ("float16 cuda", "float16"),
+        ("float16 npu old", "float16"),
+        ("bfloat16 cpu", "bfloat16"),
+        ("bfloat16 cuda old", None),
+        ("bfloat16 mps", None),
+        ("float16 cpu", None),
     ],
 )
-def test_choose_dtype(requested, device_type, bfloat16, chosen, monkeypatch):
-    pretend(monkeypatch, npu=1, cuda=1, mps=True, bfloat16=bfloat16)
+def test_choose_dtype(words, chosen, monkeypatch):
+    requested, device_type, *old = words.split()
+    pretend(monkeypatch, npu=1, cuda=1, mps=True, bfloat16=not old)
     if chosen is not None:
         assert devices.choose_dtype(requested, device_type) == chosen
         return

@@ -153,7 +153,7 @@ def test_what_writes_is_not_stuck(clock, tmp_path):
 def test_a_second_run_in_the_folder_waits_and_is_refused_or_goes_on(materials, tmp_path):
     """From what the other left there: it had looked at the folder before the other saved."""
     output_dir = tmp_path / "run"
-    settings = materials.settings(output_dir, max_steps=300)
+    settings = materials.settings(output_dir, max_steps=150)
     first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.3,))
     try:
         run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
@@ -173,7 +173,7 @@ def test_a_second_run_in_the_folder_waits_and_is_refused_or_goes_on(materials, t
         first.kill()
     stopped = run_helpers.events(output_dir, "signal")[0]["step"]
     assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [stopped]
-    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 300
+    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 150
     assert not list(output_dir.glob(".invalid-*"))
 
 

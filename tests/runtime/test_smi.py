@@ -212,25 +212,18 @@ def test_slices_stand_for_their_gpu(monkeypatch):
     assert memory(report) == [(37, 20096), (9000, 9856)]
 
 
-@pytest.mark.parametrize(
-    ("code", "problem"),
-    [
-        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "driver is not loaded"),
-        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "Driver/library version mismatch"),
-        (pynvml.NVML_ERROR_UNKNOWN, "Unknown Error"),
-    ],
-)
-def test_no_gpu_is_said_in_words(code, problem, monkeypatch):
-    report = nvidia(monkeypatch, init_error=code)
-    assert (report.device_type, report.devices) == ("cuda", ()) and problem in report.problem
-
-
-@pytest.mark.parametrize("question", ["handle", "memory"])
-def test_a_lost_gpu(question, monkeypatch):
-    lost = FakeGpu(fails={question: pynvml.NVML_ERROR_GPU_IS_LOST})
-    report = nvidia(monkeypatch, FakeGpu(), lost)
-    assert report.devices == () and "GPU is lost" in report.problem
-    assert report.driver_version == "580.65.06"
+def test_a_driver_that_fails_and_a_lost_gpu_are_said_in_words(monkeypatch):
+    lost = pynvml.NVML_ERROR_GPU_IS_LOST
+    for gpus, init_error, problem in (
+        ((), pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "driver is not loaded"),
+        ((), pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "Driver/library version mismatch"),
+        ((), pynvml.NVML_ERROR_UNKNOWN, "Unknown Error"),
+        ((FakeGpu(), FakeGpu(fails={"handle": lost})), 0, "GPU is lost"),
+        ((FakeGpu(), FakeGpu(fails={"memory": lost})), 0, "GPU is lost"),
+    ):
+        report = nvidia(monkeypatch, *gpus, init_error=init_error)
+        assert (report.device_type, report.devices) == ("cuda", ()) and problem in report.problem
+        assert report.driver_version == ("580.65.06" if gpus else "")
 
 
 def test_a_driver_without_devices_no_driver_and_one_that_hangs(tmp_path: Path, monkeypatch):
@@ -250,18 +243,15 @@ def test_a_driver_without_devices_no_driver_and_one_that_hangs(tmp_path: Path, m
     assert lacking == [], "the stand-in has only what the library has"
 
 
-@pytest.mark.parametrize(
-    ("variable", "names"),
-    [
+def test_visible_devices():
+    for variable, names in (
         (None, "0 1 2 3"),
         ("2,0", "2 0"),
         ("", ""),
         ("-1", ""),
         ("1,9,2", "1"),  # ids after one that does not exist do not count
         ("GPU-1234", "0 1 2 3"),
-    ],
-)
-def test_visible_devices(variable, names):
-    left = visible([SmiDevice(n, str(n), f"GPU {n}") for n in range(4)], variable)
-    assert [device.name for device in left] == names.split()
-    assert [device.index for device in left] == list(range(len(left)))
+    ):
+        left = visible([SmiDevice(n, str(n), f"GPU {n}") for n in range(4)], variable)
+        assert [device.name for device in left] == names.split(), variable
+        assert [device.index for device in left] == list(range(len(left)))

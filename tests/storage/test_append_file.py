@@ -117,19 +117,6 @@ def test_a_folder_that_has_gone_is_still_written(tmp_path, looks_at_once):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_name_is_looked_at_once_a_second(tmp_path, monkeypatch):
-    looked: list[Path] = []
-    original = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path: looked.append(path) or original(path))
-    with AppendFile(tmp_path / "log") as log:
-        log.append_bytes(b"x")
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
-        log.append_bytes(b"x")
-        log.append_bytes(b"x")
-    assert looked == [tmp_path / "log"]
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"event": "chec', b"\0" * 200_000])
 def test_the_first_event_of_a_resumed_run_does_not_follow_half_a_line(torn, tmp_path):
     path = tmp_path / "events.jsonl"

@@ -81,19 +81,6 @@ def test_a_second_process_waits_and_is_then_refused_with_the_holders_name(tmp_pa
         os.kill(child, signal.SIGKILL)
 
 
-def test_locks_of_one_process_exclude_each_other_and_follow_each_other(tmp_path):
-    folder = tmp_path / "a" / "b"
-    with (
-        RunLock(folder),
-        RunLock(tmp_path / "c", 0),
-        pytest.raises(StateError, match=f"process {os.getpid()}"),
-        RunLock(folder, 0),
-    ):
-        pass
-    with RunLock(folder, 0):
-        pass
-
-
 def test_a_refused_run_leaves_nothing_and_one_that_failed_its_folder(tmp_path):
     with pytest.raises(ConfigError), RunLock(tmp_path / "new" / "run"):
         raise ConfigError("wrong")

@@ -19,7 +19,6 @@ from finetune.storage.run_log import (
     EVENTS,
     JsonLines,
     RunLog,
-    StepLog,
     add_log_file,
     plain_record,
     read_jsonl_tolerant,
@@ -154,18 +153,6 @@ def test_a_line_is_one_write(tmp_path, monkeypatch):
         log.close()
     expected = ['{"text": "路由器\\n"}\n', '{"loss": null, "more": [null, 1]}\n']
     assert writes == [line.encode() for line in expected]
-
-
-@pytest.mark.parametrize(
-    "torn", [b"", b'{"step": 4', b'{"step": 4}', b"\x00\x00\x00", b'{"step": 4}\n{"st']
-)
-def test_going_on_cuts_what_is_torn_or_later(torn, tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
-    with StepLog(path, resume_step=2) as log:
-        assert log.kept_steps == [1, 2]
-        log.write({"step": 3, "again": True})
-    assert list(read_jsonl_tolerant(path)) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
 
 
 @pytest.mark.parametrize(
