@@ -45,12 +45,9 @@ LEVELS = ("explain", "reasoning", "topology")
 
 def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
     return [
-        {
-            "instruction": f"{number} What is a router?",
-            "output": "because " * (number % 7) + f"answer {number}",
-        }
-        | ({"difficulty": LEVELS[number % 3]} if labelled else {})
-        for number in range(count)
+        {"instruction": f"{n} What is a router?", "output": "because " * (n % 7) + f"answer {n}"}
+        | ({"difficulty": LEVELS[n % 3]} if labelled else {})
+        for n in range(count)
     ]
 
 
@@ -72,12 +69,8 @@ def contents_of(samples: Samples) -> dict[str, Any]:
         place = int(samples.record_ids[index]), samples.location(index)
         found.append((ids.tolist(), mask.tolist(), *place, None if level < 0 else LEVELS[level]))
     facts = asdict(samples.report)
-    return {
-        "samples": found,
-        "report": facts,
-        "reasons": list(facts["dropped"]),
-        "fingerprint": samples.fingerprint,
-    }
+    reasons = list(facts["dropped"])
+    return {"samples": found, "report": facts, "reasons": reasons, "print": samples.fingerprint}
 
 
 def make_tiny(patch: pytest.MonkeyPatch) -> None:

@@ -287,8 +287,10 @@ QUESTION = (SENTENCES * 2).strip()
 ANSWER = "A router forwards packets. 路由器在网络之间转发数据包。答案是 42。"
 
 
-@pytest.mark.parametrize("system", [None, "be kind"])
-@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "glm4"])
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [("chatml", "be kind"), ("llama3", None), ("mistral", "be kind"), ("glm4", None)],
+)
 def test_truncation_at_every_cutoff(name: str, system: str | None):
     tokenizer = family(name)
     conversation = talk(QUESTION, ANSWER, system=system)
@@ -339,9 +341,8 @@ def test_truncation_at_every_cutoff(name: str, system: str | None):
     assert lengths[-1] == len(answer)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_long_conversations_lose_prompts_first_then_last_turns(name: str):
-    tokenizer = family(name)
+def test_long_conversations_lose_prompts_first_then_last_turns():
+    tokenizer = family("chatml")
     contents = [QUESTION, "a1 because", "q2 " + QUESTION, "a2 because", "q3", "a3 because"]
     conversation = talk(*contents, system=QUESTION)
     (full,) = render(conversation, tokenizer, 4096)
