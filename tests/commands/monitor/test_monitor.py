@@ -575,7 +575,7 @@ def test_the_dashboard_on_a_real_terminal(way_out: str, tmp_path: Path):
         code = 99
         try:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+            sys.stdin, sys.stdout = open(0), open(1, "w", encoding="utf-8")  # noqa: SIM115
             os.environ["TERM"] = "xterm-256color"
             code = finetune(["monitor", str(folder), "--interval", "0.2", "--lang", "en"])
         except SystemExit as ended:
