@@ -259,6 +259,20 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
         assert state() == "vanished"
 
 
+def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
+    folder = make_run(tmp_path / "one", steps=3)
+    for name in ("run.yaml", "status.json", "run_identity.json", ".lock"):
+        (folder / name).write_bytes(b"\xff\xfe{[")
+    wrong = '{"step": 4, "loss": "high", "loss/a": [], "share/a": {}}\n{"step": 5}\n'
+    append(folder, "trainer_log.jsonl", 'not json\n[1]\n{"step": "x"}\n', wrong)
+    append(folder, "events.jsonl", '{"event": 1}\n', '{"event": "eval", "time": 1}\n\x00\n')
+    view = open_run(folder).poll()
+    assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
+    for size in ((100, 30), (60, 15), (20, 5)):
+        assert shown(view, *size)
+    assert monitor.plain_line(view, Machine()) and monitor.to_json(view, MACHINE)
+
+
 SAY = "2026-01-0{} 10:00:0{},000 [WARNING] {}\n".format
 
 
