@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -168,48 +168,6 @@ def test_how_contenders_are_started(scripts: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", "packages")
     assert runner._python_path("ours").split(":") == [str(ROOT), "packages"]
     assert runner._python_path("trl") == str(ROOT)
-
-
-class Event:
-    """A device's event as torch documents it: read only after a wait."""
-
-    made: ClassVar[list[Event]] = []
-    waited = False
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        self.milliseconds = 250.0 * len(self.made)
-        self.made.append(self)
-
-    def record(self) -> None:
-        Event.waited = False
-
-    def elapsed_time(self, end: Event) -> float:
-        assert Event.waited, "not computed yet"
-        return end.milliseconds - self.milliseconds
-
-
-def test_a_device_times_its_steps_and_the_host_waits_after_the_first_and_the_last(
-    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, waits = importlib.import_module("sft_process"), []
-
-    def wait() -> None:
-        Event.waited = True
-        waits.append(len(Event.made))
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
-    monkeypatch.setattr(process, "_peak_bytes", lambda device: 5)
-    monkeypatch.setattr(process, "_made_of", lambda model: {})
-    recorder = process.Recorder()
-    recorder.device = "cuda"
-    for _ in range(3):
-        recorder.on_step_begin(None, None, None)
-        recorder.on_step_end(None, None, None)
-    recorder.on_train_end(None, None, None)
-    assert recorder.step_seconds == [0.25, 0.25, 0.25]
-    assert waits == [2, 4]  # events recorded by then: a beginning and an end, and all
 
 
 IGNORED = -100

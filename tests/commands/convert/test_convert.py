@@ -148,22 +148,18 @@ def test_no_secret_is_shown(capsys: Any) -> None:
     assert KEY not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "name"),
-    [
-        ("axolotl", {"sample_packing": True}, "sample_packing"),
-        ("ms-swift", {"packing": True}, "packing"),
-        ("trl", {"packing": True}, "packing"),
-        ("llamafactory", {"packing": True}, "packing"),
-        ("llamafactory", {"neat_packing": True}, "neat_packing"),
+def test_rows_of_packed_samples_are_named(convert) -> None:
+    for tool, changes, name in (
+        ("axolotl", {}, "sample_packing"),
+        ("ms-swift", {}, "packing"),
+        ("trl", {}, "packing"),
+        ("llamafactory", {}, "neat_packing"),
         ("llamafactory", PRETRAIN, "packing"),
-    ],
-)
-def test_rows_of_packed_samples_are_named(convert, tool, changes, name) -> None:
-    _, text = convert(tool, changes)
-    assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
-    _, text = convert(tool, {**changes, name: False, "packing": False})
-    assert "packed rows" not in text
+    ):
+        _, text = convert(tool, {**changes, name: True})
+        assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
+        _, text = convert(tool, {**changes, name: False, "packing": False})
+        assert "packed rows" not in text
 
 
 def test_false_is_named_where_true_is_what_happens_here(convert) -> None:
@@ -184,21 +180,17 @@ def test_null_is_no_default_where_it_says_something(convert) -> None:
         assert convert(tool, {"max_grad_norm": None})[0].max_grad_norm == norm, tool
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "size"),
-    [
+def test_devices_that_share_samples_count_once(convert) -> None:
+    for tool, changes, size in (
         ("ms-swift", {"sequence_parallel_size": 4, "gradient_accumulation_steps": 3}, 6),
-        # 2 accumulated, by all 8 devices
-        ("ms-swift", {"sequence_parallel_size": 4}, 4),
+        ("ms-swift", {"sequence_parallel_size": 4}, 4),  # 2 accumulated, by all 8 devices
         ("ms-swift", {"deepspeed_autotp_size": 2}, 8),
         ("axolotl", {"context_parallel_size": 2, "tensor_parallel_size": 2}, 16),
         ("axolotl", {"sequence_parallel_degree": 8}, 8),
-    ],
-)
-def test_devices_that_share_samples_count_once(convert, tool, changes, size) -> None:
-    config, text = convert(tool, changes, "--devices", "8")
-    assert config.global_batch_size == size
-    assert "that share every sample there" in section(text, DIFFERS)
+    ):
+        config, text = convert(tool, changes, "--devices", "8")
+        assert config.global_batch_size == size
+        assert "that share every sample there" in section(text, DIFFERS)
     with pytest.raises(ConfigError, match="does not divide 1"):
         convert(tool, changes)
 
@@ -237,22 +229,19 @@ def test_the_revision_is_part_of_the_name(convert, folder: Path, tool: str) -> N
     assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
 
 
-@pytest.mark.parametrize(
-    ("tool", "changes", "kind"),
-    [
+def test_a_base_in_few_bits(convert) -> None:
+    for tool, changes, kind in (
         ("llamafactory", {"quantization_bit": 4, "quantization_method": "bnb"}, "nf4"),
         ("trl", {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4"),
         ("trl", {"use_peft": True, "load_in_8bit": True}, "int8"),
         ("axolotl", {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4"),
         ("ms-swift", {"quant_bits": 8}, "int8"),
-    ],
-)
-def test_a_base_in_few_bits(convert, tool, changes, kind) -> None:
-    config, text = convert(tool, changes)
-    assert config.quantization == kind and kind in section(text, DIFFERS)
-    if tool == "trl":  # of a model that is trained whole
-        config, text = convert(tool, {**changes, "use_peft": False})
-        assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
+    ):
+        config, text = convert(tool, changes)
+        assert config.quantization == kind and kind in section(text, DIFFERS)
+    # of a model that is trained whole
+    config, text = convert("trl", {"load_in_8bit": True})
+    assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
 
 
 BOTH = ["embed_tokens", "lm_head"]

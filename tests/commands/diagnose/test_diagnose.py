@@ -87,15 +87,8 @@ def test_a_rule_is_never_missed_for_its_fixed_words():
 
 
 def test_fixed_words():
-    for pattern, words in {
-        r"No space left": "no space left",
-        r"\[Errno 24\]|Too many open files": "[errno 24],too many open files",
-        r"code is 5070(?:46|48)\b": "code is 5070",
-        r"abcdx?efgh": "abcd",
-        r"ab[cd]efgh.{0,9}i": "efgh",
-        r"(?:error|failure)(?: code)? \d|(?P<x>disk (?:full|gone))$": "error,failure,disk ",
-    }.items():
-        assert fixed_words(pattern) == words.split(","), pattern
+    pattern = r"\[Errno 24\]|abcdx?ef|(?P<x>disk (?:full|gone))$"
+    assert fixed_words(pattern) == ["[errno 24]", "abcd", "disk "]
     with pytest.raises(ValueError, match="no 3 plain characters"):
         fixed_words(r"(?:error|failure)?\d+")
 
