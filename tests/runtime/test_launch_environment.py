@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from launching import ROOT, run_cli, said
 
 from finetune.errors import ConfigError
 from finetune.runtime import launch_environment
@@ -24,6 +23,7 @@ from finetune.runtime.launch_environment import (
     prepare_environment,
     probe_torch_npu,
 )
+from finetune.sft import main
 
 ONE = LaunchWorld(0, 0, 1, 1, launched=False)
 TWO = LaunchWorld(1, 1, 2, 2, launched=True)
@@ -112,19 +112,18 @@ def test_what_would_silently_train_something_else_is_taken_out_or_refused():
 # ---------------------------------------------------------------- libraries that need care
 
 
-def test_a_torch_npu_that_cannot_be_loaded_is_said(tmp_path, monkeypatch, tiny_model, tiny_data):
-    """As it is where CANN is not: importing it fails with the loader's words. The command refuses
-    before torch is imported.
-    """
+def test_a_torch_npu_that_cannot_be_loaded_is_said(tmp_path, monkeypatch, capsys):
+    """As it is where CANN is not: importing it fails with the loader's words."""
     package = tmp_path / "site" / "torch_npu"
     package.mkdir(parents=True)
     reason = "libhccl.so: cannot open shared object file: No such file or directory"
     (package / "__init__.py").write_text(f"raise ImportError({reason!r})\n")
-    flags = ["--model", tiny_model, "--data", tiny_data, "--output-dir", tmp_path / "out"]
-    result = run_cli(flags, env={"PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}"})
-    assert result.returncode == 2 and "Traceback" not in said(result)
-    assert "torch_npu is installed but cannot be loaded: ImportError: libhccl" in result.stderr
-    assert "set_env.sh" in result.stderr and "pip uninstall torch_npu" in result.stderr
+    monkeypatch.syspath_prepend(package.parent)
+    os.environ["PYTHONPATH"] = str(package.parent)
+    assert main(["--model", "m", "--data", str(package), "--output-dir", f"{tmp_path}/out"]) == 2
+    said = capsys.readouterr().err
+    assert "torch_npu is installed but cannot be loaded: ImportError: libhccl" in said
+    assert "set_env.sh" in said and "pip uninstall torch_npu" in said and "Traceback" not in said
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("it was probed"))
