@@ -153,7 +153,7 @@ MIXED = [
     EASY,
     {**HARD, "output": "because " * 30},
     {**HARD, "instruction": "什么是交换机？\n"},
-    {**EASY, "output": "<start_of_turn> a"},
+    {**EASY, "output": "<start_of_turn> a </think>"},  # has the highest id
     {**EASY, "system": "the template has no place for this"},
     {"instruction": "q"},
     {**GOOD, "difficulty": "expain"},
