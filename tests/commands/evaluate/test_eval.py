@@ -10,19 +10,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_records
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import ROOT
 
-from finetune.commands.evaluate.prompts import find_answer, normalize, same_answer, spread
+from finetune.commands.evaluate.prompts import find_answer, normalize, same_answer
 from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table, tables
-
-DATA = ROOT / "data_samples"
-
 
 # ---------------------------------------------------------------- answers
 
@@ -80,30 +75,7 @@ def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
     assert plain != normalize(f"{sign}{whole + 1}{fraction}{unit}")
 
 
-def test_every_bundled_record_gives_its_own_answer_and_no_others():
-    text = (DATA / "train.jsonl").read_text("utf-8") + (DATA / "valid.jsonl").read_text("utf-8")
-    rows = [row for row in map(json.loads, text.splitlines()) if "answer" in row]
-    assert len(rows) == 1000
-    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
-        assert same_answer(find_answer(row["output"]), row["answer"])
-        same = row["answer"].casefold() == other["answer"].casefold()
-        assert same_answer(find_answer(row["output"]), other["answer"]) == same
-
-
-# ---------------------------------------------------------------- which rows, which sums
-
-
-@given(st.lists(st.integers(-1, 3), min_size=1, max_size=40), st.integers(1, 50))
-def test_levels_are_taken_in_turn(levels: list[int], count: int):
-    places = spread(np.array(levels), count).tolist()
-    assert places == sorted(set(places)) and len(places) == min(count, len(levels))
-    taken = {level: [place for place in places if levels[place] == level] for level in levels}
-    most = max(map(len, taken.values()))
-    for level, found in taken.items():
-        there = [place for place, name in enumerate(levels) if name == level]
-        assert found == there[: len(found)]  # the first ones
-        # fewer than another level only by one, or because it has no more
-        assert len(found) >= most - 1 or found == there
+# ---------------------------------------------------------------- sums
 
 
 def test_sums_and_table():

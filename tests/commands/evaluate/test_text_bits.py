@@ -14,11 +14,8 @@ import pytest
 import run_helpers
 import torch
 from conftest import WORDS, make_records
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from finetune.commands.evaluate.text_bits import TextWindows
 from finetune.commands.prepare import command as prepare
 
 
@@ -35,20 +32,6 @@ def naive_nats(model: torch.nn.Module, ids: Sequence[int], window: int, stride: 
         nats -= sum(logs[place - 1 - start, ids[place]].item() for place in range(scored, end))
         scored = end
     return nats
-
-
-@given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 12))
-def test_every_token_is_a_target_once(lengths: list[int], window: int, stride: int):
-    documents = [np.arange(n, dtype=np.int32) for n in lengths]
-    windows = TextWindows(documents, window, min(stride, window))
-    counts = [np.zeros(n, dtype=int) for n in lengths]
-    for number in range(len(windows)):
-        ids, targets = windows[number]
-        assert len(ids) == windows.lengths[number] + 1 <= window + 1
-        assert targets.sum() == windows.supervised_counts[number] and not targets[0]
-        assert ids[0] == 0 or len(ids) == window + 1  # no shorter than it may be
-        counts[windows.record_ids[number]][ids[targets]] += 1
-    assert all(count.tolist() == [0] + [1] * (len(count) - 1) for count in counts)
 
 
 @pytest.fixture(scope="module")

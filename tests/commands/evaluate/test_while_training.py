@@ -120,7 +120,9 @@ def test_a_prompt_is_what_training_has_before_the_last_answer(name: str):
 def test_the_choice_is_even_and_fixed():
     levels = np.array([0] * 30 + [1] * 3 + [2] * 8)
     chosen = spread_evenly(levels, 12)
-    assert sorted(levels[chosen]) == sorted(levels[spread(levels, 12)])
+    # difficulties in turn
+    assert spread(levels, 12).tolist() == [0, 1, 2, 3, 4, 30, 31, 32, 33, 34, 35, 36]
+    assert spread(levels, 99).tolist() == list(range(41))
     assert chosen.tolist() == [0, 6, 12, 18, 24, 30, 31, 32, 33, 35, 37, 39]
     for count in (41, 99):
         assert spread_evenly(levels, count).tolist() == list(range(41))
