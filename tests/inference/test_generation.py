@@ -343,8 +343,12 @@ def test_prompts_are_checked(base: Generator):
         with pytest.raises(DataError, match=message):
             base.generate([wrong])
     assert base.generate([]) == []
-    (cut,) = base.generate([[5] * 255], Sampling(max_new_tokens=50))
-    assert cut.completion_tokens == 1  # as many as the context leaves
+    never = torch.zeros(base.model.config.vocab_size)
+    never[list(base.stop_ids)] = -1e9
+    handle = base.model.lm_head.register_forward_hook(lambda *given: given[2] + never)
+    (cut,) = base.generate([[5] * 250], Sampling(max_new_tokens=50))
+    handle.remove()
+    assert (cut.completion_tokens, cut.finish_reason) == (6, "length")  # what the context leaves
 
 
 def test_models_are_found_and_refused(tmp_path: Path, adapter: Path):

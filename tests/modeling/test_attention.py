@@ -5,6 +5,8 @@ token.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +27,6 @@ from tiny_models import (
     tiny_config,
 )
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.modeling import attention
@@ -38,74 +39,43 @@ from finetune.modeling.attention import (
 )
 from finetune.modeling.loss import make_chunked_head, microbatch_losses
 
-# Families to look at closely: (model type, changes of its tiny configuration).
+# Families to look at closely: (model type, changes of its tiny configuration). Mistral's window of 4
+# is in every layer.
 CLOSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("lfm2", {}),
-    "lfm2 with value embeddings": ("lfm2_value", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3 with windows": (
-        "qwen3",
-        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
-    ),
-    "qwen2": ("qwen2", {}),
-    "llama": ("llama", {}),
-    "mistral": ("mistral", {}),  # its window of 4 is in every layer
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),  # softcap; windows in every other layer
-    "nanochat": ("nanochat", {}),
+    name: (name, {})
+    for name in ["lfm2", "lfm2_value", "qwen3", "qwen2", "llama", "mistral", "nanochat"]
 }
+WINDOWS = ["full_attention", "sliding_attention"] * 2
+CLOSE["qwen3 with windows"] = ("qwen3", {"use_sliding_window": True, "layer_types": WINDOWS})
+# softcap; windows in every other layer
+CLOSE["gemma2"] = ("gemma2", {"query_pre_attn_scalar": 8})
 
 
-@pytest.fixture(scope="module", params=CLOSE.values(), ids=CLOSE.keys())
-def close_config(request) -> PretrainedConfig:
-    model_type, changes = request.param
-    return tiny_config(model_type, **changes)
-
-
-@pytest.fixture(scope="module")
-def close_model(close_config) -> torch.nn.Module:
-    return as_trained(close_config)
-
-
-@pytest.fixture(params=[True, False], ids=["packed", "padded"])
-def packing(request) -> bool:
-    return request.param
-
-
-def test_documents_are_isolated_and_causal_bit_by_bit(close_model, packing):
+def assert_isolated_and_causal(run: Callable[[list[np.ndarray]], list[torch.Tensor]]) -> None:
+    """What one document holds changes no bit of another's logits, and none of an earlier token's."""
     docs = documents()
-    before = outputs(close_model, docs, packing=packing)
+    before = run(docs)
     for number, ids in enumerate(docs):
-        changed = [*docs[:number], other_tokens(ids, slice(None)), *docs[number + 1 :]]
-        after = outputs(close_model, changed, packing=packing)
+        after = run([*docs[:number], other_tokens(ids, slice(None)), *docs[number + 1 :]])
         for other in range(len(docs)):
             assert torch.equal(before[other], after[other]) == (other != number), (number, other)
     last = len(docs[2]) - 1
     for position in (0, 1, 6, last):
-        changed = [*docs[:2], other_tokens(docs[2], position), docs[3]]
-        after = outputs(close_model, changed, packing=packing)
+        after = run([*docs[:2], other_tokens(docs[2], position), docs[3]])
         assert torch.equal(before[2][:position], after[2][:position])
         assert not torch.equal(before[2][position], after[2][position])
         if 0 < position < last:  # and later ones see it: attention is at work
             assert not torch.equal(before[2][position + 1], after[2][position + 1])
-    if not packing:
-        padded = outputs(close_model, docs, packing=False, pad_token_id=41)
-        assert all(map(torch.equal, padded, before)), "the padding is seen"
 
 
-def test_a_document_gives_what_it_gives_alone(close_config, close_model, packing):
-    """The reference is transformers' eager attention, with its own masks."""
-    reference, docs = make_model(close_config, "eager"), documents()
-    for ids, ours in zip(docs, outputs(close_model, docs, packing=packing), strict=True):
-        assert_near(ours, alone(reference, ids), 1e-5)
-    microbatch = make_microbatch(docs, packing=packing)
-    inputs = microbatch.model_inputs(CPU)
-    every, kept = close_model(**inputs | {"logits_to_keep": 0}).logits, close_model(**inputs).logits
-    following = torch.roll(microbatch.input_ids, -1, dims=1)
-    if packing:  # positions in the one line, not a mask
-        assert kept.shape == (1, len(microbatch.targets), VOCABULARY)
-        every, following = every[0], following[0]
-    torch.testing.assert_close(kept.flatten(0, -2), every[microbatch.keep], rtol=1e-5, atol=1e-5)
-    assert torch.equal(microbatch.targets, following[microbatch.keep])
+@pytest.mark.parametrize("name", CLOSE)
+def test_documents_are_isolated_and_causal_bit_by_bit(name):
+    model_type, changes = CLOSE[name]
+    model = as_trained(tiny_config(model_type, **changes))
+    for packing in (True, False):
+        assert_isolated_and_causal(partial(outputs, model, packing=packing))
+    padded = (outputs(model, documents(), packing=False, pad_token_id=pad) for pad in (0, 41))
+    assert all(map(torch.equal, *padded)), "the padding is seen"
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
@@ -172,11 +142,12 @@ def test_which_attention_is_chosen():
     assert not can_pack(convolving)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "stablelm"])
-def test_a_type_that_is_not_packed_is_right_in_padded_batches(model_type):
+@pytest.mark.parametrize("model_type", ["bloom", "stablelm", "qwen3", "gemma2", "lfm2_value"])
+def test_padded_batches_are_right(model_type):
     model, docs = as_trained(tiny_config(model_type)), documents()
+    reference = make_model(tiny_config(model_type), "eager")
     for ids, ours in zip(docs, outputs(model, docs, packing=False), strict=True):
-        assert_near(ours, alone(model, ids), 2e-5)
+        assert_near(ours, alone(reference, ids), 2e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -337,9 +308,4 @@ def test_varlen_attention_on_cuda(name, dtype):
     # By token: a wrong mask or scale shows in most, 16 bits in a few of this model's large logits.
     off = [(a.float() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(before, alike, strict=True)]
     assert torch.cat(off).median() < 0.03, torch.cat(off)
-    for number, ids in enumerate(docs):
-        after = on_device([*docs[:number], other_tokens(ids, slice(None)), *docs[number + 1 :]])
-        for other in range(len(docs)):
-            assert torch.equal(before[other], after[other]) == (other != number), (number, other)
-    after = on_device([*docs[:2], other_tokens(docs[2], 6), docs[3]])
-    assert torch.equal(before[2][:6], after[2][:6]) and not torch.equal(before[2][6], after[2][6])
+    assert_isolated_and_causal(on_device)

@@ -176,6 +176,12 @@ def test_microbatches_are_no_larger_than_a_step_fills():
     chosen = choose_execution(config_of(global_batch_size=8), shape, one, step_tokens=8 * 640.0)
     # 8,192 tokens, where 4,096 do not hold 5,120 and 16,384 gain nothing
     assert chosen.config.micro_batch_size == 4
+    # 6 would fit too, and does not divide 64
+    whole = {"finetuning": "full", "gradient_checkpointing": True, "offload": False}
+    for gib in (17.6, 17.8, 18.0, 18.2, 18.3, 18.4):
+        config = config_of(NAMES[0], processes=1, **whole)
+        size = choose_execution(config, shape, cluster_of(gib, devices=1)).config.micro_batch_size
+        assert 64 % size == 0 and size <= 8
 
 
 def test_the_preset_that_the_plan_prefers():
