@@ -191,3 +191,4 @@ def test_the_help_exits_with_0_and_imports_nothing_heavy():
     text = " ".join(help_text(RunConfig).split())
     assert "--cutoff-len TOKENS Longest sample; longer ones are trimmed. [default 2048]" in text
     assert all(f"--{name.replace('_', '-')} " in text for name in set(FLAGS) - ONLY_IN_FILES)
+    assert "also --batch-size" in " ".join(help_text(PretrainConfig).split())
