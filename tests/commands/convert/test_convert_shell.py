@@ -102,6 +102,8 @@ def test_the_file_of_accelerate(tmp_path: Path, name: str) -> None:
         found = read_accelerate(["accelerate", "launch", "--config_file", str(path)])
         assert found == eight | options
         assert found == read_accelerate(["accelerate", "launch", f"--config-file={path}", "-m"])
+    path.write_text("machine_rank: 0")
+    assert read_accelerate(["accelerate", "launch", "--config_file", str(path)]) == {}
 
 
 def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
