@@ -45,7 +45,8 @@ smollm2-model: $(READY)
 pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
-TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
+# Tests that are left when a process is done are taken from another: no list says which take long.
+TESTS := $(BIN)/python -m pytest -n 3 --dist worksteal tests
 test: $(READY)
 	$(TESTS) -m "not slow"
 

@@ -57,45 +57,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take longest, first: a long one that begins last has every other process wait for it.
-LONGEST_FIRST = [
-    "test_pages.py",
-    "test_two_nodes.py",
-    "test_launchers.py",
-    "test_smollm2_model.py",
-    "test_pretrain_demo.py",
-    "test_judging.py",
-    "test_fake_npu.py",
-    "test_executions.py",
-    "test_network.py",
-    "test_control.py",
-    "test_out_of_memory.py",
-    "test_serve.py",
-    "test_pretrain.py",
-    "test_diagnose_real.py",
-    "test_generation.py",
-    "test_doctor_launched.py",
-    "test_faults.py",
-    "test_nonfinite.py",
-    "test_kinds.py",
-    "test_resume.py",
-    "test_parent_watchdog.py",
-    "test_launch_runs.py",
-    "test_prepare.py",
-    "test_grid_sample.py",
-    "test_golden.py",
-    "test_doctor.py",
-    "test_checkpoint_files.py",
-    "test_bad_input.py",
-    "test_adapter.py",
-    "test_disk_full.py",
-    "test_windows.py",
-    "test_loss.py",
-    "test_data_samples_base.py",
-    "test_attention.py",
-]
-
-
 # Real launchers, several nodes, whole demos, the pages' commands: what `make test-slow` runs. What
 # they start is tested without them too. File -> beginnings of the names of its tests.
 SLOW = {
@@ -129,8 +90,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if item.name.startswith(SLOW.get(item.path.name, ())):
             item.add_marker(pytest.mark.slow)
