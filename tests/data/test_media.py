@@ -28,7 +28,7 @@ SHAREGPT = [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a
 PROMPT = [{"role": "user", "content": [{"type": "input_audio"}, TEXT]}]
 WITH_MEDIA: list[dict[str, Any]] = [
     asked("<image>\nq1", images=["a.png"]),
-    asked("q1", audios=["a.wav"], videos=[]),
+    asked("q1", audios=["a.wav"], videos=[], id=7),
     asked([{"type": "image_url", "image_url": {"url": "data:"}}, TEXT]),
     asked([{"image": "cat.png"}, {"text": "<image>q1"}]),
     {"messages": [{**QUESTION, "image": "a.png"}, ANSWER]},

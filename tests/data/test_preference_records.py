@@ -117,6 +117,7 @@ def test_turns_that_both_sides_begin_with_are_context():
 LABELS: list[dict[str, Any]] = [
     {"prompt": "q", "completion": "a", "label": True},
     {"prompt": [USER], "completion": [GOOD], "label": True},
+    {"prompt": "q", "response": "a", "label": True},
     {"messages": [USER, GOOD], "label": True},
     {"conversations": [HUMAN, GPT_GOOD], "kto_tag": True},
     {"instruction": "q", "output": "a", "kto_tag": True},

@@ -177,7 +177,7 @@ CASES = [
         "b.json": json.dumps(MIXED, indent=1).encode(),
         "c.parquet": parquet_of([EASY, HARD] * 4),
     },
-    {"a.jsonl": b"\n".join([LINES[-1], *LINES, b""])},  # another form first
+    {"a.jsonl": b"\n".join([b"{}", LINES[-1], *LINES, b""])},  # another form first
     {"a.parquet": parquet_of([GOOD] * 7), "b.jsonl": b"\n".join([json.dumps(GOOD).encode()] * 5)},
     {"a.jsonl": b"\n \n"},
     {"a.jsonl": b'{"instruction": "q"}\n'},
