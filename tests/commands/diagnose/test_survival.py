@@ -97,6 +97,7 @@ FAILED = {
     "the machine's, of a run that did not end": ("host_oom", UNTIMED_KILL, steps(1, 20)),
     "the end of what was denied": ("device_oom", f"{OOM}failed before training is done\n"),
     "again, after steps": ("disk_full", OOM + steps(1, 20) + DISK),
+    "the same, more often than is kept": ("device_oom", OOM_LINE * 3 + steps(1, 20) + OOM_LINE),
     "again, in another log": ("disk_full", XID.format("10:05:30"), steps(1, 40) + DISK),
     "another, after the first was got over": (
         "device_oom",
