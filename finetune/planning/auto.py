@@ -10,7 +10,6 @@ The choice is a pure function: ranks that pass the same numbers choose the same.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -101,11 +100,13 @@ def with_values(config: BaseConfig, values: Mapping[str, Any]) -> BaseConfig:
     if not values:
         return config
     updates = {name: value for name, value in values.items() if name not in OFFLOADS}
-    if any(name in OFFLOADS for name in values):
-        updates["deepspeed"] = copy.deepcopy(config.deepspeed)
-        for name in OFFLOADS:
-            if name in values:
-                updates["deepspeed"]["zero_optimization"][name]["device"] = values[name]
+    devices = {name: values[name] for name in OFFLOADS if name in values}
+    if devices and config.deepspeed is not None:
+        # Each block anew: a YAML alias makes both one object.
+        zero = dict(config.deepspeed["zero_optimization"])
+        for name, device in devices.items():
+            zero[name] = {**zero[name], "device": device}
+        updates["deepspeed"] = {**config.deepspeed, "zero_optimization": zero}
     return config.model_copy(update=updates)
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import re._constants as constants
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
+from re._parser import parse as parse_pattern
 
 import pytest
 from fake_runs import sign
@@ -93,10 +96,35 @@ def test_fixed_words():
         fixed_words(r"(?:error|failure)?\d+")
 
 
+def begins_unbounded(parts) -> bool:
+    """Whether a pattern may begin with any number of characters: it would count them from each."""
+    for code, argument in parts:
+        if code in (constants.MAX_REPEAT, constants.MIN_REPEAT):
+            least, most, inside = argument
+            if most is constants.MAXREPEAT or begins_unbounded(inside):
+                return True
+            if least:
+                return False
+        elif code is constants.SUBPATTERN:
+            return begins_unbounded(argument[3])
+        elif code is constants.BRANCH:
+            return any(begins_unbounded(branch) for branch in argument[1])
+        elif code is not constants.AT or argument is constants.AT_BEGINNING:
+            return False
+    return False
+
+
 def test_a_long_line_takes_no_quadratic_time():
-    """By the steps that patterns may take from one place: none may search to the end of a line."""
+    """By the steps that patterns may take from one place: none may search to the end of a line, nor
+    begin in every place of a word.
+    """
     patterns = [pattern.pattern for symptom in SYMPTOMS for _, pattern in symptom.words]
     assert not [pattern for pattern in patterns if re.search(r"(?<!\\)\.\*", pattern)]
+    for path in (ROOT / "finetune" / "commands" / "diagnose" / "entries").glob("*.toml"):
+        for cause, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            found = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+            for pattern in (pattern for entry in found for pattern in entry.get("match", ())):
+                assert not begins_unbounded(parse_pattern(pattern)), f"{cause}: {pattern[:80]}"
 
 
 def test_the_document_is_made_from_the_rules():
