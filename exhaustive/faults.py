@@ -34,6 +34,7 @@ COPIED = (
     "finetune",
     "tests",
     "exhaustive",
+    "benchmarks",
     "ds_configs",
     "accelerate_configs",
     "data_samples",

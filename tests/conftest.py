@@ -64,7 +64,6 @@ SLOW = {
     "test_doctor_launched.py": ("test_a_dry_run_for_real",),
     "test_executions.py": ("test_",),
     "test_fake_npu.py": ("test_two_simulated_npus", "test_every_packable_type"),
-    "test_generation.py": ("test_every_way_to_ask_says_the_same[base]",),
     "test_launchers.py": ("test_two_nodes_and_one",),
     "test_parent_watchdog.py": ("test_no_worker_trains_on",),
     "test_pretrain.py": ("test_every_way_of_starting",),
