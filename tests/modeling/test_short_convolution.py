@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_model, tiny_config
 from torch.nn.functional import conv1d
@@ -19,6 +19,7 @@ def torchs(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return made[..., : states.shape[-1]]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=6),
     taps=st.integers(1, 5),
