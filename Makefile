@@ -85,7 +85,7 @@ lock:
 
 # The Chinese catalogue brought up to date, and what it lacks listed.
 translations: $(READY)
-	$(BIN)/python docs/translations.py
+	$(BIN)/python docs/site/translations.py
 
 # The site in English and Chinese, links checked: build/site/index.html.
 site: $(READY)

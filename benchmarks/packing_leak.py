@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,9 @@ NAMES = {
 
 
 def make_model(model_type: str, attention: str | None) -> Any:
-    """A tiny model with random weights; the same for every contender."""
+    """A tiny model with random weights; the same for every contender, whose Python need not have
+    anything of this project.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -93,7 +94,7 @@ def make_model(model_type: str, attention: str | None) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-def ours(model_type: str, documents: list[list[int]]) -> Callable[[], tuple[Any, dict[str, Any]]]:
+def ours(model_type: str, documents: list[list[int]]) -> tuple[Any, dict[str, Any]]:
     import numpy as np
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -105,10 +106,7 @@ def ours(model_type: str, documents: list[list[int]]) -> Callable[[], tuple[Any,
     assert can_pack(config)
     members = [(np.array(ids, np.int32), np.ones(len(ids), bool), 0) for ids in documents]
     inputs = collate(members, packing=True, pad_token_id=0).model_inputs(torch.device("cpu"))
-    return lambda: (
-        make_model(model_type, choose_attention(config)),
-        {**inputs, "logits_to_keep": 0},
-    )
+    return make_model(model_type, choose_attention(config)), {**inputs, "logits_to_keep": 0}
 
 
 def flattened(documents: list[list[int]], **options: bool) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def check(contender: str, model_type: str) -> str:
 
     def logits(rows: list[list[int]]) -> Any:
         if contender == "finetune":
-            model, inputs = ours(model_type, rows)()
+            model, inputs = ours(model_type, rows)
         else:
             if contender == "trl":
                 inputs = packed_by_trl(rows)
@@ -164,7 +162,7 @@ def check(contender: str, model_type: str) -> str:
 
     try:
         before, after = logits(documents), logits(other)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, NotImplementedError, RuntimeError) as error:  # a refusal is a result
         return f"refuses: {str(error).splitlines()[0]}"
     share = ((before - after).abs() / before.abs().max()).amax(dim=-1)
     own, leaked = share[: LENGTHS[0]].max().item(), share[LENGTHS[0] :].max().item()

@@ -45,6 +45,7 @@ COPIED = (
 # Imported once, before processes are forked: most of a short test's time.
 PRELOADED = ("pytest", "torch", "transformers", "accelerate", "peft", "datasets", "hypothesis")
 MOST_TESTS = 5  # that are recorded for a fault
+RESULT, OUTPUT = "result.json", "output.txt"  # of tests, in their copy of the tree
 TEST_SECONDS = 300  # a fault that has a test hang is caught by it
 
 
@@ -105,10 +106,10 @@ class _Failures:
             self.names.append(report.nodeid)
 
 
-def _test(folder: Path, fault: Fault, most: int, result: Path) -> None:
+def _test(folder: Path, fault: Fault, most: int) -> None:
     """Run a fault's tests in the copy of the tree, in a process of their own."""
     os.setsid()
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(folder)
@@ -122,8 +123,21 @@ def _test(folder: Path, fault: Fault, most: int, result: Path) -> None:
     words += ["-k", fault.only] if fault.only else []
     failures = _Failures()
     code = pytest.main(words, plugins=[failures])
-    result.write_text(json.dumps({"code": int(code), "failed": failures.names}))
+    (folder / RESULT).write_text(json.dumps({"code": int(code), "failed": failures.names}))
     os._exit(0)
+
+
+def _failed(fault: Fault, folder: Path) -> list[str]:
+    """What `_test` found; nothing where the tests could not be run, which is printed."""
+    result = folder / RESULT
+    if not result.exists():  # the fault ended the process itself
+        return [f"tests/{fault.tests.split()[0]} (the process ended)"]
+    done = json.loads(result.read_text())
+    if done["code"] > 2 or bool(done["failed"]) != bool(done["code"]):
+        output = (folder / OUTPUT).read_text(errors="replace")
+        print(f"{fault.name}: pytest {done['code']}\n{output[-2000:]}", flush=True)
+        return []
+    return list(done["failed"])
 
 
 def _put(path: Path, text: str) -> None:
@@ -165,9 +179,8 @@ def run_faults(
                 assert source.count(fault.right) == 1, f"{fault.name}: {fault.file} has changed"
                 if put:
                     _put(path, source.replace(fault.right, fault.wrong))
-                result = folder / "result.json"
-                result.unlink(missing_ok=True)
-                process = context.Process(target=_test, args=(folder, fault, most, result))
+                (folder / RESULT).unlink(missing_ok=True)
+                process = context.Process(target=_test, args=(folder, fault, most))
                 process.start()
                 working[process] = (fault, folder, source, time.monotonic())
             ended = [process for process in working if not process.is_alive()]
@@ -176,19 +189,8 @@ def run_faults(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what tests may have left running
                 _put(folder / "finetune" / fault.file, source)
-                result = folder / "result.json"
-                output = (folder / "output.txt").read_text(errors="replace")
-                if not result.exists():  # the fault ended the process itself
-                    output = output[-2000:]
-                    failed = [f"tests/{fault.tests.split()[0]} (the process ended)"]
-                else:
-                    done = json.loads(result.read_text())
-                    failed = done["failed"]
-                    if done["code"] > 2 or bool(failed) != bool(done["code"]):
-                        print(f"{fault.name}: pytest {done['code']}\n{output[-2000:]}", flush=True)
-                        failed = []
                 free.append(folder)
-                yield fault, failed, time.monotonic() - began
+                yield fault, _failed(fault, folder), time.monotonic() - began
             if not ended:
                 time.sleep(0.05)
 

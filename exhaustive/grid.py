@@ -1,8 +1,9 @@
 """The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in
 eight each; runs on preferences; and pretraining.
 
-    python exhaustive/grid.py              # all cells, the table into docs/evidence/equivalence_grid.md (`make
-    grid`) python exhaustive/grid.py 4            # every 32nd cell or so: four of them, printed only
+    python exhaustive/grid.py              # all: docs/evidence/equivalence_grid.md (`make grid`)
+    python exhaustive/grid.py 4            # four of them, printed only
+    python exhaustive/grid.py delta_rule   # those with this word in their name, printed only
     python exhaustive/grid.py --device cuda --jobs 10    # on one device: exhaustive/device_grid.py
 
 Each cell trains the same 20 steps in float32 and is compared with the first of its model, one

@@ -32,9 +32,9 @@ def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
         if page.as_posix() in skipped or page.name == "sphinx":
             continue
         target = (folder / page).with_suffix(".po")
-        catalogue = _read(target) if target.is_file() else _new()
+        catalogue = read_catalogue(target) if target.is_file() else new_catalogue()
         made = catalogue.creation_date  # the template's is today's, and no news
-        catalogue.update(_read(path), no_fuzzy_matching=not target.is_file())
+        catalogue.update(read_catalogue(path), no_fuzzy_matching=not target.is_file())
         catalogue.creation_date = made
         catalogue.obsolete.clear()
         for message in list(catalogue):
@@ -79,17 +79,17 @@ def _known(folder: Path) -> dict[str, str]:
     return {
         message.id: message.string
         for path in (MESSAGES, *folder.rglob("*.po"))
-        for message in _read(path)
+        for message in read_catalogue(path)
         if message.id and message.string and not message.fuzzy
     }
 
 
-def _read(path: Path) -> Catalog:
+def read_catalogue(path: Path) -> Catalog:
     with path.open("rb") as file:
         return read_po(file, locale="zh")
 
 
-def _new() -> Catalog:
+def new_catalogue() -> Catalog:
     return Catalog(
         locale="zh",
         project="finetune",

@@ -77,10 +77,11 @@ def load_model(
     assert config.model is not None
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     repository, revision = split_revision(config.model)
+    in_mxfp4 = weight_format(model_config) == "mxfp4"
     quantized = {}
     if quantization != "none":
         quantized = quantized_loading(quantization, model_dtype, device, zero3=zero3)
-    elif weight_format(model_config) == "mxfp4":
+    elif in_mxfp4:
         quantized = {"quantization_config": Mxfp4Config(dequantize=True)}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -105,7 +106,7 @@ def load_model(
     let_choose_logits(model)
     warn_of_text_alone(model, model_config)
     loaded: Any = model
-    if weight_format(model_config) == "mxfp4":
+    if in_mxfp4:
         # transformers 5.23 would save 16-bit weights under the names of the 4-bit blocks, which no
         # program reads (Mxfp4Dequantize.reverse_op). Remove this when it renames them.
         loaded._weight_conversions = []

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def _chunks(lengths: tuple[int, ...], bounds: Tensor, size: int) -> _Chunks:
     """
     counts = [-(-length // size) for length in lengths]
     working = [sum(count > step for count in counts) for step in range(max(counts))]
-    ends = [sum(working[: step + 1]) for step in range(len(working))]
+    ends = list(accumulate(working))
     device = bounds.device
     tokens = torch.diff(bounds).long()
     chunks = (tokens + size - 1) // size
@@ -279,47 +280,26 @@ def _delta_of(original: Callable[..., Any]) -> Callable[..., Any]:
     fused = importlib.util.find_spec("fla") is not None
 
     def apart(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        document_lengths: tuple[int, ...] | None = None,
-        **kwargs: Any,
+        query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if (
-            initial_state is not None
-            or output_final_state
-            or (fused and value.device.type != "cpu")
-        ):
-            return original(
-                query,
-                key,
-                value,
-                g=g,
-                beta=beta,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                cu_seqlens=cu_seqlens,
-                **kwargs,
-            )
-        lengths, bounds = _documents(value, document_lengths, cu_seqlens)
+        kernels = fused and value.device.type != "cpu"
+        generates = options.get("initial_state") is not None or options.get("output_final_state")
+        if kernels or generates:
+            return original(query, key, value, **options)
+        lengths, bounds = _documents(
+            value, options.get("document_lengths"), options.get("cu_seqlens")
+        )
         # Products of 16-bit numbers would lose the state.
         with torch.autocast(value.device.type, enabled=False):
             output = gated_delta_rule(
                 query.flatten(0, 1),
                 key.flatten(0, 1),
                 value.flatten(0, 1),
-                g.flatten(0, 1),
-                beta.flatten(0, 1),
+                options["g"].flatten(0, 1),
+                options["beta"].flatten(0, 1),
                 lengths,
                 bounds,
-                normalise=use_qk_l2norm_in_kernel,
+                normalise=options.get("use_qk_l2norm_in_kernel", False),
             )
         return output.to(query.dtype).view(value.shape), None
 
@@ -330,48 +310,24 @@ def _mamba_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """The function for Mamba-2 layers, with transformers' signature; `original` generates."""
 
     def apart(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        cu_seq_lens_q: Tensor | None = None,
-        document_lengths: tuple[int, ...] | None = None,
-        **kwargs: Any,
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
     ) -> Any:
-        if initial_states is not None or return_final_states:
-            return original(
-                hidden_states,
-                dt,
-                A,
-                B,
-                C,
-                chunk_size,
-                D=D,
-                dt_bias=dt_bias,
-                initial_states=initial_states,
-                dt_softplus=dt_softplus,
-                dt_limit=dt_limit,
-                return_final_states=return_final_states,
-                **kwargs,
-            )
-        lengths, bounds = _documents(hidden_states, document_lengths, cu_seq_lens_q)
+        if options.get("initial_states") is not None or options.get("return_final_states"):
+            return original(hidden_states, dt, A, B, C, **options)
+        lengths, bounds = _documents(
+            hidden_states, options.get("document_lengths"), options.get("cu_seq_lens_q")
+        )
+        dt_bias, skip = options.get("dt_bias"), options.get("D")
         steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+        steps = softplus(steps) if options.get("dt_softplus") else steps
+        steps = steps.clamp(*options.get("dt_limit", (0.0, float("inf"))))
         with torch.autocast(dt.device.type, enabled=False):
             inputs, steps, key, query = (
                 states.flatten(0, 1) for states in (hidden_states, steps, B, C)
             )
             output = mamba2(inputs, steps, A, key, query, lengths, bounds)
-            if D is not None:
-                output = output + D[:, None] * inputs.to(output.dtype)
+            if skip is not None:
+                output = output + skip[:, None] * inputs.to(output.dtype)
         return output.view(hidden_states.shape)
 
     return apart
