@@ -81,8 +81,9 @@ ASKED_TWICE = 4
 # What the kernels of another engine change in float32, with room, in natural logarithms.
 MIN_LOGPROB_TOLERANCE, MIN_GAP_TOLERANCE = 0.005, 0.02
 # Times the simulated rounding error: the engine's own is as large as that, and which of its results
-# are rounded depends on the layers that it fuses.
-MEAN_FACTOR, PEAK_FACTOR = 3.0, 2.0
+# are rounded depends on the layers that it fuses. A gap is the difference of two logits, each with
+# the error of its own, and the largest error of another computation may be twice as large.
+MEAN_FACTOR, PEAK_FACTOR = 3.0, 4.0
 CUT_TOKENS = 3  # at the end of a text that was cut: it may be cut within a token
 
 

@@ -69,6 +69,7 @@ class _Form(BaseModel):
 
 
 class _Token(_Form):
+    token: str = ""
     logprob: float | None = None
 
 
@@ -195,6 +196,7 @@ class Endpoint:
         message, tokens = choice.message, (choice.logprobs or _Logprobs()).content or []
         logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
         has_all = 0 < len(tokens) == len(logprobs) and all(map(math.isfinite, logprobs))
+        has_all &= _is_one_per_token(choice, usage.completion_tokens)
         reasoning = message.reasoning_content or message.reasoning or ""
         if reasoning:
             self.facts["reasoning"] = "apart"
@@ -357,3 +359,16 @@ def _message(body: bytes) -> str:
         return str(error.get("message", "") if isinstance(error, dict) else error)
     except (ValueError, RecursionError):
         return ""
+
+
+def _is_one_per_token(choice: _Choice, completion_tokens: int | None) -> bool:
+    """Return whether a choice with log-probabilities has one for each token of the answer.
+
+    llama.cpp gives one for several tokens that make one character. Some engines give none for the
+    end token.
+    """
+    tokens = (choice.logprobs or _Logprobs()).content or []
+    missing = 0 if completion_tokens is None else completion_tokens - len(tokens)
+    last = tokens[-1].token.strip() if tokens else ""
+    ends_before = bool(last) and (choice.message.content or "").rstrip().endswith(last)
+    return missing == 0 or (missing == 1 and choice.finish_reason == "stop" and ends_before)

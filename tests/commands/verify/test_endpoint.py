@@ -16,7 +16,7 @@ from protocol_server import SECRET, Server
 
 from finetune.__main__ import main as finetune
 from finetune.commands.verify.comparison import FINDINGS, with_reasoning
-from finetune.commands.verify.endpoint import Endpoint
+from finetune.commands.verify.endpoint import Endpoint, _Choice, _is_one_per_token
 from finetune.commands.verify.evidence import EngineResponse
 from finetune.commands.verify.options import VerifyOptions
 from finetune.config.fields import flag
@@ -27,6 +27,30 @@ from finetune.runtime.language import speaking
 DATA = ROOT / "data_samples" / "valid.jsonl"
 Verify = Callable[..., dict]
 Serve = Callable[..., Server]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "finish", "expected"),
+    [
+        (["路", "由", ""], 3, "stop", True),
+        (["路", "由"], None, "stop", True),
+        (["路", "由"], 3, "stop", True),  # none for the end token
+        (["路", "由"], 3, "length", False),
+        (["路", "由", ""], 4, "stop", False),  # as llama.cpp does: "路" of two tokens
+        (["路", "由", "<|im_end|>"], 4, "stop", False),
+        (["路", "由", ""], 2, "stop", False),
+    ],
+)
+def test_log_probabilities_must_be_one_per_token(
+    tokens: list[str], count: int | None, finish: str, expected: bool
+):
+    content = [{"token": token, "logprob": -1.0} for token in tokens]
+    choice = {
+        "message": {"content": "路由"},
+        "finish_reason": finish,
+        "logprobs": {"content": content},
+    }
+    assert _is_one_per_token(_Choice.model_validate(choice), count) == expected
 
 
 @pytest.mark.parametrize("way", ["no logprobs", "vllm"])

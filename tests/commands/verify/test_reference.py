@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.commands.verify.evidence import ScoredAnswer
 from finetune.commands.verify.reference import Reference
 from finetune.inference.loading import Source, find_source, load_tokenizer_of
 
@@ -50,13 +51,18 @@ def test_scores_are_the_log_probabilities_of_a_forward_pass(make: Make):
 def test_rounding_is_simulated_in_float32(make: Make):
     """Its error grows with the bits that a dtype lacks, and every weight is one of the dtype."""
     (exact,) = make().scores([PAIR])
-    errors = []
+    scores = {}
     for dtype in ("float32", "float16", "bfloat16"):
         ours = make()
-        (rounded,) = ours.rounded_scores([PAIR], dtype)
-        pairs = zip(rounded.logprobs, exact.logprobs, strict=True)
-        errors.append(max(abs(a - b) for a, b in pairs))
-    assert 0 < errors[0] <= errors[1] < errors[2] < 1
+        (scores[dtype],) = ours.rounded_scores([PAIR], dtype)
+
+    def error(reference: ScoredAnswer, dtype: str) -> float:
+        pairs = zip(reference.logprobs, scores[dtype].logprobs, strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+    assert error(exact, "float32") > 0, "the merged weights have the base's dtype"
+    of_float16, of_bfloat16 = (error(scores["float32"], name) for name in ("float16", "bfloat16"))
+    assert 0 < of_float16 < of_bfloat16 < 1
     for name, parameter in ours.model.named_parameters():
         assert parameter.dtype == torch.float32, name
         assert torch.equal(parameter, parameter.bfloat16().float()), name
