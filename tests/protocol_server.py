@@ -16,7 +16,7 @@ import torch
 from finetune.commands.verify.merged import MergedFolder
 
 SECRET = "sk-not-a-real-key-0123456789"
-STALLED = ("content-length", "1000")
+STALLED, CHUNKED = ("content-length", "1000"), ("transfer-encoding", "chunked")
 
 
 class Server:
@@ -25,14 +25,10 @@ class Server:
     """
 
     def __init__(self, folder: Path, way: str = "") -> None:
-        self.model, self.way, self.asked = (
-            MergedFolder(folder, torch.device("cpu"), trust_remote_code=False),
-            way,
-            [],
-        )
+        self.model = MergedFolder(folder, torch.device("cpu"), trust_remote_code=False)
         self.given: Any = None  # the answer of way "gives", and the ids of way "vllm ids"
-        self.released, self.refused = threading.Event(), None
-        self.draw, self.lock = random.Random(0), threading.Lock()
+        self.lock = threading.Lock()
+        self.start(way)
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,9 +53,7 @@ class Server:
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 if outer.way in ("chunked", "stalled") and self.path.endswith("completions"):
-                    self.send_header(
-                        *(("transfer-encoding", "chunked") if outer.way == "chunked" else STALLED)
-                    )
+                    self.send_header(*(CHUNKED if outer.way == "chunked" else STALLED))
                     self.end_headers()
                     self.wfile.write(b"5\r\nabc")
                     outer.released.wait(20 if outer.way == "stalled" else 0)
@@ -73,6 +67,11 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def start(self, way: str = "") -> Server:
+        self.way, self.asked, self.refused, self.released = way, [], None, threading.Event()
+        self.draw = random.Random(0)
+        return self
 
     def get(self, path: str, key: str | None) -> tuple[int, Any]:
         if path == "/v1/models" and self.way == "lists":
@@ -111,21 +110,16 @@ class Server:
             return 200, {"tokens": [1, 2]}
         if self.way == "redirects" and path.endswith("completions"):
             return 307, {}
-        if self.way == "locked" and key != f"Bearer {SECRET}":
-            return 401, {"error": {"message": "a key is needed"}}
         if path == "/tokenize" and self.way == "vllm":
             text = self.model.tokenizer.apply_chat_template(
                 body["messages"], tokenize=False, add_generation_prompt=True
             )
-            return 200, {
-                "tokens": self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
-            }
+            ids = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return 200, {"tokens": ids}
         if path != "/v1/chat/completions":
             return 404, {"error": {"message": "no such path"}}
         assert body["temperature"] == 0
-        response = self.model.chat(
-            body["messages"], min(body["max_tokens"], 6 if self.way == "cuts" else 1 << 20)
-        )
+        response = self.model.chat(body["messages"], body["max_tokens"])
         text, finish, tokens = response.answer, response.finish, response.answer_tokens
         if self.way == "echoes":
             text, finish = f"{key} \ud800 {text}", f"stop {key}" * 100
@@ -136,14 +130,11 @@ class Server:
             self.draw.shuffle(words)
             text = " ".join(words)
         usage = {"prompt_tokens": response.prompt_tokens, "completion_tokens": tokens}
-        message = (
-            {"content": text}
-            if self.way != "reasons"
-            else {"content": None, "reasoning_content": text}
-        )
+        message = {"content": text}
+        if self.way == "reasons":
+            message = {"content": None, "reasoning_content": text}
         choice = {"message": message, "finish_reason": finish}
         if self.way == "vllm" and body.get("logprobs"):
-            choice["logprobs"] = {
-                "content": [{"token": "", "logprob": number} for number in response.logprobs]
-            }
+            content = [{"token": "", "logprob": number} for number in response.logprobs]
+            choice["logprobs"] = {"content": content}
         return 200, {"choices": [choice], "usage": usage}

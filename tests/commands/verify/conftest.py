@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 
 import pytest
+import torch
 from launching import ROOT
 from protocol_server import Server
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.__main__ import main as finetune
+from finetune.commands.verify.reference import Reference
+from finetune.inference.loading import find_source, load_tokenizer_of
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 DATA = ROOT / "data_samples" / "valid.jsonl"
@@ -28,9 +29,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the
     base.
     """
-    import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gc.freeze()  # what is imported stays: `verify` collects garbage before it loads a model
     torch.manual_seed(3)
@@ -56,6 +55,14 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make(adapter: Path) -> Callable[[], Reference]:
+    """A reference; one for each comparison, which rounds its weights."""
+    source, cpu = find_source(str(adapter), None), torch.device("cpu")
+    tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
+    return lambda: Reference(source, tokenizer, cpu, "float32", trust_remote_code=False)
 
 
 @pytest.fixture(scope="session")
@@ -91,18 +98,11 @@ def _server(merged: Path) -> Iterator[Server]:
 @pytest.fixture
 def serve(_server: Server) -> Callable[[str], Server]:
     """One server, which goes another way each time."""
-
-    def start(way: str = "") -> Server:
-        _server.way, _server.asked, _server.refused, _server.released = way, [], None, Event()
-        _server.draw = random.Random(0)
-        return _server
-
-    return start
+    return _server.start
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_proxy() -> Iterator[None]:
-    before = os.environ.pop("http_proxy", None)
-    yield
-    if before is not None:
-        os.environ["http_proxy"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("http_proxy", raising=False)
+        yield

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,35 +39,20 @@ from finetune.commands.verify import reference
 from finetune.data.encoding.templates import TEMPLATES
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
-Verify = Callable[..., dict]
-Change = Callable[[Path], None]
 _TURN, _LOOP = "{{- '<|im_start|>'", "{%- for message in messages %}"
 _NO_SYSTEM = "{%- if message.role == 'system' %}{% continue %}{% endif %}"
 _DEFAULT_SYSTEM = (
     "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful"
     " assistant.<|im_end|>\n' }}{%- endif %}"
 )
-_TODAY = "{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\\n' }}"
 
 
-def both(*changes: Change) -> Change:
-    def apply(folder: Path) -> None:
-        for change in changes:
-            change(folder)
-
-    return apply
+def endless(folder: Path) -> None:
+    """No end token anywhere: as of a base's generation_config.json with a chat model."""
+    for name in ("generation_config.json", "config.json"):
+        changed(folder, name, eos_token_id=3999)
 
 
-# No end token anywhere: as of a base's generation_config.json with a chat model.
-endless = both(
-    lambda folder: changed(folder, "generation_config.json", eos_token_id=3999),
-    lambda folder: changed(folder, "config.json", eos_token_id=3999),
-)
-# A template that begins with a BOS.
-begun = both(
-    lambda folder: changed(folder, "tokenizer_config.json", bos_token="<|endoftext|>"),
-    edited_template(_LOOP, "{{- bos_token }}" + _LOOP),
-)
 # What is wrong with a folder: changes of the template, and others with the name of the finding.
 TEMPLATE_FAULTS = {
     "template": template(TEMPLATES["alpaca"]),
@@ -90,25 +75,16 @@ FAULTS = {name: (change, "template") for name, change in TEMPLATE_FAULTS.items()
     "quantized": (weights(in_four_bits), "unknown"),
     "end_ignored": (endless, "unknown"),
 }
-QUICK = ("template", "special_tokens_as_text", "adapter_scale", "end_ignored")
 
 
 def names(report: dict) -> list[str]:
     return [finding["name"] for finding in report["findings"]]
 
 
-def assert_found(report: dict, name: str) -> dict:
-    assert names(report) == [name], json.dumps(report)
-    (finding,) = report["findings"]
-    assert report["code"] == 1 and finding["mend"] and finding["evidence"] and finding["prompts"]
-    assert len(finding["prompts"]) + report["same"] == report["prompts"]
-    return finding
-
-
 # ---------------------------------------------------------------- right deployments
 
 
-def test_right_folders_pass(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+def test_right_folders_pass(verify, adapter: Path, merged: Path, tmp_path: Path):
     report = verify(adapter, "--merged", merged)
     assert names(report) == [] and report["code"] == 0, json.dumps(report)
     assert report["same"] == report["prompts"] == 5 and report["shows_adapter"]
@@ -126,7 +102,7 @@ def test_right_folders_pass(verify: Verify, adapter: Path, merged: Path, tmp_pat
     reason="needs llama.cpp's server (pip install xllamacpp gguf)",
 )
 def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
-    verify: Verify, adapter: Path, tmp_path: Path
+    verify, adapter: Path, tmp_path: Path
 ):
     """`merge --format gguf`, read by llama.cpp itself; then the base's file in its place."""
     import stand_in_converter
@@ -170,7 +146,7 @@ def transformers_server() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_transformers_server_is_right_and_each_fault_behind_it_is_found(
-    verify: Verify, adapter: Path, merged: Path, tmp_path: Path, transformers_server: str
+    verify, adapter: Path, merged: Path, tmp_path: Path, transformers_server: str
 ):
     """Seen from outside: answers and the lengths of prompts are all that this server shows."""
     report = verify(adapter, "--endpoint", f"{transformers_server}/v1", "--served-model", merged)
@@ -184,44 +160,25 @@ def test_transformers_server_is_right_and_each_fault_behind_it_is_found(
 # ---------------------------------------------------------------- wrong ones
 
 
-@pytest.mark.parametrize("fault", QUICK)
+@pytest.mark.parametrize("fault", ["special_tokens_as_text", "end_ignored"])
 def test_a_folder_with_a_fault_is_found(
-    fault: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path
+    fault: str, verify, adapter: Path, merged: Path, tmp_path: Path
 ):
     change, name = FAULTS[fault]
     report = verify(adapter, "--merged", deployment(merged, tmp_path / fault, change))
-    evidence = assert_found(report, name)["evidence"]
-    assert evidence[0].startswith("prompt" if name == "template" else "answer")
+    assert names(report) == [name] and report["code"] == 1, json.dumps(report)
+    (finding,) = report["findings"]
+    assert finding["mend"] and len(finding["prompts"]) + report["same"] == report["prompts"]
+    assert finding["evidence"][0].startswith("prompt" if name == "template" else "answer")
 
 
-@pytest.mark.parametrize(
-    ("trained", "served", "place"),
-    [
-        (begun, edited_template("{{- bos_token }}", "{{- bos_token }}" * 2), "prompt 1, token 2: "),
-        # Training writes a fixed date; the folder has the same template.
-        (edited_template(_LOOP, _TODAY + _LOOP), lambda folder: None, "prompt 1, token "),
-    ],
-    ids=["two BOS", "today"],
-)
-def test_another_beginning_is_found(
-    trained: Change, served: Change, place: str, verify: Verify, adapter, merged, tmp_path: Path
-):
-    ours = deployment(adapter, tmp_path / "trained", trained)
-    theirs = deployment(merged, tmp_path / "served", both(trained, served))
-    finding = assert_found(verify(ours, "--merged", theirs), "template")
-    assert finding["evidence"][0].startswith(place)
-
-
-def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
-    """Of the weights, or of the arithmetic. A number added to all of the head's changes no answer,
-    but takes so many bits of bfloat16 that it shows with the kernels of every CPU.
+def test_fewer_bits_than_asked_for_are_found(verify, adapter: Path, tmp_path: Path):
+    """A number added to all of the head's changes no answer, but takes so many bits of bfloat16
+    that it shows with the kernels of every CPU.
     """
 
     def shifted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}
-
-    def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
     base = deployment(BASE, tmp_path / "base", weights(shifted))
     changed(base, "config.json", dtype="float32")
@@ -230,20 +187,20 @@ def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_
     words = ["--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]
     assert finetune(["merge", *words]) == 0
     assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
-    for name, fault in (("weights", weights(rounded)), ("computed", in_dtype(torch.bfloat16))):
-        folder = deployment(whole, tmp_path / name, fault)
-        assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "unknown")
+    folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
+    assert names(verify(tuned, "--merged", folder, "--deployed-dtype", "float32")) == ["unknown"]
 
 
 def test_two_faults_are_both_found_with_one_load_of_the_reference(
-    verify: Verify, adapter: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verify, adapter: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Another template, and the base in the place of the merged model."""
     load, loaded = reference.load_weights, []
     monkeypatch.setattr(
         reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more)
     )
-    faults = both(*(FAULTS[name][0] for name in ("history", "adapter_left_out")))
-    report = verify(adapter, "--merged", deployment(merged, tmp_path / "both", faults))
+    folder = deployment(merged, tmp_path / "both", FAULTS["history"][0])
+    FAULTS["adapter_left_out"][0](folder)
+    report = verify(adapter, "--merged", folder)
     assert names(report) == ["template", "adapter_left_out"] and report["code"] == 1
     assert len(loaded) == 1

@@ -4,7 +4,6 @@ small differences. And which conversations are asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,35 +17,24 @@ from finetune.commands.verify.comparison import ask, compare
 from finetune.commands.verify.conversations import choose
 from finetune.commands.verify.evidence import Replay
 from finetune.commands.verify.merged import MergedFolder
-from finetune.commands.verify.reference import Reference
 from finetune.errors import DataError
-from finetune.inference.loading import find_source, load_tokenizer_of
 from finetune.runtime.progress import ProgressLine
 
 DATA = [str(ROOT / "data_samples" / "valid.jsonl")]
 CPU = torch.device("cpu")
 MAX_TOKENS = 24  # of an answer
-Make = Callable[[], Reference]
 
 
-@pytest.fixture(scope="module")
-def make(adapter: Path) -> Make:
-    """A reference; one for each comparison, which rounds its weights."""
-    source = find_source(str(adapter), None)
-    tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
-    return lambda: Reference(source, tokenizer, CPU, "float32", trust_remote_code=False)
-
-
-def replayed(make: Make, folder: MergedFolder) -> list[Replay]:
+def replayed(make, folder: MergedFolder) -> list[Replay]:
     return ask(folder, choose(DATA, make().template, 8), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def right(make: Make, merged: Path) -> list[Replay]:
+def right(make, merged: Path) -> list[Replay]:
     return replayed(make, MergedFolder(merged, CPU, trust_remote_code=False))
 
 
-def compared(make: Make, replays: list[Replay]) -> dict:
+def compared(make, replays: list[Replay]) -> dict:
     return compare(make(), [replace(replay) for replay in replays], MAX_TOKENS, "bfloat16")
 
 
@@ -56,7 +44,7 @@ def answered(replay: Replay, **changes: Any) -> Replay:
     return replace(replay, response=silent, again=silent.answer)
 
 
-def test_no_such_answer_passes(make: Make, right: list[Replay]):
+def test_no_such_answer_passes(make, right: list[Replay]):
     turns = [[one["content"] for one in replay.prompt.messages] for replay in right]
     prompts = ["user\n" + "\n".join(words) + "\nassistant\n" for words in turns]
     wrong = [
@@ -78,7 +66,7 @@ def test_no_such_answer_passes(make: Make, right: list[Replay]):
     assert report["findings"] == [] and report["same"] == 8
 
 
-def test_a_context_that_is_too_short_is_found(make: Make, right: list[Replay], merged: Path):
+def test_a_context_that_is_too_short_is_found(make, right: list[Replay], merged: Path):
     folder = MergedFolder(merged, CPU, trust_remote_code=False)
     tokenizer = folder.tokenizer
 
@@ -94,18 +82,18 @@ def test_a_context_that_is_too_short_is_found(make: Make, right: list[Replay], m
     replays = replayed(make, folder)
     cut = [replay.number for replay in right if len(replay.prompt.ids) > 64]
     assert 0 < len(cut) < len(right)
-    for shown in (replays, [answered(replay) for replay in replays]):  # ids, or lengths alone
-        (finding,) = compared(make, shown)["findings"]
-        assert finding["name"] == "template" and finding["prompts"] == cut
+    # a server that shows lengths alone
+    (finding,) = compared(make, [answered(replay) for replay in replays])["findings"]
+    assert finding["name"] == "template" and finding["prompts"] == cut
 
 
-def test_a_full_model_is_right(verify: Callable[..., dict], merged: Path):
+def test_a_full_model_is_right(verify, merged: Path):
     report = verify(merged, "--merged", merged, "--dtype", "bfloat16")
     assert report["code"] == 0 and report["findings"] == [], report
     assert report["tolerance"]["logprob"] > 0.005
 
 
-def test_a_little_noise_is_found(make: Make, merged: Path, tmp_path: Path, monkeypatch):
+def test_a_little_noise_is_found(make, merged: Path, tmp_path: Path, monkeypatch):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         spread = {name: 0.04 * tensor.float().std() for name, tensor in tensors.items()}
@@ -122,7 +110,7 @@ def test_a_little_noise_is_found(make: Make, merged: Path, tmp_path: Path, monke
     assert counted == [(number, 8) for number in range(1, 9)]
 
 
-def test_prompts_fit_the_context(make: Make):
+def test_prompts_fit_the_context(make):
     template = make().template
     longest = sorted(len(prompt.ids) for prompt in choose(DATA, template, 8))[4]
     fitting = choose(DATA, template, 8, longest)

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from finetune.commands.verify.evidence import ScoredAnswer
-from finetune.commands.verify.reference import Reference
-from finetune.inference.loading import Source, find_source, load_tokenizer_of
+from finetune.inference.loading import Source
 
 PAIR = (tuple(range(100, 130)), tuple(range(200, 206)))
-Make = Callable[..., Reference]
 
 
-@pytest.fixture(scope="module")
-def make(adapter: Path) -> Make:
-    source = find_source(str(adapter), None)
-    tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
-    cpu = torch.device("cpu")
-    return lambda dtype="float32": Reference(source, tokenizer, cpu, dtype, trust_remote_code=False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_adapter_is_switched_off_and_on(dtype: str, make: Make):
-    ours = make(dtype)
+def test_the_adapter_is_switched_off_and_on(make):
+    ours = make()
     base = replace(ours, source=Source(ours.source.base, None))
     tuned = ours.scores([PAIR])
     assert ours.scores([PAIR], base=True) == base.scores([PAIR]) == base.scores([PAIR], base=True)
     assert ours.scores([PAIR]) == tuned != base.scores([PAIR])
 
 
-def test_scores_are_the_log_probabilities_of_a_forward_pass(make: Make):
+def test_scores_are_the_log_probabilities_of_a_forward_pass(make):
     ours, (prompt, answer) = make(), PAIR
     (scored,) = ours.scores([PAIR])
     with torch.no_grad():
@@ -48,7 +35,7 @@ def test_scores_are_the_log_probabilities_of_a_forward_pass(make: Make):
     assert scored.end_gap == pytest.approx(ends, abs=1e-4)
 
 
-def test_rounding_is_simulated_in_float32(make: Make):
+def test_rounding_is_simulated_in_float32(make):
     """Its error grows with the bits that a dtype lacks, and every weight is one of the dtype."""
     (exact,) = make().scores([PAIR])
     scores = {}
