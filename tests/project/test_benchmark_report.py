@@ -34,29 +34,13 @@ def step(*conversations: str) -> dict[str, Any]:
     return {**counts, "conversations": sorted(conversations)}
 
 
-PLAN = {
-    "settings": {"vocabulary": 4096, "conversations": 4, "lora_r": 16, "batch": 2},
-    "steps": [step("a", "b"), step("c", "d")],
-    "longest": 30,
-    "parameters": 1_000_000,
-    "flops_per_token": 6_000_000,
-}
-RUN = {
-    "dtype": "float32",
-    "versions": {"torch": "2", "transformers": "5"},
-    "threads": 2,
-    "device": "cpu",
-    "frozen_dtype": "float32",
-    "attention": "sdpa",
-    "recomputes": False,
-    "unmeasured_steps": 1,
-    "start_seconds": 10.0,
-    "losses": [9.0, 8.5],
-    "gradient_norms": [0.7, 0.6],
-    "trained_parameters": 1000,
-    "peak_bytes": 10**9,
-    "wall_seconds": 20.0,
-}
+PLAN: dict[str, Any] = {"longest": 30, "parameters": 1_000_000, "flops_per_token": 6_000_000}
+PLAN["settings"] = {"vocabulary": 4096, "conversations": 4, "lora_r": 16, "batch": 2}
+PLAN["steps"] = [step("a", "b"), step("c", "d")]
+RUN = {"dtype": "float32", "versions": {"torch": "2", "transformers": "5"}, "threads": 2}
+RUN |= {"device": "cpu", "frozen_dtype": "float32", "attention": "sdpa", "recomputes": False}
+RUN |= {"unmeasured_steps": 1, "start_seconds": 10.0, "losses": [9.0, 8.5], "wall_seconds": 20.0}
+RUN |= {"gradient_norms": [0.7, 0.6], "trained_parameters": 1000, "peak_bytes": 10**9}
 MACHINE = {"device": "CPU, 2 cores", "threads": 2, "flags": ["avx2"]}
 MACHINE |= {"peak_flops": None, "load_before": 0.1}
 
@@ -82,7 +66,7 @@ def test_equal_work_is_ranked_by_the_ratio_of_each_round(scripts: ModuleType) ->
     assert line.endswith("| equal |")
 
 
-OTHER_PLACES = [step("a", "b") | {"supervised": SUPERVISED - 1}, step("c", "d")]
+FEWER = step("a", "b") | {"supervised": SUPERVISED - 1}
 FAILED = {"name": "trl", "dtype": "float32", "round": 0, "library": "trl", "failed": "no memory"}
 
 
@@ -90,22 +74,13 @@ FAILED = {"name": "trl", "dtype": "float32", "round": 0, "library": "trl", "fail
     ("changes", "reason"),
     [
         ({"steps": [step("a", "b"), step("c", "e")]}, "1 of 4 conversations were others"),
-        ({"steps": [step("a", "b"), step("c", "c")]}, "1 of 4 conversations were others"),
-        (
-            {"steps": [step("a", "b", "c"), step("d")]},
-            "2 steps of 1 to 3 conversations, not 2 steps of 2",
-        ),
-        ({"steps": OTHER_PLACES}, "59 supervised tokens, not 60"),
+        ({"steps": [step("a", "b", "c"), step("d")]}, "1 to 3 conversations, not 2 steps of 2"),
+        ({"steps": [FEWER, step("c", "d")]}, "59 supervised tokens, not 60"),
         ({"trained_parameters": 999}, "trained parameters 999, not 1000"),
-        ({"threads": 1}, "threads 1, not 2"),
-        ({"device": "cuda"}, "device cuda, not cpu"),
         ({"frozen_dtype": "bfloat16"}, "frozen dtype bfloat16, not float32"),
-        ({"losses": [9.01, 8.5]}, "first loss 9.01000, not 9.00000"),
         ({"losses": [float("nan"), 8.5]}, "first loss nan"),
         ({"losses": [9.0, 8.0]}, "mean loss"),
-        ({"losses": [9.0]}, "1 losses of 2 steps"),
         ({"gradient_norms": [0.7, 0.0]}, "a gradient norm that is not above 0"),
-        ({"gradient_norms": []}, "a gradient norm that is not above 0"),
         (None, "failed: no memory"),
     ],
 )
@@ -141,63 +116,27 @@ def test_the_page_has_the_parts_that_are_there_and_names_the_others(scripts: Mod
     page = document.DOCUMENT.read_text(encoding="utf-8")
     section = document.device_section(document.device_results())
     assert page.endswith(section), "python benchmarks/sft_document.py"
-    runs = [run(name, dtype="bfloat16") for name in ("bare", "ours")]
-    measured = result(*runs, device="NVIDIA H100 80GB HBM3", peak_flops=989e12)
-    section = document.device_section({"sft_h100.json": measured})
-    assert "### NVIDIA H100 80GB HBM3" in section and "| ours | bfloat16 | 1 | 40 |" in section
-    assert "not run" not in section
-
-
-def test_steps_that_still_compile_are_not_measured(scripts: ModuleType) -> None:
-    timed = run("bare", steps=[step("a")] * 4, step_seconds=[9.0, 3.0, 1.0, 1.0])
-    assert scripts.tokens_per_second(timed | {"unmeasured_steps": 2}) == TOKENS
-    # the last one, of fewer
-    assert scripts.tokens_per_second(timed | {"unmeasured_steps": 9}) == TOKENS
-    # 40 tokens a second x 6e6 / 2.4e9
-    table = scripts.make_table("fp32", result(run("bare"), run("ours"), peak_flops=2.4e9))
-    assert "| 10.0% |" in table
-
-
-def test_how_contenders_are_started(scripts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer does not find our packages; of a device, what was measured before its time ended is
-    shown, if there is something to compare with.
-    """
-    runner = importlib.import_module("sft")
-    assert not runner._with_other_parts({"device": result(run("ours"))}, None)
-    assert runner._with_other_parts({"device": result(run("ours"), run("bare"))}, None)
-    monkeypatch.setenv("PYTHONPATH", "packages")
-    assert runner._python_path("ours").split(":") == [str(ROOT), "packages"]
-    assert runner._python_path("trl") == str(ROOT)
 
 
 IGNORED = -100
-FIRST, SECOND = ([5, 6, 7], [1, 2]), ([8, 9], [1])
 
 
 def calls() -> dict[str, dict[str, torch.Tensor]]:
-    """The same two conversations as each contender gives them to its model."""
-    ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 2, 0, 1]])
+    """The same two conversations as the contenders give them to their models."""
     labels = torch.tensor([[IGNORED, 6, 7, IGNORED, 9]])
     numbers = torch.tensor([1, 1, 1, 2, 2, 0])
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    seen = (numbers[:, None] == numbers) & causal & (numbers != 0)
-    blocks = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-    one_more = torch.nn.functional.pad
-    packed = {"input_ids": ids, "position_ids": positions}
+    seen = (numbers[:, None] == numbers) & torch.ones(6, 6, dtype=torch.bool).tril()
+    blocks = torch.where(seen & (numbers != 0), 0.0, torch.finfo(torch.float32).min)[None, None]
+    ids, one_more = torch.tensor([[5, 6, 7, 8, 9]]), torch.nn.functional.pad
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     padded = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]])}
-    keep = torch.tensor([[True, True, False, True, False]])
-    keep_padded = torch.tensor([[True, True, False], [True, False, False]])
-    labels_padded = torch.tensor([[IGNORED, 6, 7], [IGNORED, 9, IGNORED]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    padded["attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
     longer = {"input_ids": one_more(ids, (0, 1)), "labels": one_more(labels, (0, 1), value=IGNORED)}
     return {
         "packed, labels": packed | {"labels": labels},
-        "packed, kept logits": packed | {"logits_to_keep": keep},
-        "packed, places": packed | {"logits_to_keep": torch.tensor([0, 1, 3])},
+        "packed, kept logits": packed | {"logits_to_keep": torch.tensor([0, 1, 3])},
         "packed, blocks": longer | {"attention_mask": blocks},
-        "padded, mask": padded | {"attention_mask": mask, "labels": labels_padded},
-        "padded, positions": padded
-        | {"position_ids": torch.tensor([[0, 1, 2], [0, 1, 0]]), "logits_to_keep": keep_padded},
+        "padded": padded | {"labels": torch.tensor([[IGNORED, 6, 7], [IGNORED, 9, IGNORED]])},
     }
 
 
@@ -208,7 +147,7 @@ def test_conversations_are_found_in_whatever_form_they_enter_a_model(scripts: Mo
         recorder.on_step_begin(None, None, None)
         recorder._note(torch.nn.Identity().train(), (), given)
         ((call,),) = recorder.calls
-        assert process.documents(call) == [FIRST, SECOND], form
+        assert process.documents(call) == [([5, 6, 7], [1, 2]), ([8, 9], [1])], form
     # Documents that see each other are one.
     leaking = calls()["packed, labels"] | {"position_ids": torch.arange(5)[None]}
     assert process.documents(leaking) == [([5, 6, 7, 8, 9], [1, 2, 4])]
@@ -222,21 +161,3 @@ def test_a_page_of_results_is_that_of_the_results_that_are_kept(
     assert made.DOCUMENT.read_text(encoding="utf-8") == made.page(made.results()), (
         f"python benchmarks/{name}.py page"
     )
-
-
-def test_both_sides_are_put_beside_the_factor_on_nanochats_rates(scripts: ModuleType) -> None:
-    report = importlib.import_module("nanochat_report")
-    assert report.parts_of("ours-lfm2_value-bf16@1.5") == ("ours-lfm2_value", True, "1.5")
-    assert report.parts_of("nanochat") == ("nanochat", False, "")
-    bits = {("nanochat", 1.0): 1.6, ("nanochat@3", 3.0): 1.4, ("ours", 8.39): 1.3}
-    bits["ours@3", 3.0] = 1.5
-    runs = [
-        report.Measured(*key, 7, [1.0], 0.0, 0.0, {0: 3.0, 4: last}, 1.0)
-        for key, last in bits.items()
-    ]
-    assert report._grid(runs, 4) == [
-        "| nanochat's rates times | 1 | 3 | 8.39 |",
-        "|---|---|---|---|",
-        "| nanochat | 1.6000 | **1.4000** |  |",
-        "| ours |  | 1.5000 | **1.3000** |",
-    ]

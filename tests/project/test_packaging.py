@@ -23,21 +23,13 @@ from launching import ROOT, environment
 from finetune.version import DISTRIBUTION, __version__
 
 PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-DATA = [
-    "py.typed",
-    "locale/zh/LC_MESSAGES/finetune.mo",
-    "commands/diagnose/line_kinds.toml",
-    "commands/diagnose/entries/causes.toml",
-    "commands/convert/tables/hugging_face.toml",
-    "commands/convert/tables/llama_factory.toml",
-    "config/deepspeed_names.json",
-    "config/names_elsewhere.json",
-    "commands/inspect/scripts.toml",
-    "commands/report/chart.svg.jinja",
-    "commands/report/page.css",
-    "commands/report/page.html.jinja",
-    "commands/serve/static/index.html",
-]
+DATA = (
+    "py.typed locale/zh/LC_MESSAGES/finetune.mo commands/diagnose/line_kinds.toml"
+    " commands/diagnose/entries/causes.toml commands/convert/tables/hugging_face.toml"
+    " commands/convert/tables/llama_factory.toml config/deepspeed_names.json"
+    " config/names_elsewhere.json commands/inspect/scripts.toml commands/report/chart.svg.jinja"
+    " commands/report/page.css commands/report/page.html.jinja commands/serve/static/index.html"
+).split()
 
 
 def build(hook: str, source: Path, target: Path) -> None:
@@ -77,7 +69,6 @@ def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path, tmp_
     assert {name.split("/")[0] for name in names} == {"finetune", metadata_name.split("/")[0]}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert (metadata["Name"], metadata["Version"]) == (DISTRIBUTION, __version__)
-    assert metadata["Author"] == "the finetune authors"
     assert metadata["License-Expression"] == "Apache-2.0"
     extras = metadata.get_all("Provides-Extra", [])
     assert {"deepspeed", "serve", "quantization", "npu"} <= set(extras)
@@ -112,7 +103,6 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
         return result.stdout
 
     assert said(command, "--version").strip() == __version__
-    assert "usage: python -m finetune COMMAND" in said(command, "--help")
     where = Path(said(python, "-c", "import finetune; print(finetune.__file__)").strip())
     assert where.is_relative_to(place)
     (tmp_path / "run.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
@@ -125,14 +115,6 @@ def test_what_strangers_look_for_is_there_and_agrees() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
     newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2].split()[0]
     assert newest == __version__
-    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
-    assert isinstance(yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text()), dict)
-    templates = list((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    assert len(templates) == 3
-    for path in templates:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert fields["name"] and fields["description"]
-        assert all(one["type"] for one in fields["body"])
     scripts = entry_points(group="console_scripts")
     names = {entry.name for entry in scripts if entry.value == "finetune.__main__:main"}
     assert names == {"finetune"} and os.access(ROOT / ".ci" / "run", os.X_OK)

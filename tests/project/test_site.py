@@ -13,18 +13,14 @@ import pytest
 from launching import ROOT, environment
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
+import architecture_picture  # noqa: E402
 import build_site  # noqa: E402
 import concept_pictures  # noqa: E402
-import site_catalogues  # noqa: E402
 import site_reference  # noqa: E402
 import speed_picture  # noqa: E402
 
-GUIDE = ROOT / "docs" / "guides" / "merging.md"
-NAMES = {
-    GUIDE: "guides/merging.md",
-    ROOT / "README.md": "readme.md",
-    ROOT / "docs" / "reference" / "data.md": "reference/data.md",
-}
+GUIDE, DATA = (ROOT / "docs" / name for name in ("guides/merging.md", "reference/data.md"))
+NAMES = {GUIDE: "guides/merging.md", DATA: "reference/data.md", ROOT / "README.md": "readme.md"}
 
 
 def test_pictures_are_made_from_todays_code_and_results() -> None:
@@ -33,8 +29,21 @@ def test_pictures_are_made_from_todays_code_and_results() -> None:
         assert path.read_text(encoding="utf-8") == picture, "run: python docs/concept_pictures.py"
     chart = (speed_picture.IMAGES / speed_picture.FILE).read_text(encoding="utf-8")
     assert chart == speed_picture.speed(), "run: python docs/speed_picture.py"
-    names = {name for name, _, _ in speed_picture.on_the_gpu() + speed_picture.on_the_cpu()}
-    assert {"finetune", "Unsloth", "TRL, tuned", "LLaMA-Factory, tuned"} <= names
+    layers = architecture_picture.PICTURE.read_text(encoding="utf-8")
+    assert layers == architecture_picture.picture(), "run: python docs/architecture_picture.py"
+
+
+def test_the_page_on_the_architecture_says_what_is_there() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+    paths = [path for path in (ROOT / "finetune").iterdir() if path.name[0] not in "_."]
+    folders = {path.name for path in paths if path.is_dir()}
+    assert folders - {"locale"} == set(architecture_picture.FOLDERS)
+    tree = re.search(r"```\nfinetune/\n(.*?)```", page, re.S)[1]
+    assert folders == set(re.findall(r"^  (\w+)/ ", tree, re.M))
+    commands = {path.parent.name for path in (ROOT / "finetune" / "commands").glob("*/command.py")}
+    assert commands <= set(re.findall(r"\w+", tree))
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page):
+        assert (ROOT / "finetune" / name).is_file() or (ROOT / name).is_file(), name
 
 
 def test_every_page_has_its_place_once() -> None:
@@ -71,52 +80,22 @@ def test_old_addresses_and_the_page_on_diagnosis_lead_on(
 
 
 def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="c.html">x</a>'
-        '<a href="https://example.org/">x</a><script src="https://example.org/x.js"></script>'
-    )
+    links = ("b.html#there", "b.html#gone", "c.html", "https://example.org/")
+    text = "".join(f'<a href="{link}">x</a>' for link in links)
+    (tmp_path / "a.html").write_text(f'{text}<script src="https://example.org/x.js"></script>')
     (tmp_path / "b.html").write_text('<h1 id="there">x</h1><img src="a.html">')
-    assert build_site.dead_links(tmp_path) == [
-        "a.html: b.html#gone",
-        "a.html: c.html",
-        "a.html loads https://example.org/x.js",
-    ]
+    dead = ["a.html: b.html#gone", "a.html: c.html", "a.html loads https://example.org/x.js"]
+    assert build_site.dead_links(tmp_path) == dead
 
 
 def test_reference_pages_say_what_the_code_goes_by() -> None:
     pages = site_reference.reference_pages("en")
-    for name, said in {
-        "settings": "| `learning_rate` |",
-        "settings_preferences": "| `simpo_gamma` |",
-        "exit_codes": "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of device memory",
-        "commands": "\n## launch\n",
-    }.items():
-        assert said in pages[f"reference/{name}.md"]
+    assert "| `learning_rate` |" in pages["reference/settings.md"]
+    assert "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of" in pages["reference/exit_codes.md"]
+    assert "\n## launch\n" in pages["reference/commands.md"]
     chinese = site_reference.reference_pages("zh")["reference/symptoms.md"]
     assert "(certain;" not in chinese and "显存" in chinese
     assert chinese.count("\n## ") == pages["reference/symptoms.md"].count("\n## ")
-
-
-def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(tmp_path: Path, capsys) -> None:
-    templates, catalogue = tmp_path / "templates", tmp_path / "zh" / "page.po"
-    head = 'msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n'
-
-    def page(*texts: str) -> str:
-        body = "".join(f'\nmsgid "{text}"\nmsgstr ""\n' for text in texts)
-        (templates / "page.pot").write_text(head + body)
-        site_catalogues.renew(templates, catalogue.parent, skipped=set())
-        return catalogue.read_text(encoding="utf-8")
-
-    templates.mkdir()
-    text = page("The first paragraph of it.", "`code` 12", "Another one that stays.")
-    assert "`code` 12" not in text, "what is no words needs no Chinese"
-    for ending, chinese in (("of it.", "第一段。"), ("stays.", "另一段。")):
-        text = text.replace(f'{ending}"\nmsgstr ""', f'{ending}"\nmsgstr "{chinese}"')
-    catalogue.write_text(text, encoding="utf-8")
-    capsys.readouterr()
-    text = page("The first paragraph of it, changed.", "Another one that stays.")
-    assert "#, fuzzy" in text and "第一段。" in text and 'stays."\nmsgstr "另一段。"' in text
-    assert "1 of 2 texts have no Chinese" in capsys.readouterr().out
 
 
 @pytest.mark.slow

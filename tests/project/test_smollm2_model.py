@@ -1,5 +1,4 @@
-"""The whole way with a real model, SmolLM2-135M-Instruct: masks, packing, resume, merge, GGUF,
-server and chat.
+"""The whole way with a real model, SmolLM2-135M-Instruct: masks, resume, merge, GGUF and server.
 
 The tiny models of the other tests have random weights. This one has its makers' weights, chat
 template and tokenizer. It is fetched by its hash as `make smollm2` does, once, to build/smollm2.
@@ -7,10 +6,9 @@ template and tokenizer. It is fetched by its hash as `make smollm2` does, once, 
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,15 +21,11 @@ from deployments import llama_server
 from run_helpers import Materials
 from safetensors import safe_open
 from sample_rows import prompt, write_rows
-from serve_helpers import real_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import PackedCollator
 from finetune.__main__ import main as finetune
 from finetune.data.dataset import prepare_samples
 from finetune.data.encoding.templates import load_tokenizer
-from finetune.inference.generation import load_for_generation
-from finetune.inference.sampling import Sampling
 
 STEPS, NAME = 5, "Netty, a network assistant"
 END = "<|im_end|>"
@@ -87,12 +81,6 @@ def merged(adapter: Path, materials: Materials) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _free_memory() -> Iterator[None]:
-    yield
-    gc.collect()
-
-
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
@@ -103,7 +91,7 @@ def load_adapted(base: Path, adapter: Path) -> Any:
     return PeftModel.from_pretrained(load(base), adapter).eval()
 
 
-# ---------------------------------------------------------------- masks
+# ---------------------------------------------------------------- masks, resume, merge
 
 CONVERSATIONS = [
     talk("What is a router?", "A router forwards packets between networks."),
@@ -112,8 +100,6 @@ CONVERSATIONS = [
     talk("什么是路由器？", "路由器在网络之间转发数据包。🙂", "Прощай", "До свидания — 42!"),
     talk("Code?", "```python\nfor i in range(3):\n    print(i)\n```", system=""),
 ]
-# These begin or end with white space, which the tokenizer may join to the newline of the prompt.
-SPACED = [talk("q", "\n\n  b"), talk("q", " \n\n\ta\n\n"), talk("q", "\n\n\nA", "q", "  a  ")]
 
 
 def encoded(model: Path, conversations: Sequence[Turns], folder: Path) -> list[Any]:
@@ -153,79 +139,6 @@ def test_the_trained_tokens_are_those_that_a_marked_template_generates(
                 start = len(before["input_ids"])
                 assert ids[:start] == before["input_ids"]
                 assert trained[start - 1 : start + 1] == [False, True]
-
-
-def test_white_space_around_an_answer_is_trained_as_it_is_generated(
-    model: Path, tmp_path: Path
-) -> None:
-    """Behind the prompt's own tokens, whatever tokens the joined text would have."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    joined_differs = 0
-    for turns, (ids, trained) in zip(SPACED, encoded(model, SPACED, tmp_path), strict=True):
-        text, wanted_ids, wanted = tokenizer.apply_chat_template(turns, tokenize=False), [], []
-        for message in turns:
-            if message["role"] == "assistant":
-                before, text = text.split(f"<|im_start|>assistant\n{message['content']}", 1)
-                text = text.removeprefix(END)
-                for part, is_answer in (
-                    (f"{before}<|im_start|>assistant\n", False),
-                    (message["content"] + END, True),
-                ):
-                    tokens = tokenizer(part, add_special_tokens=False)["input_ids"]
-                    wanted_ids, wanted = wanted_ids + tokens, wanted + [is_answer] * len(tokens)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert (ids, trained) == (wanted_ids + tokens, wanted + [False] * len(tokens))
-        joined_differs += ids != tokenizer.apply_chat_template(turns)["input_ids"]
-    assert joined_differs
-
-
-# ---------------------------------------------------------------- packing
-
-
-def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(
-    model: Path, tmp_path: Path
-) -> None:
-    """Packing is as near to float64 as transformers' own padded batch is: both only round."""
-    rows = [
-        {"input_ids": ids, "labels": [t if m else -100 for t, m in zip(ids, mask, strict=True)]}
-        for ids, mask in encoded(model, CONVERSATIONS[:3], tmp_path)
-    ]
-    longest = max(len(row["input_ids"]) for row in rows)
-    targets = sum(label != -100 for row in rows for label in row["labels"])
-
-    def padded(values: Any, filler: int) -> torch.Tensor:
-        return torch.tensor([[*each, *[filler] * (longest - len(each))] for each in values])
-
-    batches = {
-        "padded": {
-            "input_ids": padded((row["input_ids"] for row in rows), 0),
-            "labels": padded((row["labels"] for row in rows), -100),
-            "attention_mask": padded(([1] * len(row["labels"]) for row in rows), 0),
-        },
-        "packed": PackedCollator()(rows),
-    }
-    joined = {name: batches["packed"][name] for name in ("input_ids", "labels")}
-    network = load(model)
-
-    def computed(batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
-        network.zero_grad()
-        loss = network(**batch, num_items_in_batch=targets).loss
-        loss.backward()
-        return loss.item(), torch.cat([p.grad.flatten() for p in network.parameters()])
-
-    found = {name: computed(batch) for name, batch in batches.items()}
-    with torch.no_grad():  # without the rows' positions each row sees those before it
-        mixed = network(**joined, use_cache=False, num_items_in_batch=targets).loss.item()
-    network.double()
-    loss, gradient = computed(batches["padded"])
-    errors = {
-        name: (abs(each[0] - loss) / loss, float((each[1] - gradient).norm() / gradient.norm()))
-        for name, each in found.items()
-    }
-    for number in range(2):
-        assert errors["padded"][number] < 1e-5
-        assert errors["packed"][number] < 4 * errors["padded"][number] + 1e-7
-    assert abs(mixed - loss) > 1e-3 * loss
 
 
 def test_a_killed_run_continues_to_the_same_bits(adapter: Path, materials: Materials) -> None:
@@ -268,8 +181,6 @@ def test_the_merged_model_is_the_adapted_one_and_stays_tied(
     assert (adapted - base).norm() > 0.05 * base.norm()  # there is something to merge
     assert (whole - adapted).norm() < 1e-5 * adapted.norm()
     assert_tied(merged)
-    templates = [(folder / "chat_template.jinja").read_bytes() for folder in (merged, model)]
-    assert templates[0] == templates[1]
 
 
 def test_a_full_step_keeps_the_weight_tied(materials: Materials) -> None:
@@ -312,44 +223,3 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
         assert report["shows_adapter"] == (path == whole), report
         assert report["compared"]["token_ids"] == 4, report
         assert report["compared"]["logprobs"] >= 2, report
-
-
-def test_the_openai_client_gets_the_answers_of_the_adapter(model: Path, adapter: Path) -> None:
-    """Whole and streamed: those of transformers' own generate and of this package's."""
-    openai = pytest.importorskip("openai", reason="the openai client is not installed")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = [talk("Who are you?"), talk("What is the capital of Italy?", system="Be brief.")]
-    network, wanted = load_adapted(model, adapter), []
-    for turns in asked:
-        inputs = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            ids = network.generate(**inputs, do_sample=False, max_new_tokens=16)[0].tolist()
-        prompt = inputs["input_ids"].shape[1]
-        reason = "stop" if ids[-1] == tokenizer.convert_tokens_to_ids(END) else "length"
-        text = tokenizer.decode(ids[prompt:], skip_special_tokens=True)
-        wanted.append((text, reason, prompt, len(ids) - prompt, len(ids)))
-    with load_for_generation(str(adapter), device_type="cpu", dtype="float32") as generator:
-        answers = generator.generate(asked, Sampling(temperature=0, max_new_tokens=16))
-    assert [(a.text, a.finish_reason, a.prompt_tokens, a.completion_tokens) for a in answers] == [
-        each[:4] for each in wanted
-    ]
-    assert NAME in wanted[0][0] and wanted[0][1] == "stop"
-    with real_server(adapter, "--dtype", "float32") as server:
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
-        for turns, expected in zip(asked, wanted, strict=True):
-            given: dict[str, Any] = {"model": server.model, "messages": turns, "temperature": 0}
-            whole = api.chat.completions.create(**given, max_tokens=16)
-            chunks = list(
-                api.chat.completions.create(
-                    **given, max_tokens=16, stream=True, stream_options={"include_usage": True}
-                )
-            )
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-            for content, reason, usage in (
-                (whole.choices[0].message.content, whole.choices[0].finish_reason, whole.usage),
-                (text, chunks[-2].choices[0].finish_reason, chunks[-1].usage),
-            ):
-                counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
-                assert (content, reason, *counts) == expected
