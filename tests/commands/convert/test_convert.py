@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converted_runs import DIFFERS, EXAMPLE, PRETRAIN, SWIFT, TRAINED, converted, section
+import yaml
+from converted_runs import DIFFERS, EXAMPLE, SWIFT, TRAINED, cases, converted, section
 
 from finetune.commands.convert.command import main
-from finetune.commands.convert.draft import convert as drafted
 from finetune.commands.convert.read import TOOLS, read_run
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
@@ -35,7 +35,6 @@ TOOL_OF = {
     "python -m torch.distributed.run --nproc-per-node 8 src/train.py --stage sft": "llamafactory",
     "axolotl train unclear.yaml": "axolotl",
     "NPROC_PER_NODE=8 swift pt --model m": "ms-swift",
-    "torchrun swift/cli/sft.py --model m": "ms-swift",
     "python -m torch.distributed.run /opt/swift/cli/sft.py --model m": "ms-swift",
     "torchrun trl/scripts/sft.py --model m": "trl",
     "python examples/sft.py --model m": "trl",
@@ -54,11 +53,9 @@ UNREADABLE = {
     "run.sh": ("line 4", b"echo x\necho \\\n  so\nswift sft --system 'open\n"),
     "missing.yaml": ("does not exist", None),
     "missing": ("there is no such file", None),
-    "swift sft --system 'open": ("not a command line", None),
     f"WANDB_API_KEY='{KEY} swift sft --model m": ("not a command line", None),
     f"swift sft {KEY} --model m": ("belongs to no option", None),
     "swift export --model m --dataset own.jsonl": ("does not train, or is not read", None),
-    "llamafactory-cli api run.yaml": ("does not train, or is not read", None),
     "PORT=1 megatron rlhf --model m --lr 1e-5": ("megatron rlhf has options of its own", None),
     "accelerate launch --config_file none.yaml sft.py --dataset_name own": (
         "accelerate's file none.yaml is not here",
@@ -117,21 +114,8 @@ def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:
     assert start in capsys.readouterr().err
 
 
-def test_a_value_of_theirs_that_means_nothing_is_not_named() -> None:
-    run = {"model_name_or_path": "m", "dataset_name": "d", "use_dora": False, "pad_token": None}
-    draft = drafted(TOOLS[1], run, 1)
-    assert not draft.named["unsupported"] and not draft.named["harmless"]
-
-
 def test_no_secret_is_shown(capsys: Any) -> None:
-    names = [
-        "swanlab_api_key",
-        "hub_token",
-        "hf_hub_token",
-        "my_password",
-        "lark_webhook_url",
-        "lark_secret",
-    ]
+    names = ["swanlab_api_key", "hf_hub_token", "my_password", "lark_webhook_url"]
     digits, url = "0123456789abcdef" * 2 + "01234567", f"https://u:{'p' * 9}@host/x"
     run = EXAMPLE | dict.fromkeys(names, "abc-123")
     run |= {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
@@ -148,20 +132,6 @@ def test_no_secret_is_shown(capsys: Any) -> None:
     assert KEY not in str(refused.value)
 
 
-def test_rows_of_packed_samples_are_named(convert) -> None:
-    for tool, changes, name in (
-        ("axolotl", {}, "sample_packing"),
-        ("ms-swift", {}, "packing"),
-        ("trl", {}, "packing"),
-        ("llamafactory", {}, "neat_packing"),
-        ("llamafactory", PRETRAIN, "packing"),
-    ):
-        _, text = convert(tool, {**changes, name: True})
-        assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
-        _, text = convert(tool, {**changes, name: False, "packing": False})
-        assert "packed rows" not in text
-
-
 def test_false_is_named_where_true_is_what_happens_here(convert) -> None:
     for tool, names in (
         ("axolotl", "shuffle_merged_datasets"),
@@ -175,16 +145,10 @@ def test_false_is_named_where_true_is_what_happens_here(convert) -> None:
         assert not any(name in text for name in names.split())
 
 
-def test_null_is_no_default_where_it_says_something(convert) -> None:
-    for tool, norm in (("trl", 0), ("llamafactory", 0), ("ms-swift", 0), ("axolotl", 1)):
-        assert convert(tool, {"max_grad_norm": None})[0].max_grad_norm == norm, tool
-
-
 def test_devices_that_share_samples_count_once(convert) -> None:
     for tool, changes, size in (
         ("ms-swift", {"sequence_parallel_size": 4, "gradient_accumulation_steps": 3}, 6),
         ("ms-swift", {"sequence_parallel_size": 4}, 4),  # 2 accumulated, by all 8 devices
-        ("ms-swift", {"deepspeed_autotp_size": 2}, 8),
         ("axolotl", {"context_parallel_size": 2, "tensor_parallel_size": 2}, 16),
         ("axolotl", {"sequence_parallel_degree": 8}, 8),
     ):
@@ -198,7 +162,6 @@ def test_devices_that_share_samples_count_once(convert) -> None:
 @pytest.mark.parametrize(
     ("command", "processes"),
     [
-        ("NPROC_PER_NODE=8 swift sft", 8),
         ("N=4\nexport NPROC_PER_NODE=$N NNODES=2\ncd runs && swift sft", 8),
         ("cd runs && env NPROC_PER_NODE=2 swift sft", 2),
         ("torchrun --nproc_per_node 4 --nnodes=2 swift/cli/sft.py", 8),
@@ -217,63 +180,88 @@ def test_the_launcher_says_how_many_devices(capsys: Any, command: str, processes
     assert (f"the launcher's processes {processes}: --devices 32" in text) == bool(processes)
 
 
-@pytest.mark.parametrize("tool", ["llamafactory", "trl", "ms-swift"])
-def test_the_revision_is_part_of_the_name(convert, folder: Path, tool: str) -> None:
-    name = "model" if tool == "ms-swift" else "model_name_or_path"
-    config, text = convert(tool, {name: "owner/base", "model_revision": "v1"})
-    assert config.model == "owner/base@v1" and "model_revision" not in text
-    config, _ = convert(tool, {name: "owner/base", "model_revision": "main"})
-    assert config.model == "owner/base"
+def test_the_revision_is_part_of_the_name(convert, folder: Path) -> None:
     (folder / "base").mkdir()
-    config, text = convert(tool, {name: "base", "model_revision": "v1"})
-    assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
-
-
-def test_a_base_in_few_bits(convert) -> None:
-    for tool, changes, kind in (
-        ("llamafactory", {"quantization_bit": 4, "quantization_method": "bnb"}, "nf4"),
-        ("trl", {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4"),
-        ("trl", {"use_peft": True, "load_in_8bit": True}, "int8"),
-        ("axolotl", {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4"),
-        ("ms-swift", {"quant_bits": 8}, "int8"),
-    ):
-        config, text = convert(tool, changes)
-        assert config.quantization == kind and kind in section(text, DIFFERS)
-    # of a model that is trained whole
-    config, text = convert("trl", {"load_in_8bit": True})
-    assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
+    for tool, name in (("llamafactory", "model_name_or_path"), ("ms-swift", "model")):
+        config, text = convert(tool, {name: "owner/base", "model_revision": "v1"})
+        assert config.model == "owner/base@v1" and "model_revision" not in text
+        config, _ = convert(tool, {name: "owner/base", "model_revision": "main"})
+        assert config.model == "owner/base"
+        config, text = convert(tool, {name: "base", "model_revision": "v1"})
+        assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
 
 
 BOTH = ["embed_tokens", "lm_head"]
 RSLORA = {
     "llamafactory": {"loraplus_lr_ratio": 16.0, "additional_target": "embed_tokens,lm_head"},
     "trl": {"use_peft": True, "lora_modules_to_save": BOTH},
-    "axolotl": {"peft_use_rslora": True, "loraplus_lr_ratio": 16, "lora_rank_pattern": {"q": 4}},
     "ms-swift": {"lorap_lr_ratio": 16.0, "modules_to_save": BOTH},
+}
+RSLORA = {tool: {"use_rslora": True, **changes} for tool, changes in RSLORA.items()}
+RSLORA["axolotl"] = {
+    "peft_use_rslora": True,
+    "loraplus_lr_ratio": 16,
+    "lora_rank_pattern": {"q": 4},
 }
 
 
-@pytest.mark.parametrize("tool", RSLORA)
-def test_adapters_beyond_plain_lora(convert, tool: str) -> None:
-    changes = RSLORA[tool] if tool == "axolotl" else {"use_rslora": True, **RSLORA[tool]}
+def test_adapters_beyond_plain_lora(convert) -> None:
+    for tool, changes in RSLORA.items():
+        config, text = convert(tool, changes)
+        assert config.use_rslora and not config.use_dora and config.modules_to_save == tuple(BOTH)
+        assert config.lora_plus_ratio == (None if tool == "trl" else 16)
+        assert config.rank_pattern == ({"q": 4} if tool == "axolotl" else None)
+        assert "rslora" not in section(text, TRAINED)
+    full = {"use_rslora": True, "finetuning_type": "full"}
+    config, text = convert("llamafactory", full)
+    assert not config.use_rslora and "use_rslora true: all parameters are trained" in text
+
+
+# What a run says -> what is written; and what the file's comments have under which heading.
+SETTINGS = """
+trl {max_grad_norm: null} -> {max_grad_norm: 0}
+axolotl {max_grad_norm: null} -> {max_grad_norm: 1}
+llamafactory {lr_scheduler_type: constant} -> {warmup_steps: 0}
+trl {optim: adamw_8bit} -> {optimizer: adamw-8bit}
+trl {optim: adafactor} -> {optimizer: adafactor}
+trl {optim: adafactor, use_peft: true} -> {optimizer: adamw}; trained optim adafactor
+trl {optim: lion_8bit} -> {optimizer: adamw}; trained optim lion_8bit
+llamafactory {quantization_bit: 4, quantization_method: bnb} -> {quantization: nf4}; differs nf4
+trl {use_peft: true, load_in_4bit: true} -> {quantization: nf4}; differs nf4
+trl {use_peft: true, load_in_8bit: true} -> {quantization: int8}; differs int8
+trl {load_in_8bit: true} -> {quantization: none}
+axolotl {load_in_4bit: true, load_in_8bit: false} -> {quantization: nf4}; differs nf4
+ms-swift {quant_bits: 8} -> {quantization: int8}; differs int8
+axolotl {sample_packing: true} -> {}; trained sample_packing true: there a batch counts packed rows
+ms-swift {packing: true} -> {}; trained packing true: there a batch counts packed rows
+trl {packing: true} -> {}; trained packing true: there a batch counts packed rows
+llamafactory {neat_packing: true} -> {}; trained neat_packing true: there a batch counts packed
+axolotl {excess_length_strategy: truncate} -> {}; differs there: truncate
+axolotl {save_total_limit: 0} -> {}; differs save_total_limit 0: there every checkpoint is kept
+axolotl {save_total_limit: 1} -> {save_total_limit: 2}; differs save_total_limit 1: 2 are kept
+axolotl {gradient_checkpointing: offload} -> {gradient_checkpointing: true}; differs offload
+ms-swift {train_type: full} -> {finetuning: full, learning_rate: 1.0e-5}
+trl {max_length: 512} -> {cutoff_len: 512, finetuning: full, learning_rate: 2.0e-5}
+trl {max_seq_length: null} -> {}; trained max_length null: there nothing is cut
+trl {dataset_train_split: null} -> {}; differs dataset_train_split null: train is written
+"""
+
+
+@cases(SETTINGS)
+def test_settings_and_what_is_named(convert, tool, changes, becomes) -> None:
+    settings, _, named = becomes.partition("; ")
     config, text = convert(tool, changes)
-    assert config.use_rslora and not config.use_dora and config.modules_to_save == tuple(BOTH)
-    assert config.lora_plus_ratio == (None if tool == "trl" else 16)
-    assert config.rank_pattern == ({"q": 4} if tool == "axolotl" else None)
-    assert "rslora" not in section(text, TRAINED)
-    if tool == "llamafactory":
-        config, text = convert(tool, {**changes, "finetuning_type": "full"})
-        assert not config.use_rslora and "use_rslora true: all parameters are trained" in text
+    expected = yaml.safe_load(settings)
+    assert {name: getattr(config, name) for name in expected} == expected
+    if named:
+        heading, _, words = named.partition(" ")
+        assert words in section(text, TRAINED if heading == "trained" else DIFFERS)
 
 
-def test_optimizers_with_less_state(convert) -> None:
-    optimizers = {"adamw_8bit": "adamw-8bit", "adafactor": "adafactor", "lion_8bit": "adamw"}
-    for name, ours in optimizers.items():
-        config, text = convert("trl", {"optim": name})
-        assert config.optimizer == ours and ("optim lion_8bit" in text) == (name == "lion_8bit")
-    config, text = convert("trl", {"optim": "adafactor", "use_peft": True})
-    assert config.optimizer == "adamw" and "optim adafactor" in section(text, TRAINED)
-
-
-def test_a_constant_rate_has_no_warm_up(convert) -> None:
-    assert convert("llamafactory", {"lr_scheduler_type": "constant"})[0].warmup_steps == 0
+def test_columns_of_a_data_set(convert) -> None:
+    given = '{"question": "query", "a": "response"}'
+    for tool, changes, columns in (
+        ("ms-swift", {"columns": given}, {"prompt": "question", "response": "a"}),
+        ("trl", {"dataset_text_field": "body"}, {"text": "body"}),
+    ):
+        assert convert(tool, changes)[0].sources[0].columns == columns

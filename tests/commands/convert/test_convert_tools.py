@@ -12,7 +12,6 @@ from converted_runs import AXOLOTL, DIFFERS, SWIFT, TRAINED, TRL, converted, sec
 from finetune.commands.convert.command import main
 from finetune.commands.convert.read import read_run
 from finetune.config.fields import DataSource
-from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
 
 # ---------------------------------------------------------------- Axolotl
@@ -33,15 +32,6 @@ def test_axolotl(capsys: Any) -> None:
     assert "optim adamw_bnb_8bit" in named and "roles_to_train" in named
 
 
-def test_how_long_samples_and_old_checkpoints_end_is_said(convert) -> None:
-    _, text = convert("axolotl", {"excess_length_strategy": "truncate", "save_total_limit": 0})
-    assert "there: truncate" in section(text, DIFFERS) and "drop" not in section(text, DIFFERS)
-    assert "save_total_limit 0: there every checkpoint is kept" in section(text, DIFFERS)
-    config, text = convert("axolotl", {"save_total_limit": 1})
-    assert config.save_total_limit == 2
-    assert "save_total_limit 1: 2 are kept" in section(text, DIFFERS)
-
-
 def test_what_stands_behind_two_dashes_is_the_launchers(capsys: Any, folder: Path) -> None:
     run = {**AXOLOTL, "gradient_accumulation_steps": 1}
     (folder / "theirs.yaml").write_text(yaml.safe_dump(run))
@@ -58,12 +48,6 @@ def test_moments_in_8_bits_under_deepspeed_are_float32(capsys: Any) -> None:
     assert config.optimizer == "adamw" and config.deepspeed is not None
     assert "adamw_bnb_8bit" in section(text, TRAINED)
     assert converted({**run, "deepspeed": None}, capsys)[0].optimizer == "adamw-8bit"
-
-
-def test_offloaded_activations_are_computed_again(capsys: Any) -> None:
-    config, text = converted(PLAIN | {"gradient_checkpointing": "offload"}, capsys)
-    assert config.gradient_checkpointing is True
-    assert "gradient_checkpointing offload" in section(text, DIFFERS)
 
 
 def test_plugins(convert) -> None:
@@ -91,13 +75,6 @@ def test_swift(capsys: Any) -> None:
     assert "#500" in section(text, DIFFERS) and "system You are" in section(text, TRAINED)
 
 
-def test_swift_by_yaml_with_columns(convert) -> None:
-    columns = '{"question": "query", "a": "response"}'
-    config, _ = convert("ms-swift", {"train_type": "full", "columns": columns})
-    assert config.sources[0].columns == {"prompt": "question", "response": "a"}
-    assert (config.finetuning, config.learning_rate) == ("full", 1e-5)
-
-
 def test_a_file_of_megatron_is_refused(folder: Path) -> None:
     (folder / "sft.yaml").write_text("model: m\ntuner_type: lora\ndataset: [d.jsonl]\nlr: 1e-4\n")
     with pytest.raises(ConfigError, match="lr is an option of megatron"):
@@ -119,9 +96,6 @@ def test_swift_takes_models_from_modelscope(capsys: Any, folder: Path) -> None:
     assert converted(hubs, capsys)[0].data == (full, "modelscope:owner/more")
 
 
-# ---------------------------------------------------------------- TRL
-
-
 def test_trl_by_command_line(capsys: Any, folder: Path) -> None:
     script = (
         "MODEL=Qwen/Qwen2.5-0.5B\naccelerate launch --num_processes 2 trl sft \\\n "
@@ -137,28 +111,6 @@ def test_trl_by_command_line(capsys: Any, folder: Path) -> None:
     assert config.lora_target_modules == ("q_proj", "k_proj")
     assert (config.dtype, config.cutoff_len, config.lr_scheduler) == ("bfloat16", 1024, "linear")
     assert "TRL trains every token of a conversation" in section(text, DIFFERS)
-
-
-def test_trl_by_yaml(convert) -> None:
-    changes = {"dataset_text_field": "body", "max_length": 512, "assistant_only_loss": True}
-    config, _ = convert("trl", changes)
-    assert (config.finetuning, config.learning_rate, config.cutoff_len) == ("full", 2e-5, 512)
-    assert config.sources[0].columns == {"text": "body"}
-
-
-def test_options_that_are_turned_off_by_name(capsys: Any) -> None:
-    """transformers' parser has --no_NAME for what is true by default."""
-    command = "trl sft --model_name_or_path m --dataset_name d.jsonl --no_gradient_checkpointing"
-    config, text = converted(f"{command} --no_remove_unused_columns", capsys)
-    assert config.gradient_checkpointing is False and "look it up" not in text
-
-
-def test_null_as_length_is_named(convert) -> None:
-    for name in ("max_length", "max_seq_length"):
-        config, text = convert("trl", {name: None, "dataset_train_split": None})
-        assert config.cutoff_len == RunConfig.model_fields["cutoff_len"].default
-        assert "max_length null: there nothing is cut" in section(text, TRAINED)
-        assert "dataset_train_split null: train is written" in section(text, DIFFERS)
 
 
 def test_what_trl_passes_on_to_accelerate(convert, capsys: Any, folder: Path) -> None:
