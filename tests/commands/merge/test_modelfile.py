@@ -18,15 +18,9 @@ from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.encoding.templates import TEMPLATES
 
 CHATML = TEMPLATES["chatml"]
-# Answers are written by their place, as of templates with think blocks.
-BY_PLACE = (
-    "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}{{-"
-    " '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}{%-"
-    " elif message.role == 'assistant' and loop.index0 % 4 == 1 %}{{- '<|im_start|>assistant\nA: '"
-    " + message.content }}{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content +"
-    " '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
-    " '<|im_start|>assistant\n' }}{%- endif %}"
-)
+# Some answers are written otherwise, by their place.
+MARK = "('A: ' if message['role'] == 'assistant' and loop.index0 % 4 == 1 else '') + "
+BY_PLACE = CHATML.replace("message['content']", f"{MARK}message['content']")
 
 
 def chat_template(source: str) -> ChatTemplate:
