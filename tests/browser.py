@@ -24,12 +24,8 @@ _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--no-first-run",
-    "--disable-extensions",
     "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
     "--hide-scrollbars",
-    "--mute-audio",
     "--remote-debugging-port=0",
     # Nothing but loopback can be reached, whatever a page asks for.
     "--proxy-server=127.0.0.1:9",
@@ -77,12 +73,8 @@ class Page:
         elif method == "Page.javascriptDialogOpening":
             self.dialogs.append(params["message"])
             self._number += 1
-            handle = {
-                "id": self._number,
-                "method": "Page.handleJavaScriptDialog",
-                "params": {"accept": False},
-            }
-            self._socket.send(json.dumps(handle))
+            handle = {"method": "Page.handleJavaScriptDialog", "params": {"accept": False}}
+            self._socket.send(json.dumps({"id": self._number, **handle}))
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
@@ -110,14 +102,9 @@ class Page:
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str, modifiers: int = 0) -> None:
+    def press(self, key: str) -> None:
         codes = {"Enter": 13, "Escape": 27, "Tab": 9}
-        event = {
-            "key": key,
-            "code": key,
-            "windowsVirtualKeyCode": codes[key],
-            "modifiers": modifiers,
-        }
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
@@ -129,37 +116,22 @@ class Page:
             f"(() => {{ const r = document.querySelector({selector!r}).getBoundingClientRect();"
             " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
+        event = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=place[0],
-                y=place[1],
-                button="left",
-                clickCount=1,
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, **event)
 
     def size(
         self, width: int, height: int, *, phone: bool = False, dark: bool = False, scale: float = 1
     ) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=phone,
-        )
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
-        scheme = "dark" if dark else "light"
-        self.call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": scheme}],
-        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self, path: Path) -> None:
-        path.write_bytes(
-            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        )
+        shot = self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextlib.contextmanager
@@ -169,11 +141,9 @@ def browser() -> Iterator[Page]:
 
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = subprocess.Popen(
-            [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(words, **quiet)
         try:
             port_file = Path(profile, "DevToolsActivePort")
             end = time.monotonic() + 60
@@ -187,9 +157,5 @@ def browser() -> Iterator[Page]:
             with connect(tab["webSocketDebuggerUrl"], max_size=64 << 20, proxy=None) as socket:
                 yield Page(socket)
         finally:
-            process.terminate()
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()

@@ -22,7 +22,6 @@ import time
 
 _lock = threading.Lock()
 _cancelled: set[str] = set()
-PIECE_CHARACTERS = 7
 
 
 def say(message: dict) -> None:
@@ -31,24 +30,14 @@ def say(message: dict) -> None:
         sys.stdout.flush()
 
 
-def last_words(prompt: object) -> str:
-    return prompt[-1]["content"] if isinstance(prompt, list) else str(prompt)
-
-
 def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
-    words = last_words(prompt)
+    words = prompt[-1]["content"] if isinstance(prompt, list) else str(prompt)
     kind, _, rest = words.partition(" ")
     calls = []
     if kind == "call" and tools:
         name, _, arguments = rest.partition(" ")
-        calls = [
-            {
-                "id": "c00000001",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        ]
-        words = ""
+        function = {"name": name, "arguments": arguments}
+        calls, words = [{"id": "c00000001", "type": "function", "function": function}], ""
     if kind == "history":
         words = json.dumps({"prompt": prompt, "tools": tools})
     if kind == "die":
@@ -64,11 +53,8 @@ def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
     if kind == "slow":
         pieces, pause = [f"word{number} " for number in range(int(rest))], 0.05
     else:
-        text = rest if kind == "say" else words
-        pieces, pause = (
-            [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)],
-            0.0,
-        )
+        text, pause = rest if kind == "say" else words, 0.0
+        pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
     pieces = pieces[: sampling["max_new_tokens"]]
     text = ""
     for piece in pieces:
@@ -77,17 +63,9 @@ def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
         text += piece
         say({"is": "piece", "id": identity, "text": piece})
         time.sleep(pause)
-    say(
-        {
-            "is": "end",
-            "id": identity,
-            "text": text,
-            "finish_reason": "tool_calls" if calls else "stop",
-            "calls": calls,
-            "prompt_tokens": 5,
-            "completion_tokens": len(pieces),
-        }
-    )
+    reason = "tool_calls" if calls else "stop"
+    end = {"is": "end", "id": identity, "text": text, "finish_reason": reason, "calls": calls}
+    say({**end, "prompt_tokens": 5, "completion_tokens": len(pieces)})
 
 
 def show_life() -> None:

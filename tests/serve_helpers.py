@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import psutil
 from launching import ROOT, environment
+from run_helpers import alive as alive
+from run_helpers import wait_for as wait_for
 
 STUB_WORKER = Path(__file__).with_name("chat_stub_worker.py")
 _START_SECONDS = 300
@@ -70,20 +71,14 @@ class Served:
         try:
             connection.request(method, path, body, sent)
             response = connection.getresponse()
-            return (
-                response.status,
-                {name.lower(): value for name, value in response.getheaders()},
-                response.read(),
-            )
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, found, response.read()
         finally:
             connection.close()
 
     def chat(self, text: str, **more: Any) -> tuple[int, dict[str, Any]]:
-        status, _, body = self.request(
-            "POST",
-            "/v1/chat/completions",
-            {"model": self.model, "messages": [{"role": "user", "content": text}], **more},
-        )
+        asked = {"model": self.model, "messages": [{"role": "user", "content": text}], **more}
+        status, _, body = self.request("POST", "/v1/chat/completions", asked)
         return status, json.loads(body)
 
     @property
@@ -95,13 +90,8 @@ class Served:
 
     def worker_pids(self) -> list[int]:
         """Children of the server, oldest first."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid), "--sort=start_time"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return [int(pid) for pid in found.stdout.split()]
+        children = psutil.Process(self.process.pid).children()
+        return [child.pid for child in sorted(children, key=lambda child: child.create_time())]
 
     def stop(self) -> int:
         """End it in order; its exit code."""
@@ -112,14 +102,8 @@ class Served:
 
 @contextlib.contextmanager
 def _running(words: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Served]:
-    process = subprocess.Popen(
-        words,
-        env=environment(env),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(words, env=environment(env), cwd=ROOT, **output)
     served = Served(process)
     ready = threading.Event()
 
@@ -166,34 +150,6 @@ def real_server(
     model: Path | str, *flags: object, env: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
     """The command, on a free port of loopback."""
-    words = [
-        sys.executable,
-        "-m",
-        "finetune",
-        "serve",
-        "--model",
-        str(model),
-        "--device-type",
-        "cpu",
-        "--port",
-        "0",
-    ]
-    with _running([*words, *map(str, flags)], env) as served:
+    words = f"-m finetune serve --device-type cpu --port 0 --model {model}".split()
+    with _running([sys.executable, *words, *map(str, flags)], env) as served:
         yield served
-
-
-def wait_for(condition: Any, seconds: float = 60, what: str = "") -> Any:
-    """The condition's first true value."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain {what}"
-        time.sleep(0.05)
-    return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

