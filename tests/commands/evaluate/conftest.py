@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from launching import ROOT
@@ -40,6 +41,22 @@ def refused(command: Callable[..., tuple[str, str]]) -> Callable[..., str]:
         return err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def plain_answer() -> Callable[..., str]:
+    """What plain transformers says to a conversation; limits as of `generate`."""
+
+    def answer(model: Any, tokenizer: Any, turns: list[dict[str, str]], **limits: int) -> str:
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        limits |= {"eos_token_id": ends, "pad_token_id": 0}
+        ids = model.generate(**inputs, do_sample=False, **limits)
+        return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return answer
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def test_against_scipy(monkeypatch: pytest.MonkeyPatch):
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.03 * width)
 
 
-@pytest.mark.parametrize(("won", "lost"), [(20, 20), (22, 15), (25, 12), (30, 10), (40, 5)])
+@pytest.mark.parametrize(("won", "lost"), [(20, 20), (25, 12), (40, 5)])
 def test_shares_against_mcnemar(won: int, lost: int):
     """The exact test of answers that only one of the two models has right."""
     first = np.array([0.0] * won + [1.0] * lost + [1.0] * 30 + [0.0] * 30)
@@ -69,14 +69,6 @@ def test_shares_against_mcnemar(won: int, lost: int):
     low, _high, p = paired_bootstrap(first, second, np.ones(len(first)))
     assert p == pytest.approx(exact, rel=0.5, abs=0.002)
     assert (p < 0.05) == (exact < 0.05) == (low > 0)
-
-
-def test_losses_against_a_permutation_test():
-    for seed, shift in ((0, 0.0), (1, -0.1), (2, -0.15)):
-        first, second, weights = token_losses(80, seed, shift)
-        signs = np.random.default_rng(9).choice([-1, 1], (20_000, 80))
-        exact = (np.abs(signs @ (second - first)) >= abs((second - first).sum())).mean()
-        assert paired_bootstrap(first, second, weights)[2] == pytest.approx(exact, abs=0.05)
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():

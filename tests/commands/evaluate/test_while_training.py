@@ -169,18 +169,11 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 
 def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
-    own = {
-        "valid_data": str(materials.valid),
-        "eval_generate": 8,
-        "eval_steps": 10,
-        "max_steps": 40,
-        "global_batch_size": 12,
-        "finetuning": "full",
-        "learning_rate": 2e-2,
-        "lr_scheduler": "constant",
-        "use_curriculum": True,
-        "curriculum": {"levels": list(LEVELS), "stages": [{"until": 1.0, "mix": [1, 1, 1]}]},
-    }
+    own = {"valid_data": str(materials.valid), "eval_generate": 8, "eval_steps": 10}
+    own |= {"max_steps": 40, "global_batch_size": 12, "finetuning": "full"}
+    own |= {"learning_rate": 2e-2, "lr_scheduler": "constant", "use_curriculum": True}
+    stages = [{"until": 1.0, "mix": [1, 1, 1]}]
+    own["curriculum"] = {"levels": list(LEVELS), "stages": stages}
     return materials.settings(output_dir, **(own | changes))
 
 
@@ -199,7 +192,7 @@ def asked(materials: Materials) -> Path:
 
 
 def test_the_run_says_what_transformers_answers_and_keeps_the_best(
-    materials: Materials, asked: Path
+    materials: Materials, asked: Path, plain_answer
 ):
     """Of the output, by plain transformers, prompt by prompt, judged by the last line of the text
     alone.
@@ -215,20 +208,13 @@ def test_the_run_says_what_transformers_answers_and_keeps_the_best(
 
     model = AutoModelForCausalLM.from_pretrained(asked, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(asked)
-    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     rows, right = run_helpers.lines(materials.valid), []
     # Eight of those with an answer, which row 0 has not: an even choice of each level's.
     for level, chosen in {"explain": (3, 6, 9), "reasoning": (1, 4, 7), "topology": (2, 8)}.items():
         answers = []
         for row in map(rows.__getitem__, chosen):
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": row["instruction"]}],
-                add_generation_prompt=True, return_tensors="pt", return_dict=True,
-            )  # fmt: skip
-            length = ids["input_ids"].shape[1]
-            flags = {"max_new_tokens": 96 - length, "eos_token_id": ends, "pad_token_id": 0}
-            out = model.generate(**ids, do_sample=False, **flags)
-            text = tokenizer.decode(out[0, length:], skip_special_tokens=True)
+            turns = [{"role": "user", "content": row["instruction"]}]
+            text = plain_answer(model, tokenizer, turns, max_length=96)
             last = re.search(r"Answer: (\S+)\Z", text.strip())
             answers.append(last is not None and last[1] == str(row["answer"]))
         found = lines[best][f"eval_exact_match/{level}"]

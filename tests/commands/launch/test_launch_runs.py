@@ -202,12 +202,6 @@ def test_nodes_are_started_again_together(tmp_path: Path):
         assert "restart 1 of 2: out of memory: it resumes with smaller" in said(tmp_path, node)
 
 
-def test_a_node_that_is_refused_stops_the_others(tmp_path: Path):
-    with two_nodes(tmp_path, "exit2-others-wait") as nodes:
-        assert [code_of(node) for node in nodes] == [2, 2]
-    assert [len(started(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_launch_lets_its_workers_save(tmp_path: Path, killed: int):
     # the other launch need not wait long for a report of the killed one
