@@ -1,6 +1,4 @@
-"""Deployments of a model: copies of a merged folder in which one thing is wrong, and llama.cpp's
-server.
-"""
+"""Copies of a merged folder in which one thing is wrong, and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -17,19 +15,14 @@ import torch
 from launching import environment
 from safetensors.torch import load_file, save_file
 
-CHATML = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content +"
-    " '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n'"
-    " }}{%- endif %}"
-)
+Tensors = dict[str, torch.Tensor]
 
 
 def changed(folder: Path, name: str, **values: Any) -> None:
     """Change settings of a JSON file of the folder."""
     path = folder / name
-    path.write_text(
-        json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8"
-    )
+    settings = json.loads(path.read_text(encoding="utf-8")) | values
+    path.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def template(source: str) -> Callable[[Path], None]:
@@ -48,9 +41,7 @@ def edited_template(old: str, new: str) -> Callable[[Path], None]:
     return fault
 
 
-def weights(
-    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> Callable[[Path], None]:
+def weights(change: Callable[[Tensors], Tensors]) -> Callable[[Path], None]:
     def fault(folder: Path) -> None:
         path = folder / "model.safetensors"
         save_file(change(load_file(path)), path, metadata={"format": "pt"})
@@ -69,10 +60,10 @@ def strengthened(base: Path, factor: float) -> Callable[[Path], None]:
     """The adapter's change times a factor: 2 for one that was merged twice."""
     before = load_file(base / "model.safetensors")
 
-    def change(after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def change(after: Tensors) -> Tensors:
+        changes = {name: after[name].float() - before[name].float() for name in after}
         return {
-            n: before[n] + (t.float() - before[n].float()).mul(factor).to(t.dtype)
-            for n, t in after.items()
+            n: before[n] + change.mul(factor).to(before[n].dtype) for n, change in changes.items()
         }
 
     return weights(change)
@@ -88,18 +79,14 @@ def rope(**parameters: Any) -> Callable[[Path], None]:
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
     def fault(folder: Path) -> None:
-        weights(lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})(
-            folder
-        )
+        weights(lambda tensors: {n: tensor.to(dtype) for n, tensor in tensors.items()})(folder)
         changed(folder, "config.json", dtype=str(dtype).removeprefix("torch."))
 
     return fault
 
 
-def in_four_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each matrix of the layers rounded in blocks of 32, as llama.cpp's `quantize_row_q4_0_ref`
-    does.
-    """
+def in_four_bits(tensors: Tensors) -> Tensors:
+    """Each matrix rounded in blocks of 32, as llama.cpp's `quantize_row_q4_0_ref` does."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.ndim != 2 or "embed" in name:
@@ -119,9 +106,8 @@ def control_tokens_as_text(folder: Path) -> None:
     """The tokenizer without its added tokens, as of a conversion that leaves them out."""
     path = folder / "tokenizer.json"
     known = json.loads(path.read_text(encoding="utf-8"))
-    known["added_tokens"] = [
-        token for token in known["added_tokens"] if token["content"] == "<|endoftext|>"
-    ]
+    added = known["added_tokens"]
+    known["added_tokens"] = [token for token in added if token["content"] == "<|endoftext|>"]
     path.write_text(json.dumps(known), encoding="utf-8")
     changed(folder, "tokenizer_config.json", extra_special_tokens=[], eos_token="<|endoftext|>")
 

@@ -1,6 +1,4 @@
-"""Logs as machines write them: a failure's lines among those of other ranks, bars, warnings and
-what follows.
-"""
+"""A failure's lines among those of other ranks, bars, warnings and what follows."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ TIMES = (
     "",
 )
 WARNINGS = (
-    (
-        "/opt/env/lib/python3.11/site-packages/torch/utils/checkpoint.py:87: UserWarning: None of"
-        " the inputs have requires_grad=True"
-    ),
+    "torch/utils/checkpoint.py:87: UserWarning: None of the inputs have requires_grad=True",
     "[WARNING] async_io requires the dev libaio .so object and headers but these were not found.",
     "node0:4244:4390 [0] NCCL INFO Call to connect returned Connection refused, retrying",
     "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`.",
@@ -61,14 +56,10 @@ WARNINGS = (
     ),
 )
 ECHOES = (
+    "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:41234",
     (
-        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed"
-        " by peer [10.0.0.2]:41234"
-    ),
-    (
-        "torch.distributed.DistBackendError: NCCL error in:"
-        " /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there"
-        " was a network error, NCCL version 2.27.7"
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process"
+        " exited or there was a network error, NCCL version 2.27.7"
     ),
     (
         "[E1121 13:40:01.408271257 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog caught"
@@ -108,25 +99,19 @@ _CLOCK = re.compile(r"\b13:\d\d:\d\d\b")
 def series(name: str) -> list[tuple[str, list[str]]]:
     """(head, lines) of every case of a series: a line `### head`, then the lines of its failure."""
     blocks = re.split(r"(?m)^### ", (SERIES / f"{name}.txt").read_text(encoding="utf-8"))[1:]
-    return [
-        (head, body.rstrip("\n").split("\n"))
-        for head, _, body in (block.partition("\n") for block in blocks)
-    ]
+    cases = (block.rstrip("\n").split("\n") for block in blocks)
+    return [(head, lines) for head, *lines in cases]
 
 
 def quiet(lines: list[str]) -> str:
     """One process: a few steps, then the lines."""
-    steps = [
-        f"{{'loss': 2.{n}043, 'grad_norm': 1.{n}, 'learning_rate': 2e-05, 'epoch': 0.0{n}}}"
-        for n in range(1, 3)
-    ]
+    steps = [f"{{'loss': 2.{n}043, 'learning_rate': 2e-05, 'epoch': 0.0{n}}}" for n in (1, 2)]
     own = [line.removeprefix("!") for line in lines]
     return "\n".join(["[INFO] python train.py --micro-batch-size 8", *steps, *own]) + "\n"
 
 
 def noisy(lines: list[str], seed: int, *, echoes: bool = True) -> str:
-    """Several ranks in one log, each with its prefix, in one of the forms of times, and what
-    follows at the end.
+    """Several ranks in one log, each with its prefix, and what follows at the end.
 
     Args:
         lines: of the failure; those that begin with `!` are printed without a prefix (launchers,
@@ -154,29 +139,17 @@ def noisy(lines: list[str], seed: int, *, echoes: bool = True) -> str:
         for rank in range(RANKS):
             if draw.random() < 0.4:
                 say(draw.choice(WARNINGS), rank, clock)
-        bar = "\r".join(
-            f"{step}{n}%|##   | {step * 10 + n}/400 [00:0{n}<01:0{n},  1.8it/s]" for n in range(3)
-        )
-        made.append(bar)
-        say(
-            f"{{'loss': 2.{step}1, 'grad_norm': 1.1, 'learning_rate': 2e-05, 'epoch': 0.{step}}}",
-            0,
-            clock,
-        )
+        bars = (f"{step}{n}%|##   | {step * 10 + n}/400 [00:0{n}<01:0{n}]" for n in range(3))
+        made.append("\r".join(bars))
+        say(f"{{'loss': 2.{step}1, 'learning_rate': 2e-05, 'epoch': 0.{step}}}", 0, clock)
     for text in lines:
         clock += 0.2
         say(text, failed, clock)
         if draw.random() < 0.3:
             say(draw.choice(WARNINGS), (failed + 1) % RANKS, clock)
         if draw.random() < 0.15:
-            say(
-                "  "
-                + draw.choice(
-                    ("^^^^^^", "frame #5: <unknown function> + 0xdbbf4 (0x7eff423efbf4 in", "~~")
-                ),
-                failed,
-                clock,
-            )
+            frame = "frame #5: <unknown function> + 0xdbbf4 (0x7eff423efbf4 in"
+            say(f"  {draw.choice(('^^^^^^', frame, '~~'))}", failed, clock)
     if echoes:
         for rank in range(RANKS):
             if rank != failed:

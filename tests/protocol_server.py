@@ -1,6 +1,4 @@
-"""A server of the OpenAI protocol with a real model behind it, which does with right answers what
-servers do.
-"""
+"""A server of the OpenAI protocol with a real model, which does with answers what servers do."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ STALLED, CHUNKED = ("content-length", "1000"), ("transfer-encoding", "chunked")
 
 
 class Server:
-    """A real model behind the protocol; `way` is what is done to its answers, `asked` what came
-    in.
-    """
+    """A real model; `way` is what is done to its answers, `asked` what came in."""
 
     def __init__(self, folder: Path, way: str = "") -> None:
         self.model = MergedFolder(folder, torch.device("cpu"), trust_remote_code=False)

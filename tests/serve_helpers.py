@@ -1,6 +1,4 @@
-"""Servers in processes of their own, on loopback: with real workers, or with workers that have no
-model.
-"""
+"""Servers in processes of their own, on loopback, with real workers or with stubs."""
 
 from __future__ import annotations
 

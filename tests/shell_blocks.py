@@ -1,6 +1,4 @@
-"""The commands that a Markdown file shows, and how to try them here: small, in a folder of their
-own.
-"""
+"""The commands that a Markdown file shows, and how to try them here: small, in their own folder."""
 
 from __future__ import annotations
 
@@ -21,11 +19,8 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def blocks(document: Path, language: str) -> list[str]:
     """The contents of the fenced blocks of one language, in order."""
-    return [
-        text
-        for found, text in _FENCE.findall(document.read_text(encoding="utf-8"))
-        if found == language
-    ]
+    found = _FENCE.findall(document.read_text(encoding="utf-8"))
+    return [text for name, text in found if name == language]
 
 
 def shell_lines(document: Path) -> list[str]:
@@ -41,9 +36,7 @@ def trains(line: str) -> bool:
 
 
 def small(line: str, folder: Path) -> str:
-    """The same command for two steps, without validation, in `folder` instead of runs/ and the
-    user's cache.
-    """
+    """The same command for two steps, in `folder` instead of runs/ and the user's cache."""
     cache = f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
     if trains(line):
         if "--output-dir" not in line:
@@ -52,16 +45,14 @@ def small(line: str, folder: Path) -> str:
     # Seconds after which a run is stopped: on a busy machine it has not even begun by then.
     line = line.replace("timeout --signal TERM 20 ", "timeout --signal TERM 600 ")
     if "--eval-steps" in line:
-        line = re.sub(
-            r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line
-        )
+        given = r"--eval-steps \d+ --eval-generate \d+"
+        line = re.sub(given, "--eval-steps 1 --eval-generate 2", line)
     if "finetune.dpo" in line:
         line += " --max-steps 2 --device-type cpu"
     if "finetune.pretrain" in line:
         # The model that stands for the reader's was made for 512 tokens.
-        line = line.replace("--max-seq-len 2048", "--max-seq-len 128").replace(
-            "size 65536", "size 512"
-        )
+        line = line.replace("--max-seq-len 2048", "--max-seq-len 128")
+        line = line.replace("size 65536", "size 512")
         line += " --num-iterations 2 --device-type cpu --report-to none"
     if "finetune serve" in line:
         line += " --port 0 --device-type cpu"
@@ -83,24 +74,15 @@ def run_together(
 ) -> list[tuple[int, str]]:
     """Run shell lines at the same time (as on several nodes); the exit code and output of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    env = environment(
-        {
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "HF_HOME": str(folder / "hf"),
-            **(variables or {}),
-        }
-    )
+    own = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "hf")}
+    env = environment(own | (variables or {}))
     logs = [folder / f"output-{number}-{time.monotonic_ns()}.txt" for number in range(len(lines))]
     started = []
     try:
         for line, log in zip(lines, logs, strict=True):
             with log.open("wb") as file:
-                words = ["bash", "-c", line]
-                started.append(
-                    subprocess.Popen(
-                        words, cwd=cwd, env=env, stdout=file, stderr=file, start_new_session=True
-                    )
-                )
+                output = {"stdout": file, "stderr": file, "start_new_session": True}
+                started.append(subprocess.Popen(["bash", "-c", line], cwd=cwd, env=env, **output))
         deadline = time.monotonic() + timeout_seconds
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in started]
     finally:
@@ -118,11 +100,7 @@ def run_line(
     codes: Sequence[int] = (0,),
     cwd: Path = ROOT,
 ) -> str:
-    """Run one shell line; its output. Fails unless the exit code is one of `codes`.
-
-    `python -m finetune...` is forked instead of started: what it imports takes several times what
-    it does.
-    """
+    """Run one shell line; its output. `python -m finetune...` is forked, which saves its imports."""
     words = shlex.split(line)
     if words[:2] == ["python", "-m"] and "*" not in line:
         folder.mkdir(parents=True, exist_ok=True)

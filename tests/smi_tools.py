@@ -1,6 +1,4 @@
-"""Stand-ins for the devices' drivers: an npu-smi that prints one of the texts in `smi_outputs/`,
-and NVML's library.
-"""
+"""Stand-ins for drivers: an npu-smi that prints a text of `smi_outputs/`, and NVML's library."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """What `finetune.runtime.smi` asks of pynvml; refuses, with the real errors, what the real
-    one refuses.
-    """
+    """What `finetune.runtime.smi` asks of pynvml, with the real errors."""
 
     def __init__(
         self, *gpus: FakeGpu, init_error: int = 0, driver: str = "580.65.06", cuda: int = 13000
@@ -109,9 +105,8 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> SimpleNamespace:
         total = self._asked(handle, "memory", handle.total)
-        return SimpleNamespace(
-            total=total * MIB, used=handle.used * MIB, free=(total - handle.used) * MIB
-        )
+        used = handle.used
+        return SimpleNamespace(total=total * MIB, used=used * MIB, free=(total - used) * MIB)
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> SimpleNamespace:
         return SimpleNamespace(gpu=self._asked(handle, "use", handle.use), memory=0)
@@ -121,16 +116,13 @@ class FakeNvml:
         return self._asked(handle, "temperature", handle.celsius)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: FakeGpu, kind: int, counter: int) -> int:
-        assert (kind, counter) == (
-            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            pynvml.NVML_VOLATILE_ECC,
-        )
+        assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        assert counter == pynvml.NVML_VOLATILE_ECC
         return self._asked(handle, "ecc", handle.ecc)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:
-        return _running(
-            self._asked(handle, "processes", handle.computing, pynvml.NVML_ERROR_NO_PERMISSION)
-        )
+        refusal = pynvml.NVML_ERROR_NO_PERMISSION
+        return _running(self._asked(handle, "processes", handle.computing, refusal))
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:
         return _running(self._asked(handle, "drawing", handle.drawing))
@@ -139,18 +131,12 @@ class FakeNvml:
         if not self.users:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
-    def _asked(
-        self,
-        gpu: FakeGpu,
-        question: str,
-        answer: Any,
-        refusal: int = pynvml.NVML_ERROR_NOT_SUPPORTED,
-    ) -> Any:
+    def _asked(self, gpu: FakeGpu, question: str, answer: Any, refusal: int | None = None) -> Any:
         self._need_init()
         if question in gpu.fails:
             raise pynvml.NVMLError(gpu.fails[question])
         if answer is None:
-            raise pynvml.NVMLError(refusal)
+            raise pynvml.NVMLError(refusal or pynvml.NVML_ERROR_NOT_SUPPORTED)
         return answer
 
 

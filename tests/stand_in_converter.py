@@ -15,11 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "bf16": gguf.GGMLQuantizationType.BF16,
-}
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("f32", "f16", "bf16")}
 # Model type -> llama.cpp's architecture, and its name for how the tokenizer splits a text.
 MODELS = {
     "qwen3": (gguf.MODEL_ARCH.QWEN3, "qwen2"),
@@ -28,9 +24,7 @@ MODELS = {
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of a Llama's queries or keys in llama.cpp's order: it rotates neighbours, where
-    transformers rotates the halves of a head.
-    """
+    """llama.cpp rotates neighbours, where transformers rotates the halves of a head."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -58,18 +52,15 @@ def write(folder: Path, target: Path, outtype: str) -> None:
     known = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"] for token in known["added_tokens"]}
     size = config["vocab_size"]
-    names = [
-        tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else f"[PAD{n}]"
-        for n in range(size)
-    ]
+    padding = [f"[PAD{n}]" for n in range(len(tokenizer), size)]
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))) + padding
     kinds = [gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in range(size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
-    writer.add_token_merges(
-        [m if isinstance(m, str) else " ".join(m) for m in known["model"]["merges"]]
-    )
+    merges = known["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)

@@ -19,20 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Numbers that the host reads, and results whose size depends on numbers.
-READS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "equal",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-    )
-)
-INDEXED = frozenset(
-    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_")
-)
+_READS = "_local_scalar_dense equal nonzero masked_select _unique2 unique_dim"
+READS = frozenset(f"aten::{name}" for name in _READS.split())
+_INDEXED = "index index_put index_put_ _index_put_impl_"
+INDEXED = frozenset(f"aten::{name}" for name in _INDEXED.split())
 
 
 class Waits(TorchDispatchMode):
@@ -46,12 +36,9 @@ class Waits(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _waits(func._schema.name, args, kwargs, result):
-            lines = [
-                line for line in traceback.extract_stack()[:-1] if "/torch/" not in line.filename
-            ]
-            where = " < ".join(
-                f"{Path(line.filename).name}:{line.lineno}" for line in reversed(lines[-3:])
-            )
+            lines = [x for x in traceback.extract_stack()[:-1] if "/torch/" not in x.filename]
+            places = [f"{Path(x.filename).name}:{x.lineno}" for x in reversed(lines[-3:])]
+            where = " < ".join(places)
             self.found[f"{func._schema.name} at {where}"] += 1
         return result
 
@@ -60,9 +47,8 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if name in READS:
         return True
     if name in INDEXED:
-        return any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None
     if name in ("aten::_to_copy", "aten::copy_"):
@@ -75,9 +61,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def audit_rows(rank: int, output: str) -> None:
-    """A patch of a run (run_patches): write what every step's microbatches found, a line for each
-    step, to a file.
-    """
+    """A patch of a run (run_patches): write what each step's microbatches found to a file."""
     from finetune.training.executor import StepExecutor
 
     original = StepExecutor._run_microbatches
@@ -93,9 +77,7 @@ def audit_rows(rank: int, output: str) -> None:
 
 
 def audit_steps(rank: int, output: str) -> None:
-    """A patch of a run: the same for whole steps, from the first microbatch to what the host does
-    at the end.
-    """
+    """A patch of a run: the same for whole steps, with what the host does at the end."""
     from finetune.training.trainer import RunTrainer
 
     begin, end = RunTrainer.training_step, RunTrainer.end_of_step
@@ -109,11 +91,9 @@ def audit_steps(rank: int, output: str) -> None:
 
     def end_of_step(self: RunTrainer) -> None:
         end(self)
+        record = {"rows": len(self._batch.microbatches), "found": at_work[0].found}
         with open(output, "a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"rows": len(self._batch.microbatches), "found": at_work[0].found})
-                + "\n"
-            )
+            file.write(json.dumps(record) + "\n")
         at_work[0].found.clear()
         if self.state.global_step == self.total_steps:
             at_work.pop().__exit__(None, None, None)
