@@ -1,11 +1,10 @@
-"""Runs of other tools become run files that load, train what theirs trained, and name what they
-cannot say.
-"""
+"""Runs of other tools become run files that load, and name what they cannot express."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -82,11 +81,9 @@ def test_what_is_no_run_is_refused(folder: Path, run: str) -> None:
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(*_: Any, **__: Any) -> str:
-        raise PermissionError(13, "Permission denied")
-
     (folder / "run.sh").touch()
-    monkeypatch.setattr(Path, "read_text", unreadable)
+    refused = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=refused))
     with pytest.raises(ConfigError, match="Permission denied"):
         read_run("run.sh", None)
 
@@ -198,11 +195,8 @@ RSLORA = {
     "ms-swift": {"lorap_lr_ratio": 16.0, "modules_to_save": BOTH},
 }
 RSLORA = {tool: {"use_rslora": True, **changes} for tool, changes in RSLORA.items()}
-RSLORA["axolotl"] = {
-    "peft_use_rslora": True,
-    "loraplus_lr_ratio": 16,
-    "lora_rank_pattern": {"q": 4},
-}
+RSLORA["axolotl"] = {"peft_use_rslora": True, "loraplus_lr_ratio": 16}
+RSLORA["axolotl"] |= {"lora_rank_pattern": {"q": 4}}
 
 
 def test_adapters_beyond_plain_lora(convert) -> None:

@@ -6,17 +6,14 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from converted_runs import converted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.commands.convert.accelerate_file import read_accelerate
 from finetune.commands.convert.read import read_run
 from finetune.commands.convert.shell import Shell
-from finetune.errors import ConfigError
 
 SCRIPTS = [
     "run --dataset 'NAME#10000' NAME#10000 --lr 5e-5 # a comment\nrun next",
@@ -69,8 +66,6 @@ def test_what_needs_a_program_stays_as_it_is_written() -> None:
     ]
 
 
-# ---------------------------------------------------------------- accelerate's file
-
 OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
@@ -103,16 +98,3 @@ def test_processes_of_that_file_make_the_batch(tmp_path: Path) -> None:
         assert run.processes == 8
         assert run.options["deepspeed"] == {"zero_optimization": {"stage": 2}}
         assert (run.options["dataset_name"], run.options["use_peft"]) == ("d", True)
-
-
-def test_processes_that_share_samples_make_no_batch(folder: Path, capsys: Any) -> None:
-    degrees = {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 2}
-    content = {"num_processes": 4, "parallelism_config": degrees}
-    (folder / "ulysses.yaml").write_text(json.dumps(content))
-    command = "accelerate launch --config_file ulysses.yaml trl/scripts/sft.py"
-    command += " --model_name_or_path m --dataset_name d.jsonl"
-    config, text = converted(command, capsys)
-    assert config.global_batch_size == 16 and "2 that share every sample" in text
-    (folder / "ulysses.yaml").write_text(json.dumps(content | {"num_processes": 3}))
-    with pytest.raises(ConfigError, match="2 devices share every sample"):
-        converted(command, capsys)

@@ -14,8 +14,6 @@ from finetune.commands.convert.read import read_run
 from finetune.config.fields import DataSource
 from finetune.errors import ConfigError
 
-# ---------------------------------------------------------------- Axolotl
-
 PLAIN = {"base_model": "m", "datasets": [{"path": "own.jsonl", "type": "alpaca"}]}
 
 
@@ -58,9 +56,6 @@ def test_plugins(convert) -> None:
     assert "swanlab" in config.report_to
     with pytest.raises(ConfigError, match="diffusion is a training of its own"):
         convert("axolotl", {"diffusion": {"noise_schedule": "cosine"}})
-
-
-# ---------------------------------------------------------------- ms-swift
 
 
 def test_swift(capsys: Any) -> None:
@@ -114,9 +109,7 @@ def test_trl_by_command_line(capsys: Any, folder: Path) -> None:
 
 
 def test_what_trl_passes_on_to_accelerate(convert, capsys: Any, folder: Path) -> None:
-    """Behind its own name and in its YAML: processes count, the sharding is ours, ports and ranks
-    are nobody's.
-    """
+    """Processes count; ports and ranks do not."""
     command = "trl sft --model_name_or_path m --dataset_name d.jsonl --output_dir o"
     command += " --gradient_accumulation_steps 1"
     options = "--num_processes 4 --num_machines 1 --main_process_port 29501 --machine_rank 0"

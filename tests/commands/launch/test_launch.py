@@ -1,6 +1,4 @@
-"""What a launch decides before it starts anything and after a failure: ports, nodes, environment,
-policy, log.
-"""
+"""What a launch decides before it starts anything and after a failure."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ from finetune.runtime.ports import LOOPBACK, hold_port, listening_address, liste
 from finetune.storage import launch_record
 from finetune.storage.checkpoint_files import CheckpointWriter
 from finetune.storage.launch_record import LaunchRecord, command_digest, describe, still_runs
-
-# ---------------------------------------------------------------- ports
 
 
 def free_run_of_ports(count: int) -> int:
@@ -102,9 +98,6 @@ def test_the_port_listens_at_an_address_of_this_machine(monkeypatch):
         held.close()
 
 
-# ---------------------------------------------------------------- nodes
-
-
 def test_nodes_from_variables_and_flags():
     given = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
     assert nodes_here(given) == Nodes(4, 2, "a", 7)
@@ -155,8 +148,6 @@ def test_node_lists(nodelist: str, hosts: str | None):
     else:
         assert expand_nodelist(nodelist) == hosts.split()
 
-
-# ---------------------------------------------------------------- environment
 
 FACTS = {"interface": None, "report_to": (), "npu_variables": {}}
 
@@ -212,8 +203,6 @@ def test_variables_elsewhere():
     left = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "a", "OWN": "1"}
     assert launch_spec.without_stale(left) == {"OWN": "1"}
 
-
-# ---------------------------------------------------------------- what is launched
 
 TINY = "--config ds_configs/zero3.json --device-type cpu"
 NODE = "--nproc 1 --nnodes 2 --master-addr 127.0.0.1"
@@ -330,8 +319,6 @@ def test_the_flags_are_frozen():
         assert (options.log_dir, options.kind, flags) == ("sft", "pretrain", ["--seed", "1"])
 
 
-# ---------------------------------------------------------------- what a restart cures
-
 CURABLE = {"peer_died", "collective_timeout", "device_oom"}
 
 
@@ -404,8 +391,6 @@ def test_another_attempt_resumes_what_the_first_has_left(tmp_path, resume, saved
     assert made.worker_arguments(attempt) == ["-u", "-m", "finetune.sft", "--seed", "1", *more]
 
 
-# ---------------------------------------------------------------- the log
-
 # What a console shows has a + before it.
 LINES = """\
 +[INFO] before
@@ -453,9 +438,6 @@ def test_a_console_that_is_gone_does_not_matter(tmp_path: Path):
         log.folded()  # which shows what there is
         log.info("and more")
     assert (tmp_path / "a.log").read_text() == "[INFO] said\n[INFO] and more\n"
-
-
-# ---------------------------------------------------------------- the record of processes
 
 
 def test_a_process_that_has_ended_does_not_run():

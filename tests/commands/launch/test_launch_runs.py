@@ -1,6 +1,4 @@
-"""The supervisor with real processes, whose workers train nothing: restarts, signals, kills and
-what is left.
-"""
+"""The supervisor with real processes, whose workers train nothing."""
 
 from __future__ import annotations
 
@@ -58,11 +56,7 @@ def _supervise(
 def launched(
     folder: Path, what: str, processes: int = 1, resume: str = "auto", node: str = "", **variables
 ) -> Iterator[ForkProcess]:
-    """A supervisor at work; whatever is left of it at the end is killed, as its record tells.
-
-    Args:
-        node: RANK:PORT of one of two nodes.
-    """
+    """A supervisor (`node`: RANK:PORT of one of two); what is left of it is killed."""
     from finetune.commands.launch import agent  # noqa: F401, once for all
 
     arguments = (folder, what, processes, resume, node, variables)
@@ -175,9 +169,6 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path):
         assert code_of(process) == 128 + signal.SIGTERM
         until(lambda: not left_over(tmp_path))
     assert "saved" not in " ".join(notes(tmp_path))
-
-
-# ---------------------------------------------------------------- two nodes
 
 
 @contextlib.contextmanager

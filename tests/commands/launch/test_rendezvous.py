@@ -1,6 +1,4 @@
-"""How nodes meet in the store of node 0: other launches, old attempts, missing and doubled nodes,
-values that are not a launch's.
-"""
+"""How nodes meet in the store of node 0."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import run_helpers
 from launching import ROOT
@@ -61,17 +60,3 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes, tm
     for log in (tmp_path / "logs").glob("*.processes.json"):
         roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
         assert roles[:2] == ["supervisor", "worker"]
-
-
-def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path):
-    tokens, run = tmp_path / "train.bin", tmp_path / "run"
-    np.random.default_rng(0).integers(0, 256, 20_000, dtype="<u2").tofile(tokens)
-    flags = f"--train-data-path {tokens} --output-dir {run} --vocab-size 256 --depth 1"
-    flags += " --max-seq-len 32 --device-batch-size 1 --total-batch-size 256 --num-iterations 4"
-    flags += " --device-type cpu --dtype float32 --report-to none"
-    launched = nodes.launch(flags.split(), tmp_path, KIND="pretrain")
-    codes = [node.wait(WAIT_SECONDS) for node in launched]
-    assert codes == [0, 0], "\n".join(node.said() for node in launched)
-    (start,) = run_helpers.events(run, "start")
-    assert start["world_size"] == 4 and len(run_helpers.losses(run)) == 4
-    assert "[SUCCESS] done: 4 steps" in launched[0].said()

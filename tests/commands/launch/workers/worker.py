@@ -1,6 +1,4 @@
-"""A worker that trains nothing: writes down that it was there, then does what it was told to, in
-its first attempt.
-"""
+"""A worker that trains nothing: does what it was told to in its first attempt."""
 
 from __future__ import annotations
 
