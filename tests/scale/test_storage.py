@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import ROOT
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 sys.path.append(str(ROOT / "exhaustive" / "scale"))
 
@@ -27,18 +27,17 @@ from finetune.errors import FinetuneError, StateError
 from finetune.runs.reader import FolderReader
 from finetune.storage import checkpoint_files, durable_files, run_lock, shared_storage
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, verify
-from finetune.storage.run_folder import describe_folder, put_output, write_status
+from finetune.storage.run_folder import put_output, write_status
 from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
 from finetune.training.resume import decide_resume
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-SAMPLE = (("flock: ENOLCK", "run lock"), ("rename done, ENOENT reported, each time", "save"))
 
 
-@pytest.mark.parametrize(("name", "operation"), SAMPLE)
-def test_a_sample_of_the_table(tmp_path: Path, name: str, operation: str) -> None:
+def test_a_sample_of_the_table(tmp_path: Path) -> None:
+    name = "rename done, ENOENT reported, each time"
     misbehaviour = next(each for each in MISBEHAVIOURS if each.name == name)
-    cell = try_one(misbehaviour, operation, tmp_path / "cell")
+    cell = try_one(misbehaviour, "save", tmp_path / "cell")
     assert cell.holds, cell.text
 
 
@@ -50,11 +49,12 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFolder]:
 
 @pytest.fixture
 def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFolder]:
-    """Two nodes of an empty folder; what is not seen is looked for as long as seconds, not as a
+    """Two nodes of an empty run folder; what is not seen is looked for as long as seconds, not as a
     minute.
     """
     monkeypatch.setattr(checkpoint_files, "UNREAD_SECONDS", 1.0)
     monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_SECONDS", 3.0)
+    (mounted.nodes[0] / "run").mkdir()
     yield mounted
     mounted.heal()
     mounted.set(absent_seconds=0, listing_seconds=0, attribute_seconds=0, entry_seconds=0)
@@ -63,81 +63,75 @@ def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         durable_files.remove_tree(path)
 
 
+@pytest.fixture
+def runs(shared: SharedFolder) -> tuple[Path, Path]:
+    """The run folder as either node has it."""
+    return shared.nodes[0] / "run", shared.nodes[1] / "run"
+
+
 def save(run: Path, step: int) -> Path:
     with CheckpointWriter(run, step, f"t{step}") as writer:
         (writer.folder / "state.json").write_text(f'{{"step": {step}}}')
         return writer.publish(writer.seal(["state.json"]), {"identity": {}})
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
-def test_without_flock_a_claim_keeps_others_out(
-    shared: SharedFolder, number: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    assert shared_storage.is_shared(shared.nodes[0] / "not there yet")
+def test_without_flock_a_claim_keeps_others_out(shared, runs, caplog, tmp_path) -> None:
+    run, other = runs
+    assert shared_storage.is_shared(run / "not there yet")
     assert not shared_storage.is_shared(tmp_path)
-    shared.set(flock=number)
-    run = shared.nodes[0] / "run"
+    shared.set(flock=errno.EINVAL)
     with caplog.at_level(logging.WARNING, "finetune"), RunLock(run, 0):
-        assert CLAIM_NAME in caplog.text and is_held(shared.nodes[1] / "run")
+        assert CLAIM_NAME in caplog.text and is_held(other)
         with pytest.raises(StateError, match=f"process {os.getpid()} on"):
-            RunLock(shared.nodes[1] / "run", 0).__enter__()
+            RunLock(other, 0).__enter__()
     assert is_held(run) is False and not (run / CLAIM_NAME).exists()
-    with RunLock(shared.nodes[1] / "run", 0):
+    with RunLock(other, 0):
         pass
 
 
 def test_a_machine_without_locks_respects_the_lock_of_one_that_has_some(
-    shared: SharedFolder, monkeypatch: pytest.MonkeyPatch
+    shared, runs, monkeypatch
 ) -> None:
     """And the other way round; both believed to be alone before."""
-    first, second = (node / "run" for node in shared.nodes)
-    for one, other, flock in ((first, second, errno.ENOLCK), (second, first, "shared")):
+    for one, other, flock in ((*runs, errno.ENOLCK), (*reversed(runs), "shared")):
         with RunLock(one, 0):
+            # NFS grants no exclusive lock on what is open for reading.
+            assert is_held(other) is True
             shared.set(flock=flock)
             with pytest.raises(StateError, match="another run works"):
                 RunLock(other, 0).__enter__()
+    assert is_held(runs[1]) is False
     monkeypatch.setattr(shared_storage, "mount_of", lambda path: ("nfs", "rw,vers=3,nolock"))
-    with RunLock(first, 0):  # locks that only one machine sees are none
+    with RunLock(runs[0], 0):  # locks that only one machine sees are none
         assert (shared.disk / "run" / CLAIM_NAME).exists()
 
 
-def test_a_run_at_work_is_seen_by_who_opens_the_lock_for_reading(shared: SharedFolder) -> None:
-    """NFS grants no exclusive lock on what is open for reading: `clean` took that for a file system
-    without locks.
-    """
-    with RunLock(shared.nodes[0] / "run", 0):
-        assert is_held(shared.nodes[1] / "run") is True
-    assert is_held(shared.nodes[1] / "run") is False
-
-
-def test_files_that_are_still_open_are_nobodys(shared: SharedFolder) -> None:
+def test_files_that_are_still_open_are_nobodys(runs: tuple[Path, Path]) -> None:
     """A reader on this machine: the file stays as `.nfs...`, the checkpoint is valid, and the
     reader is left alone.
     """
-    run = shared.nodes[0] / "run"
-    run.mkdir()
-    kept = save(run, 1)
-    (kept / "state.json").with_name("other.json").write_text("x")
-    with (kept / "other.json").open() as reader:
-        (kept / "other.json").unlink()
-        assert any(map(durable_files.is_still_open, os.listdir(kept)))
-        assert verify(kept).valid
+    run, newest = runs[0], {"checkpoint-2", "checkpoint-3"}
+    other = save(run, 1) / "other.json"
+    other.write_text("x")
+    with other.open() as reader:
+        other.unlink()
+        assert any(map(durable_files.is_still_open, os.listdir(other.parent)))
+        assert verify(other.parent).valid
         save(run, 2), save(run, 3)
         # not all of it could go
-        assert rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"}) == []
+        assert rotate(run, 2, known_valid=newest) == []
         left = os.listdir(run / ".removing-checkpoint-1")
         assert left and all(map(durable_files.is_still_open, left)) and reader.read() == "x"
     time.sleep(0.1)
-    rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"})
-    assert sorted(os.listdir(run)) == ["checkpoint-2", "checkpoint-3"]
+    rotate(run, 2, known_valid=newest)
+    assert {*os.listdir(run)} == newest
 
 
-def test_a_listing_that_is_old_makes_no_checkpoint_invalid(shared: SharedFolder) -> None:
+def test_a_listing_that_is_old_makes_no_checkpoint_invalid(shared, runs) -> None:
     """The other node believes in a checkpoint that has gone meanwhile: it looks anew instead of
     skipping it.
     """
-    run, other = (node / "run" for node in shared.nodes)
-    run.mkdir()
+    run, other = runs
     save(run, 1)
     shared.set(listing_seconds=1.0, entry_seconds=1.0, absent_seconds=1.0, attribute_seconds=1.0)
     assert newest_valid(other)[0] == other / "checkpoint-1"
@@ -147,10 +141,9 @@ def test_a_listing_that_is_old_makes_no_checkpoint_invalid(shared: SharedFolder)
     assert skipped == [] and found is not None and found.name in ("checkpoint-1", "checkpoint-4")
 
 
-def test_an_error_of_the_mount_does_not_send_a_run_back(shared: SharedFolder) -> None:
+def test_an_error_of_the_mount_does_not_send_a_run_back(shared, runs) -> None:
     """Before, the newest checkpoint was skipped, and set aside once the mount was well again."""
-    run = shared.nodes[0] / "run"
-    run.mkdir()
+    run = runs[0]
     (run / "run_identity.json").write_text("{}")
     save(run, 1), save(run, 2)
     shared.fail("open|read", errno.EIO, "checkpoint-2/manifest", times=2)
@@ -161,36 +154,17 @@ def test_an_error_of_the_mount_does_not_send_a_run_back(shared: SharedFolder) ->
         decide_resume(run, "auto", {}, total_steps=9, allow_change=False)
 
 
-def test_a_file_that_is_replaced_while_it_is_read_and_a_pause(shared: SharedFolder) -> None:
-    run, other = (node / "run" for node in shared.nodes)
-    run.mkdir()
-    (run / "run_identity.json").write_text('{"seed": 1}')
-    assert describe_folder(other).identity == {"seed": 1}
-    shared.fail("read", errno.ESTALE, "run_identity")
-    assert describe_folder(other).identity == {"seed": 1}
-    with RunLock(run, 0):
-        shared.pause(1.0)  # is only waited for
-        assert verify(save(run, 1)).valid
-        with pytest.raises(StateError):
-            RunLock(other, 0).__enter__()
-
-
-def test_an_error_of_a_close_is_not_lost(shared: SharedFolder) -> None:
+def test_an_error_of_a_close_is_not_lost(shared, runs) -> None:
     """numpy's and safetensors' own writing lose it: cache entries and results were whole by their
     hashes, and empty.
     """
-    run = shared.nodes[0] / "run"
-    run.mkdir()
-    values = np.arange(50_000, dtype=np.float32)
+    run, values = runs[0], np.arange(50_000, dtype=np.float32)
     shared.set(quota_bytes=1000)
     with pytest.raises(OSError, match="quota"):
         durable_files.save_array(run / "tokens.npy", values)
     with pytest.raises(FinetuneError, match="model.safetensors was written, and is not whole"):
         put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
     assert not (run / "model.safetensors").exists()
-    shared.set(quota_bytes=1e18)
-    put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
-    np.testing.assert_array_equal(load_file(run / "model.safetensors")["weights"], values)
 
 
 def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Path) -> None:
@@ -198,35 +172,33 @@ def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Pa
     assert [check.verdict for check in check_locks("output", folder)] == ["ok"]
     shared.set(flock=errno.ENOLCK)
     (check,) = check_locks("output", folder)
-    assert (check.verdict, check.name) == ("warn", "locks_output")
-    assert "fuse.nfslike" in check.what and check.fix
-    assert os.listdir(shared.disk) == [] and not list(check_locks("cache", tmp_path))
+    assert (check.verdict, check.name) == ("warn", "locks_output") and "fuse.nfslike" in check.what
+    assert os.listdir(shared.disk) == ["run"] and not list(check_locks("cache", tmp_path))
 
 
-def test_what_is_in_the_lock_keeps_nobody_out(shared: SharedFolder) -> None:
-    run, other = (node / "run" for node in shared.nodes)
+def test_what_is_in_the_lock_keeps_nobody_out(shared, runs) -> None:
     shared.fail("write", errno.EIO, "/.lock$")
-    with RunLock(run, 0):  # it was held by a process that believed it was refused
-        assert is_held(other)
+    with RunLock(runs[0], 0):  # it was held by a process that believed it was refused
+        assert is_held(runs[1])
     # Versions without claims left their name in the lock's file at the end.
     earlier = '{"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00"}'
     (shared.disk / "run" / ".lock").write_text(earlier)
     shared.set(flock=errno.ENOLCK)
-    with RunLock(run, 0):
-        assert run_lock.holder(run)["pid"] == os.getpid()
+    with RunLock(runs[0], 0):
+        assert run_lock.holder(runs[0])["pid"] == os.getpid()
 
 
-def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> None:
+def test_a_reader_goes_on_after_an_error_of_its_mount(shared, runs) -> None:
     """A monitor ended with a traceback where its log was replaced, or the folder could not be read
     for a moment.
     """
-    run = shared.nodes[0] / "run"
+    run, other = runs
     with RunLock(run, 0):
         write_status(run, "running", None, step=1)
         (run / "trainer_log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-        reader = FolderReader(shared.nodes[1] / "run")
-        assert (reader.poll().step, reader.poll().state) == (1, "running")
-        for operation in ("opendir", "read", "open"):
-            shared.fail(operation, errno.ESTALE, "", times=4, node=1)
+        reader = FolderReader(other)
+        for operation in ("", "opendir", "read", "open"):
+            if operation:
+                shared.fail(operation, errno.ESTALE, "", times=4, node=1)
             assert (reader.poll().step, reader.poll().state) == (1, "running")
             shared.heal()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, run_cli, said
+from launching import ROOT, run_cli
 from packaging.version import Version
 from rich.console import Console
 from smi_tools import make_tools
@@ -31,9 +31,7 @@ from finetune.commands.doctor.config import Demands, check_output, demands_of
 from finetune.commands.doctor.probe import Answer, answer_with
 from finetune.commands.doctor.versions import PAIRS
 from finetune.config.fields import flag
-from finetune.config.kinds import KINDS, kind_of_arguments
 from finetune.config.options import flags_of
-from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError
@@ -67,13 +65,6 @@ def diagnose(monkeypatch, capsys) -> Diagnose:
         return by_name(code, capsys.readouterr().out)
 
     return call
-
-
-def diagnose_alone(*words: object, **env: str) -> tuple[int, dict[str, Any]]:
-    """The command in a process of its own."""
-    result = run_cli(["doctor", "--json", *words], env=env, module="finetune")
-    assert result.returncode in (0, 1), said(result)
-    return by_name(result.returncode, result.stdout)
 
 
 def failing(checks: dict[str, Any]) -> set[str]:
@@ -120,14 +111,14 @@ def test_quick_imports_no_torch():
 def test_simulated_npus(tmp_path: Path):
     """The fake device of the tests, and an npu-smi that lists two of them."""
     make_tools(tmp_path, {"npu-smi": "npu_26.0_910B3_container.txt"})
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    code, checks = diagnose_alone("--nproc", 2, PYTHONPATH=f"{ROOT}:{FAKE_NPU}", PATH=path)
+    variables = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = run_cli(["doctor", "--json", "--nproc", 2], env=variables, module="finetune")
+    code, checks = by_name(result.returncode, result.stdout)
     assert code == 0 and not failing(checks)
     for name, verdict, text in (
         ("torch_npu_import", "ok", "simulated"),
         ("devices", "ok", "2 x 910B3"),
         ("device_memory", "warn", "pid 212"),
-        ("ascend_home", "warn", ""),
         ("torch_npu_pairing", "warn", ""),
     ):
         assert checks[name]["verdict"] == verdict and text in checks[name]["what"]
@@ -144,9 +135,6 @@ def test_simulated_npus_without_memory(tmp_path: Path, monkeypatch, diagnose: Di
     code, checks = diagnose(wanted, PATH=busy)
     assert code == 1 and failing(checks) == {"device_memory"}
     assert "208841" in checks["device_memory"]["fix"]
-    wanted, free = "--quick --nproc 2 --min-free-memory 20", {"ASCEND_RT_VISIBLE_DEVICES": "0,3"}
-    code, checks = diagnose(wanted, PATH=busy, **free)
-    assert code == 0 and checks["device_memory"]["verdict"] == "ok"
     # As in containers without the driver's management library: memory is unknown, torch says
     # whether that matters.
     code, checks = diagnose("--quick --device-type npu", PATH=broken)
@@ -155,23 +143,19 @@ def test_simulated_npus_without_memory(tmp_path: Path, monkeypatch, diagnose: Di
 
 
 @pytest.mark.parametrize(
-    ("torch", "name", "what", "fix"),
+    ("torch", "name", "what"),
     [
         # as torch_npu without CANN, which torch loads by itself
-        (
-            "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD') != '0': import torch_npu",
-            "torch_npu_import",
-            "libhccl.so: cannot open shared object file",
-            "set_env.sh",
-        ),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "torch_import", "SIGSEGV", ""),
-        ("import time; time.sleep(60)", "torch_import", "did not end in 2 s", "npu-smi"),
+        ("raise ImportError", "torch_npu_import", "libhccl.so: cannot open shared object file"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "torch_import", "SIGSEGV"),
+        ("import time; time.sleep(60)", "torch_import", "did not end in 2 s"),
     ],
 )
-def test_torch_that_cannot_be_loaded(torch, name, what, fix, tmp_path, monkeypatch):
+def test_torch_that_cannot_be_loaded(torch, name, what, tmp_path, monkeypatch):
     stubs = {"torch": torch}
     if name == "torch_npu_import":
-        stubs["torch_npu"] = f"raise ImportError('{what}')"
+        asked = "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD') != '0':"
+        stubs = {"torch": f"{asked} import torch_npu", "torch_npu": f"{torch}('{what}')"}
     for module, text in stubs.items():
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text(text)
@@ -180,7 +164,7 @@ def test_torch_that_cannot_be_loaded(torch, name, what, fix, tmp_path, monkeypat
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     (check,), device_type = devices.check_torch(environment, "auto", None)
     assert device_type is None and (check.name, check.verdict) == (name, "fail")
-    assert what in check.what and fix in check.fix
+    assert what in check.what
 
 
 # ---------------------------------------------------------------- real faults
@@ -206,41 +190,18 @@ def test_what_is_wrong_with_a_machine(tmp_path: Path, diagnose: Diagnose):
     assert "DeepSpeed" in checks["compiler"]["what"]
 
 
-def test_wrong_versions(tmp_path: Path):
-    """Distributions as pip leaves them, found before the real ones; torch's build is read off its
-    file.
-    """
-    for name, version in (("transformers", "4.57.1"), ("torch", "2.6.0"), ("torch_npu", "2.6.0")):
-        folder = tmp_path / f"{name}-{version}.dist-info"
-        folder.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        (folder / "METADATA").write_text(text)
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    version = "__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n"
-    (tmp_path / "torch" / "version.py").write_text(version)
-    cann = tmp_path / "cann" / "x86_64-linux"
-    cann.mkdir(parents=True)
-    (cann / "ascend_toolkit_install.info").write_text("version=8.2.RC1\n")
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "ASCEND_HOME_PATH": str(cann.parent)}
-    code, checks = diagnose_alone("--quick", **env)
-    assert code == 1 and failing(checks) == {"packages", "torch_npu_pairing"}
-    assert "transformers 4.57.1 is outside" in checks["packages"]["what"]
-    assert "torch 2.6.0 is outside" in checks["packages"]["what"]
-    pairs = "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only"
-    assert pairs in checks["torch_npu_pairing"]["what"]
-
-
 def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path, diagnose: Diagnose):
     config = tmp_path / "run.json"
     settings = {"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4}
     config.write_text(json.dumps(settings))
-    code, checks = diagnose(f"--quick --config {config}")
-    assert code == 1 and failing(checks) == {"config"}
-    assert "learning_rat" in checks["config"]["what"]
-    words = f"--quick --model {tiny_model} --data nowhere.jsonl --output-dir {tmp_path / 'x'}"
-    code, checks = diagnose(words)
-    assert code == 1 and failing(checks) == {"paths"} and "nowhere.jsonl" in checks["paths"]["what"]
+    model = f"--model {tiny_model} --data nowhere.jsonl --output-dir {tmp_path / 'x'}"
+    for words, name, said in (
+        (f"--config {config}", "config", "learning_rat"),
+        ("--config not-there.json", "config", "does not exist"),
+        (model, "paths", "nowhere.jsonl"),
+    ):
+        code, checks = diagnose(f"--quick {words}")
+        assert code == 1 and failing(checks) == {name} and said in checks[name]["what"]
 
 
 # ---------------------------------------------------------------- model and data
@@ -291,18 +252,15 @@ def test_token_files(tmp_path: Path, monkeypatch):
 
 
 def test_wrong_command_lines():
-    wrong = "--nproc 0|--nproc two|--quick --full|--lang fr|--launched|tune|--quik"
-    for words in (*wrong.split("|"), "--min-free-memory -1", "--min-devices 0"):
+    for words in ("--nproc 0", "--quick --full", "--lang fr", "--launched", "tune", "--quik"):
         with pytest.raises(FinetuneError):
             doctor.main(words.split())
 
 
 def test_what_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "x")
-    for language, words in (
-        ("en", ("[ERROR]", "fix: ", "[SKIP]", "fix the errors first")),
-        ("zh", ("[ERROR]", "请先修复错误", "修复：")),
-    ):
+    english = ("[ERROR]", "fix: ", "[SKIP]", "fix the errors first")
+    for language, words in (("en", english), ("zh", ("[ERROR]", "请先修复错误", "修复："))):
         with speaking("en"):
             assert doctor.main(["pretrain", "--quick", "--lang", language]) == 1
         printed = capsys.readouterr().out
@@ -311,7 +269,6 @@ def test_what_is_printed(monkeypatch, capsys):
     doctor.show([Check("a").ok("x" * 70), Check("b").fail("bad", "repair it")], screen)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[" in text and "repair it" in text
-    assert all(len(line) < 100 for line in text.splitlines())
 
 
 @pytest.mark.frozen
@@ -348,21 +305,6 @@ def test_form_of_json_and_exit_codes():
 # ---------------------------------------------------------------- what a configuration asks for
 
 
-def test_which_kind_the_arguments_are_for(tmp_path: Path):
-    plain = tmp_path / "plain.json"  # DeepSpeed's own: its optimizer is not pretraining's
-    keys = {"optimizer": {"type": "AdamW"}, "compile": {}, "zero_optimization": {"stage": 2}}
-    plain.write_text(json.dumps(keys))
-    wanted = {f"--config {file}": "sft" for file in (plain, "not-there.json")}
-    for file in sorted((ROOT / "ds_configs").glob("*.json")):
-        wanted[f"--config {file}"] = "pretrain" if "pretrain" in file.name else "sft"
-    # with a typing error among them
-    wanted |= {"": "sft", "--depth 4": "pretrain", "--depth 4 --num-iteration 9": "pretrain"}
-    assert {words: kind_of_arguments(words.split()).name for words in wanted} == wanted
-    telling = KINDS["pretrain"].telling_settings
-    assert {*PretrainConfig.model_fields, *PretrainConfig.aliases} >= telling
-    assert not telling & {*RunConfig.model_fields, *RunConfig.aliases}
-
-
 def test_demands_of_offload(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
@@ -370,19 +312,16 @@ def test_demands_of_offload(tmp_path: Path):
     zero["offload_optimizer"] = optimizer
     keys = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
     run = {"model": str(tmp_path), "data": "d", "output_dir": "o"}
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({**keys, "finetune": run}))
 
-    def demands(more: str, *machine: Any) -> Demands:
-        words = ["--config", str(file), *more.split()]
-        return demands_of(resolve(words, world_size=2).config, *machine)
+    def demands(*machine: Any, **more: Any) -> Demands:
+        return demands_of(RunConfig(**run | {"deepspeed": keys} | more), *machine)
 
-    lora = demands("", "npu", 2, 1)
+    lora = demands("npu", 2, 1)
     assert lora.deepspeed and lora.cpu_adam and lora.pinned
     assert (lora.host_bytes, lora.disk_bytes) == (1000, 0)
-    full = demands("--finetuning full", "npu", 2, 2)
+    full = demands("npu", 2, 2, finetuning="full")
     assert full.host_bytes == 500 + 4000 and full.disk_bytes == 6 * 1000 * 3 + 1000
-    alone = demands("--deepspeed none", "cpu", 2, 1)
+    alone = demands("cpu", 2, 1, deepspeed=None)
     assert (alone.deepspeed, alone.host_bytes) == (False, 2000)
     assert demands_of(None, "cpu", 1, 1).host_bytes == 0
     optimizer["pin_memory"] = False
@@ -392,7 +331,7 @@ def test_demands_of_offload(tmp_path: Path):
         ({"pin_memory": False}, "npu", False),
     ):
         zero["offload_param"] = {"device": "cpu", **pin}
-        assert demands_of(RunConfig(**run, deepspeed=keys), device_type, 2, 1).pinned is pinned
+        assert demands(device_type, 2, 1).pinned is pinned
 
 
 def test_operators_that_the_run_does_not_use_are_at_most_a_warning(monkeypatch):
@@ -412,24 +351,21 @@ def test_operators_that_the_run_does_not_use_are_at_most_a_warning(monkeypatch):
 
 
 def test_output_folders(tmp_path: Path):
-    def look(folder: Path, waits: bool = False) -> Check:
-        config = RunConfig(model="m", data="d", output_dir=str(folder))
+    def look(name: str, waits: bool = False) -> tuple[str, str]:
+        config = RunConfig(model="m", data="d", output_dir=str(tmp_path / name))
         (check,) = check_output(config, waits=waits)
-        return check
+        return check.verdict, check.what
 
-    assert look(tmp_path / "new").verdict == "ok"
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    assert look(tmp_path / "photos").verdict == "fail"
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run_identity.json").write_text("{}")
-    (run / "status.json").write_text('{"state": "stopped", "step": 7}')
-    assert look(run).verdict == "ok" and "stopped at step 7" in look(run).what
-    with (run / ".lock").open("w") as lock:
+    assert look("new")[0] == "ok"
+    for name, file in (("photos", "cat.jpg"), ("run", "run_identity.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    assert look("photos")[0] == "fail"
+    (tmp_path / "run" / "status.json").write_text('{"state": "stopped", "step": 7}')
+    assert look("run")[0] == "ok" and "stopped at step 7" in look("run")[1]
+    with (tmp_path / "run" / ".lock").open("w") as lock:
         lock.write(json.dumps({"pid": 77, "host": "box"}))
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert look(run).verdict == "fail" and "pid 77 on box" in look(run).what
-        assert look(run, waits=True).verdict == "warn"
-    assert look(run).verdict == "ok"
+        assert look("run")[0] == "fail" and "pid 77 on box" in look("run")[1]
+        assert look("run", waits=True)[0] == "warn"

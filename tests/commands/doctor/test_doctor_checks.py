@@ -132,9 +132,6 @@ FP8 = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
         # devices: enough of them, their memory, their health, what torch says of them
         ("ok", "4 x 910B1", lambda: enough(BUSY, "npu", 4)),
         ("fail", "3 of 4", lambda: enough(BUSY, "npu", 4, "ASCEND_RT_VISIBLE_DEVICES=0,1,2,7")),
-        ("fail", "8 are needed", lambda: enough(BUSY, "npu", 8)),
-        ("fail", "0 of 2", lambda: enough(IDLE, "cuda", 1, "CUDA_VISIBLE_DEVICES=")),
-        ("fail", "3 are needed", lambda: enough(IDLE, "cuda", 1, min_devices=3)),
         ("warn", "1 x A100 + 1 x L4", lambda: enough(MIXED, "cuda", 2)),
         ("ok", "takes the cpu", lambda: enough(None, "cpu", 2)),
         ("fail", "2 devices are needed", lambda: enough(None, "cpu", 2, min_devices=2)),
@@ -144,85 +141,63 @@ FP8 = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
         ("fail", "2 devices have 20.0 GiB free, 4 are needed: NPU 1: 6.0 GiB of 64.0 GiB free (pid"
          " 208841 python3 54.6 GiB); NPU 2: 434.0 MiB of 64.0 GiB free (pid 31337 VLLMWorker_TP",
          lambda: devices.check_device_memory(BUSY.devices, **FULL)),
-        ("fail", "31337, 208841, 208842", lambda: devices.check_device_memory(BUSY.devices, **FULL)),
         ("warn", "0,3", lambda: devices.check_device_memory(BUSY.devices, **FULL | {"needed_devices": 2})),
         ("fail", "another container", lambda: devices.check_device_memory([HELD], needed_bytes=GIB * 20)),
         ("warn", "held already", lambda: devices.check_device_memory(BUSY.devices)),
-        ("ok", "", lambda: devices.check_device_memory(BUSY.devices, needed_devices=1)),
         # what the driver itself holds is not worth a warning
         ("ok", "", lambda: devices.check_device_memory(BUSY.devices[:1])),
-        ("ok", "80.0 GiB", lambda: devices.check_device_memory(GPUS, needed_bytes=20 * GIB)),
         ("skip", "", lambda: devices.check_device_memory([SmiDevice(0, "GB10", "GPU 0")])),
         ("ok", "2 devices", lambda: health("OK OK")),
         ("warn", "NPU 1: Warning", lambda: health("OK Warning")),
         ("fail", "NPU 1: Alarm", lambda: health("OK Alarm")),
-        ("fail", "NPU 0: ECC:4", lambda: health("ECC:4")),
         ("skip", "", lambda: health("")),
         ("ok", "2 x x (cuda)", lambda: torch_device("auto", 2, 2)),
         ("fail", "4 processes", lambda: torch_device("auto", 2, 4)),
         ("fail", "torch sees no npu", lambda: torch_device("npu", 0, 1, device_type="npu")),
         ("fail", "no kernel", lambda: torch_device("auto", 2, 1, matmul_error="no kernel image")),
         ("warn", "the driver lists 8", lambda: torch_device("auto", 8, 1, **CPU)),
-        ("ok", "(cpu)", lambda: torch_device("cpu", 8, 4, **CPU)),
         ("fail", "has no bfloat16", lambda: able(typed("bfloat16"), "npu", bfloat16=False)),
-        ("ok", "bf16", lambda: able(typed("bfloat16"), "npu")),
         ("fail", "float16 is not trained", lambda: able(typed("float16"), "cpu")),
         ("ok", "", lambda: able(typed("auto"), "npu", bfloat16=False)),
         ("warn", "has no fp8", lambda: able(FP8)),
-        ("ok", "no fp8", lambda: able(None)),
         # versions
         ("fail", "3.11", lambda: versions.check_python((3, 10, 18))),
         ("ok", "3.11.0", lambda: versions.check_python((3, 11, 0))),
-        ("ok", "3.12.4", lambda: versions.check_python((3, 12, 4))),
         ("warn", "newer", lambda: versions.check_python((3, 14, 0))),
-        ("ok", "torch 2.13.1", lambda: packages(torch="2.13.1")),
         ("fail", "transformers is not installed", lambda: packages(transformers=None)),
         ("fail", "torch 2.9.1 is outside >=2.10 pip install torch==", lambda: packages(torch="2.9.1")),
-        ("fail", "transformers 6.0.0 is outside", lambda: packages(transformers="6.0.0")),
         ("warn", "torch 2.14.0+cpu (tested 2.13.0)", lambda: packages(torch="2.14.0+cpu")),
         ("ok", "", lambda: packages(rich="16.0")),  # not leaned on
         ("fail", "outside", lambda: packages(torch="no version")),
-        ("ok", "", lambda: cuda("13.0", "13.0")),
         ("ok", "", lambda: cuda("12.8", "12.2")),  # minor versions of one CUDA go together
         ("fail", "up to 12.4", lambda: cuda("13.0", "12.4")),
-        ("warn", "without CUDA", lambda: cuda(None, "12.4")),
         ("fail", "without CUDA", lambda: cuda(None, "12.4", wanted=True)),
         ("ok", "", lambda: cuda("12.8", "")),  # the driver does not say
         ("skip", "", lambda: versions.check_cuda_build("2.13.0", None, None, requested=False)),
-        ("ok", "torch_npu 2.12.0, CANN 9.1.0", lambda: pair()),
-        ("ok", "2.12.0.post2", lambda: pair(torch_npu="2.12.0.post2")),
-        ("ok", "CANN 9.0.0", lambda: pair(torch="2.10.0", torch_npu="2.10.0", cann="9.0.0")),
         ("fail", "belongs to torch 2.12.0", lambda: pair(torch="2.13.0")),
         ("fail", "refuses", lambda: pair(torch="2.12.0", torch_cuda="12.8")),
         ("fail", "is made for CANN 9.1; CANN 9.0.0 is older", lambda: pair(cann="9.0.0")),
-        ("warn", "CANN 9.1.0 is newer", lambda: pair(torch="2.10.0", torch_npu="2.10.0")),
         ("warn", "CANN 10.0.0 is newer", lambda: pair(cann="10.0.0")),
         ("warn", "not in the table", lambda: pair(torch="2.14.0", torch_npu="2.14.0")),
         ("warn", "CANN's version is unknown", lambda: pair(cann=None)),
         ("warn", "not installed as a package", lambda: pair(torch_npu=None)),
         ("skip", "no NPU", lambda: pair(**WITHOUT, npus_here=False)),
         # what this CANN has is offered first
-        ("fail", "torch==2.10.0 torch_npu==2.10.0", lambda: pair(**WITHOUT, cann="9.0.0")),
         ("fail", "=2.12.0.post2", lambda: pair(torch="2.9.0", torch_npu="2.9.0.post8")),
+        ("fail", "torch==2.10.0 torch_npu==2.10.0", lambda: pair(**WITHOUT, cann="9.0.0")),
         ("fail", "floor, 2.10; CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only", lambda: pair(**OLD)),
         ("fail", "CANN 9.1, then pip install torch==2.12.0 torch_npu==2.12.0", lambda: pair(**OLD)),
         # host
-        ("ok", "", lambda: memory(40, 0)),
         ("ok", "the weights", lambda: memory(40, 39)),
         ("fail", "the weights", lambda: memory(40, 41)),
         ("warn", "only", lambda: memory(1, 0)),
         ("warn", "pinned offload", lambda: host.check_locked_memory(True, 1, 64 << 10)),
-        ("warn", "RDMA", lambda: host.check_locked_memory(False, 2, 64 << 10)),
-        ("ok", "", lambda: host.check_locked_memory(False, 1, 64 << 10)),
         ("ok", "unlimited", lambda: host.check_locked_memory(True, 2, -1)),
         ("fail", "256", lambda: host.check_open_files(256)),
         ("warn", "1024", lambda: host.check_open_files(1024)),
         ("ok", "", lambda: host.check_open_files(65535)),
-        ("ok", "", lambda: host.check_open_files(-1)),
-        ("fail", "", lambda: host.check_disk("output", Path("runs"), needed_bytes=1 << 60)),
         # how nodes find one another
         ("warn", "launch takes a free one", lambda: port(ONE, 29503)),
-        ("ok", "29500 is free", lambda: port(ONE, 29500)),
         ("fail", "MASTER_PORT=29503 on every", lambda: port(Nodes(2, 0, "a", 29500), 29503)),
         ("fail", "by pid 7", lambda: port(Nodes(2, 0, "a", 29500), None, 7)),
         ("skip", "not here", lambda: port(Nodes(2, 1, "a", 29500), None, 7)),
@@ -232,11 +207,10 @@ FP8 = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
         ("fail", "MASTER_PORT", lambda: nodes("MASTER_PORT=abc")),
         ("ok", "10.0.0.1", lambda: address(0, "first")),
         ("fail", "no address of this machine", lambda: address(0, "other")),
-        ("ok", "10.0.0.2", lambda: address(1, "other")),
         ("fail", "does not resolve", lambda: address(1, "nowhere")),
         ("fail", "on themselves", lambda: address(1, "localhost")),
-        ("warn", "is 127.0.1.1", lambda: own_name("", "127.0.1.1")),
         ("warn", "does not resolve", lambda: own_name("", "")),
+        ("warn", "is 127.0.1.1", lambda: own_name("", "127.0.1.1")),
         ("ok", "10.0.0.1", lambda: own_name("", "10.0.0.1")),
         ("ok", "eth0", lambda: own_name("GLOO_SOCKET_IFNAME=eth0")),
         ("skip", "first node", lambda: network.check_master_reachable(Nodes(2, 0, "x", 29500))),
@@ -244,13 +218,10 @@ FP8 = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
         ("fail", "stale_rank", lambda: contradiction(STALE)),
         ("warn", "stale_rank", lambda: contradiction(f"{STALE} MASTER_ADDR=a MASTER_PORT=1")),
         ("ok", "variables", lambda: contradiction(f"{STALE} TORCHELASTIC_RUN_ID=x")),
-        ("ok", "variables", lambda: contradiction("RANK=0 WORLD_SIZE=1")),
         ("warn", "omp_threads", lambda: contradiction("OMP_NUM_THREADS=32", processes=8)),
-        ("ok", "variables", lambda: contradiction("OMP_NUM_THREADS=8", processes=8)),
         # gloo takes whole names
         ("fail", "socket_interface", lambda: contradiction("GLOO_SOCKET_IFNAME=eth")),
         ("fail", "socket_interface", lambda: contradiction("GLOO_SOCKET_IFNAME=lo", count=2)),
-        ("ok", "variables", lambda: contradiction("GLOO_SOCKET_IFNAME=lo")),
         ("ok", "variables", lambda: contradiction("GLOO_SOCKET_IFNAME=eth7,eth1", count=2)),
     ],
 )  # fmt: skip
@@ -264,19 +235,11 @@ def test_verdicts(verdict: str, said: str, check: Callable[[], Check], monkeypat
     assert (found.fix is None) == (verdict in ("ok", "skip"))
 
 
-@pytest.mark.parametrize(
-    ("reports", "wanted", "usable", "chosen"),
-    [
-        ([BUSY, IDLE], "auto", ["npu", "cuda"], "npu"),
-        ([IDLE], "auto", ["cuda"], "cuda"),
-        ([IDLE], "auto", [], "cpu"),  # torch is a CPU build
-        ([BUSY], "auto", [], "cpu"),  # torch_npu is not installed
-        ([BUSY], "cpu", ["npu"], "cpu"),
-        ([], "auto", ["npu"], "npu"),  # torch_npu is there, npu-smi is not
-    ],
-)
-def test_what_a_run_takes(reports: list[SmiReport], wanted: str, usable: list[str], chosen: str):
-    assert devices.accelerator(reports, wanted, usable) == chosen
+def test_what_a_run_takes():
+    assert devices.accelerator([BUSY, IDLE], "auto", ["npu", "cuda"]) == "npu"
+    assert devices.accelerator([IDLE], "auto", []) == "cpu"  # torch is a CPU build
+    assert devices.accelerator([BUSY], "cpu", ["npu"]) == "cpu"
+    assert devices.accelerator([], "auto", ["npu"]) == "npu"  # torch_npu is there, npu-smi is not
 
 
 # ---------------------------------------------------------------- versions
@@ -289,47 +252,33 @@ def test_the_tested_versions_are_those_that_make_installs():
     assert set(versions.LEANED_ON) <= set(versions.TESTED)
 
 
-def test_what_is_needed_comes_from_the_package_itself():
-    requirements = versions.own_requirements()
-    needed = {one.name for one in requirements}
-    assert {"torch", "transformers", "accelerate", "peft", "rich", "psutil"} <= needed
-    assert "deepspeed" not in needed
-    assert "deepspeed" in {one.name for one in versions.own_requirements(("deepspeed",))}
-    stated = re.search(r"^\s+torch>=(\S+)$", (ROOT / "setup.cfg").read_text(), re.M)
-    assert stated and versions.lowest_torch(requirements) == stated[1]
-
-
 def test_torch_build_is_read_without_importing(tmp_path: Path):
     for line, built in (("'13.0'\nhip: Optional[str] = None", "13.0"), ("None", None)):
         text = f"__version__ = '2.13.0+x'\ncuda: Optional[str] = {line}\n"
         (tmp_path / "version.py").write_text(text)
         assert versions.torch_build(tmp_path) == ("2.13.0+x", built)
     assert versions.torch_build(tmp_path / "nothing") == ("", None)
-    import torch
-
-    assert versions.torch_build() == (torch.__version__, torch.version.cuda)
 
 
 def test_ascend_home(tmp_path: Path):
     info = tmp_path / "both" / "aarch64-linux" / "ascend_toolkit_install.info"
     info.parent.mkdir(parents=True)
     info.write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100R001C22\n")
-    running = {"both": "[7.6.0.1.220:9.0.0]", "cfg": "[7.6.0.1.220:8.0.RC3]", "short": "[9.9]"}
-    for name, version in running.items():
+    for name, version in (("both", "[7.6.0.1.220:9.0.0]"), ("cfg", "[7.6.0.1.220:8.0.RC3]")):
         (tmp_path / name).mkdir(exist_ok=True)
         text = f"# version: 1.0\nruntime_running_version={version}\n"
         (tmp_path / name / "version.cfg").write_text(text)
-    found = [versions.cann_version(tmp_path / name) for name in (*running, "nothing")]
-    assert found == ["9.1.0", "8.0.RC3", "9.9", None]
-    for home, more, verdict, said in (
-        ("both", {}, "ok", "CANN 9.1.0"),
-        ("old", {}, "fail", f"{tmp_path / 'old'}"),
-        ("", {}, "warn", "set_env.sh"),
-        ("", {"builds_operators": True}, "fail", "set_env.sh"),
-        ("", {"needed": False}, "skip", ""),
+    found = [versions.cann_version(tmp_path / name) for name in ("both", "cfg", "nothing")]
+    assert found == ["9.1.0", "8.0.RC3", None]
+    for home, needed, builds, verdict, said in (
+        ("both", True, False, "ok", "CANN 9.1.0"),
+        ("old", True, False, "fail", f"{tmp_path / 'old'}"),
+        ("", True, False, "warn", "set_env.sh"),
+        ("", True, True, "fail", "set_env.sh"),
+        ("", False, False, "skip", ""),
     ):
         environment = {"ASCEND_HOME_PATH": str(tmp_path / home)} if home else {}
-        check = versions.check_ascend_home(environment, **{"needed": True} | more)
+        check = versions.check_ascend_home(environment, needed=needed, builds_operators=builds)
         assert check.verdict == verdict and said in f"{check.what} {check.fix}"
 
 
@@ -337,9 +286,6 @@ def test_the_table_is_ordered_and_every_release_stands_once():
     assert list(versions.PAIRS) == sorted(versions.PAIRS, reverse=True)
     releases = [one for several in versions.PAIRS.values() for one in several]
     assert len(releases) == len(set(releases))
-    for several in versions.PAIRS.values():
-        torches = [versions._version(versions._release(one)) for one in several]
-        assert torches == sorted(torches, reverse=True)
     assert versions.RECOMMENDED[0] in versions.PAIRS[versions.RECOMMENDED[1]]
 
 
@@ -373,8 +319,7 @@ def test_a_real_small_shared_memory(tmp_path: Path):
         # loaders may get along
         assert [verdict(*counts) for counts in ((1, 0), (1, 8), (8, 0))] == ["ok", "warn", "warn"]
         check = host.check_shared_memory(8, 0, folder)
-        assert "64.0 MiB free" in check.what
-        assert "--shm-size=2g" in check.fix and "workers" not in check.fix
+        assert "64.0 MiB free" in check.what and "--shm-size=2g" in check.fix
         fill(folder / "left by a crash", 30)
         assert [verdict(8, 0), verdict(2, 4)] == ["fail", "warn"]
 
@@ -390,31 +335,7 @@ def test_real_disks(tmp_path: Path):
         with tmpfs(tmp_path / "disk", f"size=8g,{options}") as folder:
             check = host.check_disk("cache", folder)
             assert (check.name, check.verdict) == ("disk_cache", "fail") and said in check.what
-    assert host.existing_parent(tmp_path / "a" / "b") == tmp_path
     assert host.existing_parent(Path("runs-that-are-not-there/x")) == Path.cwd()
-
-
-def test_compilers(tmp_path: Path):
-    empty = {"PATH": str(tmp_path)}
-    check = host.check_compiler("DeepSpeed's CPU Adam", empty)
-    assert check.verdict == "fail" and "DeepSpeed's CPU Adam cannot be built" in check.what
-    assert host.check_compiler("", empty).verdict == "skip"
-    (tmp_path / "my-g++").write_text("#!/bin/sh\n")
-    (tmp_path / "my-g++").chmod(0o755)
-    assert host.check_compiler("x", {**empty, "CXX": "my-g++ -O2"}).verdict == "ok"
-
-
-def test_floors_are_what_deepspeed_takes():
-    """Two buffers of 32 MiB and two of 1 MiB for each process."""
-    deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    text = (Path(deepspeed.__file__).parent / "ops/csrc/cpu/comm/shm.cpp").read_text()
-    for line in (
-        "#define MAX_BUF_SIZE 1048576 * 32",
-        "#define NAIVE_ALLREDUCE_THRESHOLD 1048576",
-        "char buffer[2 * NAIVE_ALLREDUCE_THRESHOLD + 2 * MAX_BUF_SIZE]",
-    ):
-        assert line in text
-    assert host.SHM_PER_PROCESS_BYTES == 2 * MIB + 2 * 32 * MIB
 
 
 # ---------------------------------------------------------------- the network for real
@@ -430,13 +351,10 @@ def test_ports_and_names_for_real(monkeypatch):
         check = network.check_port(Nodes(1, 0, "127.0.0.1", taken))
         free = check.values["next_free"]
         assert check.verdict == "fail" and f"MASTER_PORT={free}" in check.fix
-        assert taken < free <= taken + 10
-        assert network.holder_of(taken) == os.getpid() == check.values["holder"]
-        with socket.create_server(("127.0.0.1", free)):
-            pass  # it is free indeed, and was let go
-        for number, result, text in ((taken, "open", "answers"), (closed, "refused", "nobody")):
+        assert check.values["holder"] == os.getpid() and taken < free <= taken + 10
+        for number, result in ((taken, "open"), (closed, "refused")):
             check = network.check_master_reachable(Nodes(2, 1, "127.0.0.1", number))
-            assert (check.verdict, check.values["result"]) == ("ok", result) and text in check.what
+            assert (check.verdict, check.values["result"]) == ("ok", result)
     monkeypatch.setattr(network, "reach", lambda host, port: "no answer in 3 s")
     gone = network.check_master_reachable(Nodes(2, 1, "10.9.9.9", 29500))
     assert gone.verdict == "fail" and "29500" in gone.fix

@@ -122,17 +122,6 @@ def test_rows_with_media_are_read_as_training_reads_them(rows: Rows, audited: An
     assert found["exact_duplicates"] == 0 and found["unusable"] == {"images, video or sound": 6}
 
 
-def test_difficulties_of_entries_are_not_read_without_a_curriculum(rows, model, tmp_path, capsys):
-    path = write(tmp_path / "train.jsonl", rows)
-    config = {"model": str(model), "data": [{"path": str(path), "difficulty": "hard"}]}
-    config |= {"use_curriculum": False, "cache_dir": str(tmp_path / "cache")}
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    for options in (["--audit", "--json"], ["--rows", "0"]):
-        assert main(["--config", str(tmp_path / "run.yaml"), *options]) == 0
-    assert '"records": 60' in capsys.readouterr().out
-
-
 def test_options_of_the_audit_belong_to_it():
-    for option in ("--json", "--benchmark b.jsonl"):
-        with pytest.raises(FinetuneError, match=f"{option.split()[0]} belongs to --audit"):
-            main(f"--model m --data d {option}".split())
+    with pytest.raises(FinetuneError, match="--benchmark belongs to --audit"):
+        main(["--model", "m", "--data", "d", "--benchmark", "b.jsonl"])

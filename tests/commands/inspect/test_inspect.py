@@ -75,7 +75,6 @@ def test_records_can_be_chosen(inspected: Any):
         ("--level topolgy", "unknown difficulty 'topolgy'; did you mean 'topology'"),
         ("--row 6", "(?s)record 6 is not among the samples.*records are 0 to 5"),
         ("--row 0", "record 0 is not among the samples"),
-        ("--cutof-len 64", "unknown flag --cutof-len"),
         ("--rows many", "rows is 'many'"),
     ):
         with pytest.raises(FinetuneError, match=said):
@@ -115,11 +114,12 @@ def test_a_loss_tells_that_the_records_are_preferences(inspected: Any):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_marked_text_is_the_whole_text(name: str):
     (sample,) = render(talk("什么是路由器？", "转发 数据包。", "and?", "yes"), family(name), 4096)
-    text = marked_text(family(name), sample.input_ids, sample.supervised, brackets=False).plain
-    assert text == family(name).decode(sample.input_ids)
-    bracketed = marked_text(family(name), sample.input_ids, sample.supervised, brackets=True).plain
-    assert bracketed.count("[[") == bracketed.count("]]") == 2
-    assert bracketed.replace("[[", "").replace("]]", "") == text
+    whole, marked = (
+        marked_text(family(name), sample.input_ids, sample.supervised, brackets=brackets).plain
+        for brackets in (False, True)
+    )
+    assert whole == family(name).decode(sample.input_ids)
+    assert marked.count("[[") == 2 and marked.replace("[[", "").replace("]]", "") == whole
 
 
 def test_what_a_start_would_refuse_is_refused(inspected: Any, model: Path, tmp_path: Path, capsys):

@@ -38,16 +38,15 @@ from finetune.__main__ import main as finetune
 from finetune.batching.curriculum import Schedule, Stage
 from finetune.commands.monitor import command as monitor
 from finetune.commands.monitor.dashboard import Dashboard, Machine
-from finetune.errors import StateError
 from finetune.plain_text import plain_text
 from finetune.runs import line_follower
 from finetune.runs import reader as runs_reader
 from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import event_text, format_duration
 from finetune.runs.line_follower import LineFollower
-from finetune.runs.reader import open_run, runs_in
+from finetune.runs.reader import open_run
 from finetune.runs.step_table import StepTable
-from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value_range
+from finetune.runs.text_chart import bar, sparkline, text_chart
 from finetune.runtime.host import HostMeter, HostUse
 from finetune.runtime.language import _, speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
@@ -120,33 +119,22 @@ def test_a_follower_of_unusual_files(tmp_path: Path, monkeypatch):
     os.mkfifo(path)
     assert follower.poll() == (False, [])
     path.unlink()
-    path.write_text("a\n")
-    assert follower.poll() == (False, [b"a"]) and follower.written_at is not None
     # of the last bytes only whole lines
     path.write_bytes(b"aaa\nbbb\nccc\n")
-    for last_bytes, lines in (
-        (1, []),
-        (3, []),
-        (4, [b"ccc"]),
-        (5, [b"ccc"]),
-        (8, [b"bbb", b"ccc"]),
-    ):
+    for last_bytes, lines in ((3, []), (4, [b"ccc"]), (5, [b"ccc"]), (8, [b"bbb", b"ccc"])):
         assert LineFollower(path, last_bytes).poll() == (False, lines)
     # a long one comes in pieces
     monkeypatch.setattr(line_follower, "_PIECE_BYTES", 10)
     path.write_bytes(b"1\n" * 20 + b"x" * 50 + b"\n" + b"torn")
     follower = LineFollower(path)
     assert [new.lines for new in follower.pieces()] == [[b"1"] * 6] * 3 + [[b"1", b"1", b"x" * 50]]
-    path.write_bytes(b"new\n")
-    assert list(follower.pieces()) == [(True, [b"new"])]
 
 
 # ---------------------------------------------------------------- a run
 
 
 def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
-    folder = tmp_path / "runs" / "one"
-    folder.parent.mkdir()
+    folder = tmp_path / "one"
     reader = open_run(folder, may_come=True)
     assert reader.poll().state == "waiting"
     make_run(folder, steps=0)
@@ -197,8 +185,7 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
     folder = make_run(tmp_path / "one", steps=40)
     reader = open_run(folder)
     append(folder, "events.jsonl", {"event": "eval", "step": 40, "eval_loss": 9.0})
-    view = reader.poll()
-    assert len(view.values("loss")) == 40 and view.evaluated() == [(0, 2.5), (40, 9.0)]
+    assert reader.poll().evaluated() == [(0, 2.5), (40, 9.0)]
     # as the run's own log does: the same file, cut
     kept = (folder / "trainer_log.jsonl").read_text().splitlines(keepends=True)[:20]
     os.truncate(folder / "trainer_log.jsonl", len("".join(kept)))
@@ -206,7 +193,6 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
     append(folder, "events.jsonl", start_event(20), {"event": "resume", "step": 20})
     view = reader.poll()
     assert view.values("loss")[20:] == [(number, 7.0) for number in range(21, 46)]
-    assert len(view.values("loss")) == 45
     assert view.evaluated() == [(0, 2.5)], "what was measured on the training thrown away is gone"
 
 
@@ -218,6 +204,17 @@ def test_the_stage_is_the_schedules(tmp_path: Path):
         assert view.stage.number == stage + 1
         shares = [weight / 100 for weight in MIXES[stage]]
         assert view.stage.shares == pytest.approx(dict(zip(DIFFICULTIES, shares, strict=True)))
+
+
+def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
+    folder = make_run(tmp_path / "one", steps=3)
+    for name in ("run.yaml", "status.json", "run_identity.json", ".lock"):
+        (folder / name).write_bytes(b"\xff\xfe{[")
+    append(folder, "trainer_log.jsonl", 'not json\n[1]\n{"step": "x"}\n{"step": 5, "loss": "x"}\n')
+    append(folder, "events.jsonl", '{"event": 1}\n', '{"event": "eval", "time": 1}\n\x00\n')
+    view = open_run(folder).poll()
+    assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
+    assert shown(view, 100, 30) and monitor.plain_line(view, Machine())
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 1), ("stopped", 3)])
@@ -240,7 +237,6 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
     def state() -> str:
         return open_run(folder).poll().state
 
-    assert state() == "running"
     process = subprocess.Popen(["true"])
     process.wait()
     sign(folder, process.pid)
@@ -250,27 +246,11 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
     sign(folder, os.getpid(), since=1_000_000_000.0)
     assert state() == "vanished", "the id is a younger process's"
     with RunLock(folder):  # signs with boot and ticks: a step of the clock changes nothing
-        signed = json.loads((folder / ".lock").read_text())
-        signed["since"] = "2001-09-09T01:46:40+00:00"
-        (folder / ".lock").write_text(json.dumps(signed))
-        assert state() == "running"
-        signed["start_ticks"] += 1
-        (folder / ".lock").write_text(json.dumps(signed))
-        assert state() == "vanished"
-
-
-def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
-    folder = make_run(tmp_path / "one", steps=3)
-    for name in ("run.yaml", "status.json", "run_identity.json", ".lock"):
-        (folder / name).write_bytes(b"\xff\xfe{[")
-    wrong = '{"step": 4, "loss": "high", "loss/a": [], "share/a": {}}\n{"step": 5}\n'
-    append(folder, "trainer_log.jsonl", 'not json\n[1]\n{"step": "x"}\n', wrong)
-    append(folder, "events.jsonl", '{"event": 1}\n', '{"event": "eval", "time": 1}\n\x00\n')
-    view = open_run(folder).poll()
-    assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
-    for size in ((100, 30), (60, 15), (20, 5)):
-        assert shown(view, *size)
-    assert monitor.plain_line(view, Machine()) and monitor.to_json(view, MACHINE)
+        signed = json.loads((folder / ".lock").read_text()) | {"since": "2001-09-09T01:46:40+00:00"}
+        for later, known in ((0, "running"), (1, "vanished")):
+            signed["start_ticks"] += later
+            (folder / ".lock").write_text(json.dumps(signed))
+            assert state() == known
 
 
 SAY = "2026-01-0{} 10:00:0{},000 [WARNING] {}\n".format
@@ -294,28 +274,13 @@ def test_warnings_of_all_ranks_are_told_once(tmp_path: Path):
 
 
 def test_messages_stay_in_order_where_the_clock_goes_back(tmp_path: Path):
-    """The last ones are shown: those of an hour before the clock was set back must not stand in
-    their place.
-    """
+    """The last ones are shown: those of an hour before must not stand in their place."""
     folder = make_run(tmp_path / "one", steps=1)
-    for number, offset in enumerate((0.0, 3600.0, 3601.0, 1.0, 2.0), 10):
+    for number, offset in enumerate((0.0, 3600.0, 1.0), 10):
         skipped = {"event": "nonfinite", "time": time.time() + offset, "step": number, "ids": []}
         append(folder, "events.jsonl", skipped)
-    (folder / "logs").mkdir()
-    path = folder / "logs" / "20260101-000000-1-rank1.log"
-    path.write_text("".join(SAY(1, second, second) for second in (5, 7, 6)))
-    reader = open_run(folder)
-    messages = reader.poll().messages
-    assert [m.event["step"] for m in messages if m.event] == [7, 10, 11, 12, 13, 14]
-    assert [m.text for m in messages if not m.event] == ["5", "7", "6"]
-    # a log that is rotated, and cut
-    path.rename(path.with_suffix(".log.1"))
-    path.write_text(SAY(1, 8, "rotated"))
-    reader.poll()
-    path.write_text("")
-    reader.poll()
-    path.write_text(SAY(1, 9, "cut"))
-    assert [m.text for m in reader.poll().messages if m.rank] == ["5", "7", "6", "rotated", "cut"]
+    messages = open_run(folder).poll().messages
+    assert [message.event["step"] for message in messages] == [7, 10, 11, 12]
 
 
 # ---------------------------------------------------------------- a console's copy
@@ -324,14 +289,11 @@ def test_messages_stay_in_order_where_the_clock_goes_back(tmp_path: Path):
 def test_the_consoles_own_lines_and_those_of_other_scripts():
     for text, expected in (
         (
-            "2026-01-01 10:00:00,123 [INFO] step 37/120  stage 2/3  loss 0.4520  2,645 tok/s  ETA 1:00:28",
-            {"step": 37, "total_steps": 120, "stage": "stage 2/3", "loss": 0.452}
-            | {"tokens_per_second": 2645.0, "eta_seconds": 3628},
-        ),
-        (
-            "[INFO] step 20/60  loss nan  9,022 tok/s  lr 0.000625  dt 0.227 s  mfu 12.5%  ETA 0:09",
-            {"step": 20, "total_steps": 60, "loss": None, "tokens_per_second": 9022.0}
-            | {"learning_rate": 0.000625, "step_seconds": 0.227, "mfu": 0.125, "eta_seconds": 9},
+            "2026-01-01 10:00:00,123 [INFO] step 37/120  stage 2/3  loss nan  2,645 tok/s"
+            "  lr 0.000625  dt 0.227 s  mfu 12.5%  ETA 1:00:28",
+            {"step": 37, "total_steps": 120, "stage": "stage 2/3", "loss": None, "mfu": 0.125}
+            | {"tokens_per_second": 2645.0, "learning_rate": 0.000625, "step_seconds": 0.227}
+            | {"eta_seconds": 3628},
         ),
         (
             "step 00010/00500 (2.00%) | loss: 3.456789 | lrm: 1.00 | tok/sec: 12,345 | mfu: 1.25%",
@@ -371,9 +333,7 @@ def test_a_console_that_is_rotated_and_cut_is_followed(tmp_path: Path, monkeypat
     os.replace(path, tmp_path / "console.log.1")
     path.write_text(say(3, 1.0))
     assert [s for s, _ in reader.poll().values("loss")] == [1, 2, 3]
-    path.write_text(say(4, 0.5))  # cut in place
-    assert [s for s, _ in reader.poll().values("loss")] == [1, 2, 3, 4]
-    path.write_text(say(3, 9.0))  # the run went back
+    path.write_text(say(3, 9.0))  # cut in place, as the run went back
     view = reader.poll()
     assert view.values("loss") == [(1, 3.0), (2, 2.0), (3, 9.0)] and view.state == "running"
     append(tmp_path, "console.log", "[ERROR] the disk is full\n")
@@ -383,20 +343,16 @@ def test_a_console_that_is_rotated_and_cut_is_followed(tmp_path: Path, monkeypat
     os.truncate(path, 32 << 20)
     append(tmp_path, "console.log", "\n" + say(2, 2.0))
     tracemalloc.start()
-    reader = open_run(None, path)
-    assert reader.poll().values("loss") == [(2, 2.0)]
-    peak = tracemalloc.get_traced_memory()[1]
+    assert open_run(None, path).poll().values("loss") == [(2, 2.0)]
+    assert tracemalloc.get_traced_memory()[1] < 4 * runs_reader.CONSOLE_BYTES
     tracemalloc.stop()
-    assert peak < 4 * runs_reader.CONSOLE_BYTES
 
 
 # ---------------------------------------------------------------- the picture
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])
-@pytest.mark.parametrize(
-    ("width", "height"), [(60, 15), (80, 24), (100, 30), (200, 60), (30, 8), (10, 3)]
-)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 15), (200, 60), (10, 3)])
 def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_path: Path):
     view = open_run(make_run(tmp_path / "a-run-with-a-rather-long-name-for-a-folder")).poll()
     text = shown(view, width, height, lang=lang)
@@ -409,27 +365,18 @@ def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_p
     assert [word for word in wanted if word not in text] == []
 
 
-def test_without_colour_and_without_unicode(tmp_path: Path, monkeypatch):
-    folder = make_run(tmp_path / "one")
-    view = open_run(folder).poll()
+def test_without_colour_and_without_unicode(tmp_path: Path):
+    view = open_run(make_run(tmp_path / "one")).poll()
     assert "\x1b[3" in shown(view, 100, 30, colour=True) and "\x1b[3" not in shown(view, 100, 30)
     picture = shown(view, 100, 30, encoding="ascii")
     assert "+-" in picture and re.search(r"\| +0\.0|\*", picture) and "###" in picture
-    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", written)
-    with speaking("zh"):
-        assert finetune(["monitor", str(folder), "--once", "--lang", "zh"]) == 0
-    written.flush()
-    assert b"40/100" in written.buffer.getvalue()
 
 
 def test_a_run_that_says_nothing_is_told(tmp_path: Path):
     folder = make_run(tmp_path / "one")
     for name in ("trainer_log.jsonl", "events.jsonl"):
         os.utime(folder / name, (time.time() - 600, time.time() - 600))
-    view = open_run(folder).poll()
-    assert view.silent_seconds == pytest.approx(600, abs=60)
-    assert "nothing written for 10:0" in shown(view, 120, 30)
+    assert "nothing written for 10:0" in shown(open_run(folder).poll(), 120, 30)
 
 
 def test_the_newest_warnings_are_shown(tmp_path: Path):
@@ -448,28 +395,12 @@ def test_a_chart_goes_through_its_points():
     assert [len(row) for row in rising] == [8] * 4
     assert rising[0].strip() and rising[0][:4] == rising[3][4:] == "    " and rising[3][0] != " "
     assert text_chart([], 5, 2) == ["     ", "     "]
-    assert text_chart([(1, 3.0)], 3, 3, unicode=False).count("   ") == 2, "a single dot"
     flat = text_chart([(0, 1.0), (9, 1.0)], 4, 3, unicode=False)
     assert [row.count("*") for row in flat] == [0, 4, 0]
-    bars = [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)]
-    assert bars == ["░░░░", "░░░░", "██░░", "████", "████"]
+    assert "".join(bar(share, 2) for share in (-1, 0.5, 7)) == "░░█░██"
     assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█" and sparkline([], 5) == ""
     times = " ".join(map(format_duration, (5, 75, 3700, 100_000)))
     assert times == "0:05 1:15 1:01:40 1d 3:46:40"
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=200), st.integers(1, 60), st.integers(1, 12)
-)
-def test_charts_of_any_values(values: list[float], width: int, height: int):
-    points = list(enumerate(values))
-    rows = text_chart(averaged(points, width), width, height)
-    assert [len(row) for row in rows] == [width] * height and any(row.strip() for row in rows)
-    low, high = value_range(points)
-    assert low < high
-    assert 0 < len(sparkline(values, width)) <= width
-    assert len(averaged(points, width)) <= max(width, 1)
 
 
 # ---------------------------------------------------------------- this machine
@@ -520,8 +451,6 @@ def test_the_newest_run_is_taken_and_named(tmp_path: Path, monkeypatch, capsys):
         for path in make_run(tmp_path / "runs" / name).iterdir():
             os.utime(path, (time.time() - age, time.time() - age))
     (tmp_path / "runs" / "no-run").mkdir()
-    assert [path.name for path in runs_in("runs")] == ["new", "old", "older"]
-    capsys.readouterr()
     assert finetune(["monitor", "--once", "--lang", "en"]) == 0
     said = capsys.readouterr()
     assert "runs/new" in said.err and "step 40/100" in said.out
@@ -533,7 +462,7 @@ def test_what_is_refused(tmp_path: Path, capsys):
     (tmp_path / "work" / "x").touch()
     run = make_run(tmp_path / "one")
     for arguments, text in (
-        ([tmp_path / "won", "--once"], "is not there"),
+        ([tmp_path / "won", "--once"], str(run)),  # what may be meant
         ([tmp_path / "no" / "where"], "is not there"),
         ([tmp_path / "work"], "is not a run"),
         (["--log", tmp_path / "nothing"], "is not a file"),
@@ -542,9 +471,6 @@ def test_what_is_refused(tmp_path: Path, capsys):
     ):
         assert finetune(["monitor", *map(str, arguments)]) == 2
         assert text in capsys.readouterr().err
-    with pytest.raises(StateError, match="is not there") as refused:
-        open_run(tmp_path / "won")
-    assert str(run) in refused.value.fix
 
 
 @pytest.mark.frozen
@@ -564,12 +490,8 @@ def test_the_form_of_the_json_is_frozen(tmp_path: Path, monkeypatch, capsys):
 
 def test_lines_into_a_pipe_follow_the_run(tmp_path: Path, monkeypatch, capsys):
     folder = make_run(tmp_path / "one", steps=2)
-    work = iter(
-        [
-            lambda: append(folder, "trainer_log.jsonl", step(3)),
-            lambda: (folder / "status.json").write_text(DONE),
-        ]
-    )
+    more = lambda: append(folder, "trainer_log.jsonl", step(3))  # noqa: E731
+    work = iter((more, lambda: (folder / "status.json").write_text(DONE)))
     clock = SimpleNamespace(sleep=lambda _seconds: next(work)(), strftime=time.strftime)
     monkeypatch.setattr(monitor, "time", clock)
     monkeypatch.setattr(monitor, "read_devices", lambda: ())

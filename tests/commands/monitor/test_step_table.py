@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.runs import step_table
-from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, Points, StepTable
+from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, StepTable
 
 OTHERS = st.none() | st.booleans() | st.text(max_size=2)
 VALUES = OTHERS | st.integers(-(10**20), 10**20) | st.floats() | st.just(10**400)
@@ -35,16 +35,11 @@ def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, 
     assert table.last == (kept[-1] if kept else {})
     assert list(table.recent) == kept[len(kept) - len(table.recent) :]
     for name in "abcd":
-        expected = [
-            (record["step"], record[name])
-            for record in kept
-            if type(record.get(name)) in (int, float) and abs(record[name]) < 2**53
-        ]
+        numbers = [(r["step"], r[name]) for r in kept if type(r.get(name)) in (int, float)]
         known = [point for point in table.points(name) if abs(point[1]) < 2**53]
-        assert known == expected
-        assert [math.isnan(value) for value in table.column(name)] == [
-            record["step"] not in dict(table.points(name)) for record in kept
-        ]
+        assert known == [point for point in numbers if abs(point[1]) < 2**53]
+        missing = [record["step"] not in dict(table.points(name)) for record in kept]
+        assert [math.isnan(value) for value in table.column(name)] == missing
 
 
 def test_what_is_kept():
@@ -56,10 +51,3 @@ def test_what_is_kept():
     # a log of endless names takes no endless memory
     table = StepTable({"step": step, f"name-{step}": 1.0} for step in range(1, 2000))
     assert len(table.points("name-400")) == 1 and len(table.points(f"name-{MOST_COLUMNS + 2}")) == 0
-
-
-def test_points_are_pairs():
-    pairs = [(1, 2.0), (3, 4.0), (5, 0.0)]
-    points = Points.of(pairs)
-    assert points == pairs and points[-1] == (5, 0.0) and points[1:] == pairs[1:]
-    assert type(points[0][0]) is int and points.above(1.0) == pairs[:2] and not Points.of([])

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 from plan_workloads import known_shape
-from pydantic_core import PydanticCustomError
 
 import finetune
-from finetune.commands.plan.command import bytes_of, main
+from finetune.commands.plan.command import main
 from finetune.data.corpus.preparation import PrepareSettings, prepare_tokens
-from finetune.errors import ConfigError, DataError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.planning.shapes import KNOWN_MODELS, known_config
 
 FROZEN = ROOT / "tests" / "frozen" / "plan.txt"
@@ -39,13 +38,12 @@ def config_json(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-32B"])
-def test_from_a_config_json_alone_more_devices_need_less_each(name: str, tmp_path, capsys):
-    path, needs = config_json(tmp_path, name), []
-    for nodes, devices in ((1, 1), (1, 4), (1, 8), (2, 8), (8, 8)):
+def test_from_a_config_json_alone_more_devices_need_less_each(tmp_path, capsys):
+    path, needs = config_json(tmp_path, "Qwen/Qwen3-32B"), []
+    for nodes, devices in ((1, 1), (1, 4), (2, 8)):
         machines = f"--nodes {nodes} --devices-per-node {devices} --device-name H100 {HOSTS}"
         found = plan(capsys, f"{PRESET} --model-config {path} {machines}")
-        assert found["model"]["parameters"] == known_shape(name).total
+        assert found["model"]["parameters"] == known_shape("Qwen/Qwen3-32B").total
         terms = sum(term["bytes"] for term in found["terms"] if term["place"] == "device")
         assert terms >= found["device_bytes"]
         needs.append(found["device_bytes"])
@@ -56,15 +54,12 @@ def test_flags_alone_describe_a_run(tmp_path, capsys):
     path = config_json(tmp_path, "Qwen/Qwen3-8B")
     found = plan(capsys, f"--model-config {path} {NODES} {HOSTS}")
     assert found["cluster"]["device_type"] == "npu" and found["sharding"] == "none"
-    named = plan(capsys, f"--model Qwen/Qwen3-8B {NODES} {HOSTS}")
-    assert named["device_bytes"] == found["device_bytes"]
     typed = plan(capsys, f"--model Qwen/Qwen3-8B --device-type cuda {NODES} {HOSTS}")
     assert typed["cluster"]["device_type"] == "cuda"
     made = plan(capsys, f"pretrain --depth 12 --device-batch-size 16 {NODES} {HOSTS}")
     assert made["model"]["model_type"] == "nanochat"
     # from Python a dict needs no model either
     machines = {"devices_per_node": 8, "device_name": "910B3", "host_memory": "512GiB"}
-    machines["host_bandwidth"] = "20GB"
     alone = finetune.plan({}, model_config=path, **machines).to_json()
     named = finetune.plan({"model": "Qwen/Qwen3-8B"}, **machines).to_json()
     assert alone["device_bytes"] == named["device_bytes"]
@@ -134,18 +129,14 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(capsys):
         assert plan(capsys, f"{words} {batch}", expect=int(not fits))["fits"] is fits
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [("conservative", "15-16 GB"), ("balanced", "20-22 GB"), ("aggressive", "28-30 GB")],
-)
-def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(preset, expected, capsys):
-    words = f"--config {ROOT / 'ds_configs' / f'pretrain_gpu2_{preset}.json'} --devices-per-node 2"
+def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(capsys):
+    words = f"--config {ROOT / 'ds_configs' / 'pretrain_gpu2_balanced.json'} --devices-per-node 2"
     memory = "--device-name A100 --device-memory 80GiB --host-memory 128GiB"
     found = plan(capsys, f"{words} {memory}")
-    assert found["guide_memory"] == expected and found["device_bytes"] > 0
+    assert found["guide_memory"] == "20-22 GB" and found["device_bytes"] > 0
     assert found["choices"] == []
     text = printed(capsys, f"{words} --device-name H100 --lang en")
-    assert f"expected of each device with this preset: {expected}" in text
+    assert "expected of each device with this preset: 20-22 GB" in text
     assert "each device:" in text and "not judged" in text
 
 
@@ -169,8 +160,6 @@ def test_a_mixture_of_experts_is_planned_and_its_experts_are_not_adapted(tmp_pat
         ("--nodes 0", "nodes is 0"),
         ("--efficiency 1.5", "at most 1"),
         ("--kind rlhf", "no kind of runs named 'rlhf'"),
-        ("rlhf", "no kind of runs named 'rlhf'"),
-        ("--model someone/else", "sizes of someone/else are not known"),
         ("--model someone/else", KNOWN_MODELS[0]),
         ("--learning-rat 1", "learning"),
     ],
@@ -179,19 +168,6 @@ def test_wrong_input_is_refused_in_words(words: str, said: str):
     with pytest.raises(FinetuneError) as caught:
         main(f"{PRESET} {NODES} {words}".split())
     assert said in str(caught.value) and "fix:" in str(caught.value)
-
-
-def test_sizes():
-    for text, size in (
-        ("64GiB", 64 * 2**30),
-        ("512 GB", 512 * 10**9),
-        ("25GB/s", 25 * 10**9),
-        ("1.5tib", 3 * 2**39),
-        ("7", 7),
-    ):
-        assert bytes_of(text) == size
-    with pytest.raises(PydanticCustomError, match="is not a size above 0"):
-        bytes_of("7 miles")
 
 
 # ---------------------------------------------------------------- --check
@@ -240,9 +216,10 @@ def test_a_run_without_figures_is_refused(tmp_path):
     run = run_folder(tmp_path, 10**9)
     events = (run / "events.jsonl").read_text().splitlines()
     (run / "events.jsonl").write_text(events[0] + "\n")
-    with pytest.raises(DataError, match="did not log its peak memory"):
-        main(["--check", str(run)])
-    with pytest.raises(DataError, match="no run is there"):
-        main(["--check", str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="takes the run's own settings"):
-        main(["--check", str(run), "--cutoff-len", "5"])
+    for words, said in (
+        ([str(run)], "did not log its peak memory"),
+        ([str(tmp_path / "nowhere")], "no run is there"),
+        ([str(run), "--cutoff-len", "5"], "takes the run's own settings"),
+    ):
+        with pytest.raises(FinetuneError, match=said):
+            main(["--check", *words])
