@@ -1,6 +1,4 @@
-"""The generation core against transformers itself: the same tokens, alone and in a batch, with and
-without adapter.
-"""
+"""The generation core against transformers itself: the same tokens, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -104,7 +102,12 @@ def continuous(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-# ---------------------------------------------------------------- the same tokens
+def test_more_requests_than_the_cache_holds_are_all_answered():
+    """A full cache makes requests wait or be read again; the answers stay the same."""
+    with load(context_tokens=128, max_batch=8) as generator:
+        settings = Sampling(max_new_tokens=20)
+        expected = [generator.generate([question], settings)[0] for question in questions()[:12]]
+        assert generator.generate(questions()[:12] * 2, settings) == expected * 2
 
 
 def test_answers_are_transformers_own_alone_and_in_a_batch_of_either_engine(
@@ -126,15 +129,9 @@ def test_answers_are_transformers_own_alone_and_in_a_batch_of_either_engine(
 
 
 def test_every_way_to_ask_says_the_same(
-    adapter: Path,
-    generator: Generator,
-    plain: list[list[int]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    adapter: Path, generator: Generator, plain: list[list[int]], tmp_path: Path
 ):
-    """The terminal one by one, the server eight at a time, `eval` in batches: the same tokens, or
-    the text of them.
-    """
+    """The terminal one by one, the server eight at a time, `eval` in batches."""
     asked = [question[0]["content"] for question in questions()]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
@@ -158,7 +155,6 @@ def test_every_way_to_ask_says_the_same(
     words = ["--model", str(adapter), "--data", str(rows), "--output", str(output)]
     words += ["--generate", "all", "--max-new-tokens", str(NEW_TOKENS), "--device-type", "cpu"]
     assert evaluate([*words, "--json"]) == 0
-    capsys.readouterr()
     lines = (output / "generations.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["text"] for line in lines] == texts
 
@@ -170,17 +166,13 @@ def test_a_seed_gives_one_answer_whoever_else_is_there(generator: Generator, sta
     assert alone == together[3] and static.generate(questions()[:6], settings) == together
     other = generator.generate(questions()[:6], settings.changed(seed=6))
     assert other != together
-    greedy = Sampling(max_new_tokens=12)
-    each = [settings if number % 2 else greedy for number in range(6)]
-    mixed = list(map(generator.stream, questions()[:6], each))
-    for number, stream in enumerate(mixed):
-        assert stream.finish() == together[number] or number % 2 == 0
+    each = [settings, Sampling(max_new_tokens=12)] * 3
+    mixed = [stream.finish() for stream in map(generator.stream, questions()[:6], each)]
+    assert mixed[::2] == together[::2]
 
 
 def test_the_models_own_settings_are_its_default(tmp_path: Path, continuous: bool):
-    """A repetition penalty in generation_config.json is applied as transformers does it, and
-    once.
-    """
+    """A repetition penalty in generation_config.json is applied as transformers does it."""
     folder = shutil.copytree(MODEL, tmp_path / "model")
     own = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**own, "repetition_penalty": 1.4}))
@@ -191,18 +183,13 @@ def test_the_models_own_settings_are_its_default(tmp_path: Path, continuous: boo
         for question, answer in zip(questions()[:4], answers, strict=True):
             prompt = torch.tensor([generator.prompt_ids(question)])
             with torch.inference_mode():
-                ids = model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS
-                )
+                ids = model.generate(prompt, max_new_tokens=NEW_TOKENS)
             assert list(answer.token_ids) == ids[0, prompt.shape[1] :].tolist()
-        unpenalized = Sampling(max_new_tokens=NEW_TOKENS)
-        assert answers != generator.generate(questions()[:4], unpenalized)
+        assert answers != generator.generate(questions()[:4], Sampling(max_new_tokens=NEW_TOKENS))
 
 
 def test_a_second_turn_reads_only_what_is_new(continuous: bool):
-    """The keys and values of the first turn are still there: counted in tokens that the model is
-    given.
-    """
+    """The keys and values of the first turn are still there: counted in tokens read."""
     with load(continuous=continuous) as generator:
         read: list[int] = []
         handle = generator.model.register_forward_pre_hook(
@@ -210,7 +197,6 @@ def test_a_second_turn_reads_only_what_is_new(continuous: bool):
         )
         turns = [{"role": "user", "content": "Explain the meaning of 100.64.0.0/10. " * 8}]
         (first,) = generator.generate([turns], Sampling(max_new_tokens=24))
-        assert sum(read) >= first.prompt_tokens
         read.clear()
         turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
         (second,) = generator.generate([turns], Sampling(max_new_tokens=1))
@@ -228,32 +214,15 @@ def test_a_second_turn_reads_only_what_is_new(continuous: bool):
         assert anew.generate([turns], settings) == again
 
 
-# ---------------------------------------------------------------- ends
-
-
-def test_ends_at_a_stop_text(base: Generator):
-    question = questions()[1]
-    (whole,) = base.generate([question], Sampling(max_new_tokens=24))
-    stop = whole.text[len(whole.text) // 2 :][:4]
-    stream = base.stream(question, Sampling(max_new_tokens=24, stop=(stop,)))
-    pieces = list(stream)
-    assert "".join(pieces) == stream.answer.text == whole.text[: whole.text.index(stop)]
-    assert stream.answer.finish_reason == "stop"
-
-
 def test_ends_at_every_end_token(base: Generator):
     tokenizer = base.tokenizer
     assert base.stop_ids == set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
     for token in base.stop_ids:
         bias = torch.zeros(base.model.config.vocab_size)
         bias[token] = 1e9
-        handle = base.model.lm_head.register_forward_hook(
-            lambda module, args, logits, bias=bias: logits + bias
-        )
-        try:
-            (answer,) = base.generate([questions()[0]], Sampling(max_new_tokens=5))
-        finally:
-            handle.remove()
+        handle = base.model.lm_head.register_forward_hook(lambda *given: given[2] + bias)  # noqa: B023
+        (answer,) = base.generate([questions()[0]], Sampling(max_new_tokens=5))
+        handle.remove()
         assert answer.token_ids == (token,) and answer.finish_reason == "stop" and answer.text == ""
 
 
@@ -314,21 +283,8 @@ def test_an_error_in_choosing_tokens_fails_its_own_answer(
         assert generator.generate([questions()[0]], settings[0])[0] == expected[0]
 
 
-def test_more_requests_than_the_cache_holds_are_all_answered():
-    """A full cache makes requests wait or be read again; the answers stay the same."""
-    with load(context_tokens=128, max_batch=8) as generator:
-        settings = Sampling(max_new_tokens=20)
-        expected = [generator.generate([question], settings)[0] for question in questions()[:12]]
-        assert generator.generate(questions()[:12] * 2, settings) == expected * 2
-
-
-# ---------------------------------------------------------------- what is refused
-
-
 def test_prompts_are_checked(base: Generator):
-    with pytest.raises(
-        PromptTooLong, match=r"the prompt has \d+ tokens; the model reads at most 256"
-    ):
+    with pytest.raises(PromptTooLong, match=r"has \d+ tokens; the model reads at most 256"):
         base.generate([[{"role": "user", "content": "router " * 400}]])
     for wrong, message in (
         ([], "there is no message"),
@@ -336,7 +292,6 @@ def test_prompts_are_checked(base: Generator):
         ([-1], "outside the vocabulary"),
         ([10**6], "outside the vocabulary"),
         ([{"role": "wizard", "content": "x"}], "role is 'wizard'"),
-        ([{"role": "user", "content": None}], "content is not a text"),
         ([{"role": "user"}], "content is not a text"),
         ([{"role": "tool", "content": "x"}], "template does not take"),
     ):

@@ -1,6 +1,4 @@
-"""A chat template that takes all time or memory is stopped, and the next conversation is
-rendered.
-"""
+"""A chat template that takes all time or memory is stopped, and the next one is rendered."""
 
 from __future__ import annotations
 
@@ -29,23 +27,14 @@ def process() -> Iterator[TemplateProcess]:
     made.close()
 
 
-DOUBLED = (
-    "{% set n = namespace(t='xyz') %}{% for _ in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor"
-    " %}{{ n.t }}"
-)
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("source", "what"),
     [
         ("{{ '%2000000000d' % 1 }}", "needs more than 512 MiB"),
-        (DOUBLED, "needs more than 512 MiB"),
         ("{{ 'a' * 20000000 }}", "writes 20000000 characters"),
-        (LOOPS, "took longer than 0.5 seconds"),
         ("{{ 9 ** 99999999 }}", "took longer than 0.5 seconds"),
     ],
-    ids=["width", "doubled", "length", "loops", "power"],
+    ids=["width", "length", "power"],
 )
 def test_a_template_that_takes_too_much_is_refused_in_words(
     process: TemplateProcess, source, what, monkeypatch
@@ -84,10 +73,8 @@ def test_what_is_rendered_is_the_same():
         for source in (plain.chat_template, *TEMPLATES.values()):
             plain.chat_template = limited.chat_template = source
             for prompt in (False, True):
-                expected, found = (
-                    ChatTemplate(one).render(conversation, generation_prompt=prompt)
-                    for one in (plain, limited)
-                )
-                assert found == expected
+                given = {"generation_prompt": prompt}
+                found = ChatTemplate(limited).render(conversation, **given)
+                assert found == ChatTemplate(plain).render(conversation, **given)
     finally:
         limited.apply_chat_template.__self__.close()

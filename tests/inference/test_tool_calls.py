@@ -1,11 +1,7 @@
-"""Calls read back from what a model writes, in the forms of several families, whole and in
-pieces.
-"""
+"""Calls read back from what a model writes, in the forms of several families."""
 
 from __future__ import annotations
 
-import json
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +44,7 @@ def written(name: str, said: str, calls: tuple[Call, ...]) -> list[int]:
     text = template.render([question, answer])[len(prompt) :]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     while not tokenizer.decode([ids[-1]]).strip():  # a line's end behind the end of a turn
-        ids = ids[:-1]
+        ids.pop()
     return ids
 
 
@@ -66,11 +62,9 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
     text = AnswerText(tokenizer, (), shown_tokens(form, ChatTemplate(tokenizer)))
     engine, stops = SimpleNamespace(cancel=None), frozenset({ids[-1]})
     generation = Generation(engine, stops, 1, text, on_piece, CallReader(form))
-    rng, rest = random.Random(seed), list(ids)
-    while rest:
-        count = rng.randint(1, 3)
-        now, rest = rest[:count], rest[count:]
-        generation.receive(now, not rest, None)
+    step = 1 + seed
+    for at in range(0, len(ids), step):
+        generation.receive(ids[at : at + step], at + step >= len(ids), None)
     return pieces, ends[0]
 
 
@@ -101,14 +95,10 @@ def test_calls_are_read_back_whatever_the_pieces(name: str):
     [
         (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": {}}'),  # cut
         (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": []}\n</tool_call>'),
-        (FORMS[0], "<tool_call>\nclock()\n</tool_call>"),
         (FORMS[0], '<tool_call>\n{"arguments": {}}\n</tool_call> and more'),
         (FORMS[1], "<tool_call>\n<function=clock>\n</tool_call>"),
-        (FORMS[2], "[TOOL_CALLS] clock"),
         (FORMS[2], '[TOOL_CALLS] [{"name": 7}]'),
-        (FORMS[3], "[TOOL_CALLS]clock[ARGS]7"),
         (FORMS[3], "[TOOL_CALLS]clock{}"),
-        (FORMS[4], '{"answer": 42}'),
         (FORMS[4], '{"name": "clock", "parameters": {'),
         (FORMS[4], "{" * 100_000),
         (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": {"a": NaN}}\n</tool_call>'),
@@ -127,7 +117,4 @@ def test_half_an_emoji_in_arguments_stays_escaped():
     text = '<tool_call>\n{"name": "clock", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
     assert reader.add(text) + reader.finish() == ""
     (sent,) = protocol_calls(reader.calls)
-    assert sent["function"]["arguments"].encode() == b'{"a": "\\ud83d"}'
-    (call,) = protocol_calls(CALLS[:1])
-    assert json.loads(call["function"].pop("arguments")) == CALLS[0].arguments
-    assert call == {"id": "c00000001", "type": "function", "function": {"name": "weather"}}
+    assert sent["function"] == {"name": "clock", "arguments": '{"a": "\\ud83d"}'}

@@ -1,6 +1,4 @@
-"""Learning rate and batch where they are auto: the law, what wins over it, and the run that has
-them.
-"""
+"""Learning rate and batch where they are auto: the law, what wins over it, and the run."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import Materials, lines, make_data, make_materials
+from run_helpers import make_data, make_materials
 
 from finetune import run
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
@@ -51,9 +49,7 @@ def test_what_is_given_stays() -> None:
     micro=st.sampled_from(["auto", 1, 2, 3, 5, 8, 12, 48]),
 )
 def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: int | str) -> None:
-    """Whatever the microbatch is: that only computes it, and is lowered where it does not divide
-    it.
-    """
+    """Whatever the microbatch is, which is lowered where it does not divide the batch."""
     found = derived(samples=samples, num_epochs=epochs, micro_batch_size=micro)
     batch = found["global_batch_size"]
     assert batch in AUTO_BATCHES
@@ -66,27 +62,16 @@ def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: 
         assert batch % size == 0 and size <= micro and (size == micro or batch % micro)
 
 
-@pytest.mark.parametrize("count", [91, 40_000])
-def test_the_plan_has_the_batch_of_the_data(count: int, tmp_path: Path) -> None:
+def test_the_plan_has_the_batch_of_the_data(tmp_path: Path) -> None:
     """That of a run on as many samples; without data here, auto stays."""
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"instruction": "q", "output": "a"}\n' * count)
+    data.write_text('{"instruction": "q", "output": "a"}\n' * 5000)
     settings = {"model": "m", "output_dir": "o", "num_epochs": 1.0, "micro_batch_size": 12}
     planned = with_batch_of_data(RunConfig(data=str(data), **settings))
-    found = derived(samples=count, num_epochs=1.0, micro_batch_size=12)
-    assert planned.global_batch_size == found["global_batch_size"]
-    assert planned.micro_batch_size == found.get("micro_batch_size", 12)
+    assert (planned.global_batch_size, planned.micro_batch_size) == (16, 8)
     assert planned.learning_rate == "auto"
     for elsewhere in ("hub:owner/name", "not-said"):
         assert with_batch_of_data(RunConfig(data=elsewhere, **settings)).global_batch_size == "auto"
-
-
-def test_more_samples_never_make_a_smaller_batch_or_rate() -> None:
-    found = [derived(samples=samples) for samples in (10, 100, 1000, 2000, 5000, 10_000, 10**6)]
-    for name in ("global_batch_size", "learning_rate"):
-        values = [one[name] for one in found]
-        assert values == sorted(values)
-    assert {one["global_batch_size"] for one in found} == set(AUTO_BATCHES)
 
 
 def test_the_rate_falls_with_the_width_and_is_a_tenth_for_full_training() -> None:
@@ -101,9 +86,7 @@ def test_the_rate_falls_with_the_width_and_is_a_tenth_for_full_training() -> Non
 
 
 def test_an_adapter_that_is_scaled_up_takes_a_lower_rate() -> None:
-    """A step of Adam changes B A by the rate, the scale and the rank: their product is the same for
-    all of these.
-    """
+    """A step of Adam changes B A by the rate, the scale and the rank: the product is the same."""
     plain = derived()["learning_rate"]
     assert derived(lora_r=64, lora_alpha=32)["learning_rate"] == plain
     # alpha is twice the rank
@@ -112,23 +95,10 @@ def test_an_adapter_that_is_scaled_up_takes_a_lower_rate() -> None:
     assert derived(lora_plus_ratio=16.0)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return make_materials(tmp_path_factory.mktemp("defaults"))
-
-
-def open_settings(materials: Materials, folder: Path, **changes: Any) -> dict[str, Any]:
+def test_a_run_is_that_of_the_numbers_it_chose(tmp_path: Path, capsys) -> None:
+    """run.yaml, the identity and the console have the numbers; given, they are the same run."""
     opened = dict.fromkeys(("learning_rate", "global_batch_size", "micro_batch_size"))
-    return materials.settings(folder, **{"max_steps": 3, **opened, **changes})
-
-
-def test_a_run_is_that_of_the_numbers_it_chose(
-    materials: Materials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """run.yaml, the identity and the console have the numbers, and a run to which they are given is
-    the same one.
-    """
-    settings = open_settings(materials, tmp_path / "open")
+    settings = make_materials(tmp_path).settings(tmp_path / "open", max_steps=3, **opened)
     chosen = learning_defaults(RunConfig(**settings), width=32, samples=60)
     assert chosen.values.keys() == {"global_batch_size", "learning_rate"}
     run(settings)
@@ -142,19 +112,9 @@ def test_a_run_is_that_of_the_numbers_it_chose(
     rate = chosen.values["learning_rate"]
     with pytest.raises(FinetuneError, match=f"learning_rate: {rate} in the folder, 0.5 now"):
         run({**settings, "learning_rate": 0.5})
-    run({**open_settings(materials, tmp_path / "given"), **chosen.values})
-    logs = [lines(tmp_path / name / "trainer_log.jsonl") for name in ("open", "given")]
-    first, second = ([(row["loss"], row["learning_rate"]) for row in log] for log in logs)
-    assert first == second
-
-
-def test_more_data_leaves_a_begun_run_its_numbers(materials: Materials, tmp_path: Path) -> None:
-    settings = open_settings(materials, tmp_path / "run", save_steps=2, num_epochs=1, max_steps=2)
-    run(settings)
-    began = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    # and keeps them when there is more data
     data = str(make_data(tmp_path / "more.jsonl", 6000))
-    more = {"data": data, "max_steps": 4, "allow_data_change": True}
-    assert derived(samples=6000, num_epochs=1)["global_batch_size"] > began["global_batch_size"]
-    assert run({**settings, **more}).steps == 4
-    now = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
-    assert all(now[name] == began[name] for name in ("global_batch_size", "learning_rate"))
+    assert derived(samples=6000)["global_batch_size"] > written["global_batch_size"]
+    assert run({**settings, "data": data, "max_steps": 4, "allow_data_change": True}).steps == 4
+    now = yaml.safe_load((tmp_path / "open" / "run.yaml").read_text())
+    assert all(now[name] == value for name, value in chosen.values.items())

@@ -1,6 +1,4 @@
-"""What a run needs of memory: terms by hand, what must be monotone, and what autograd really
-keeps.
-"""
+"""What a run needs of memory: terms by hand, what must be monotone, what autograd really keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +6,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_workloads import SMALL, known_shape, of_kind, workload
+from tiny_models import as_trained
+from transformers import CONFIG_MAPPING
 
 from finetune.config.resolution import resolve_object
 from finetune.modeling.loss import LOGITS_PER_CHUNK, TRAINED_HEAD_CHUNKS
@@ -21,7 +22,7 @@ from finetune.planning.activations import (
 )
 from finetune.planning.inputs import with_sharding, workload_of
 from finetune.planning.memory import Memory, memory_of
-from finetune.planning.shapes import KNOWN_MODELS, shape_of_config, shape_of_model
+from finetune.planning.shapes import KNOWN_MODELS, shape_of_model
 from finetune.planning.traffic import (
     computed_flops_per_token,
     flops_per_token,
@@ -34,26 +35,20 @@ NAMES = [name for name in KNOWN_MODELS if "-4B" not in name]
 DEVICES = (1, 4, 8, 16, 64)
 
 
-# ---------------------------------------------------------------- terms
-
-
 def test_a_second_copy_within_the_node_costs_memory_and_spares_the_network():
-    """hpZ (ZeRO++, Wang et al. 2023, section 3.2): M x P / (processes of a node) more; frozen
-    weights cross once.
-    """
+    """hpZ (ZeRO++, Wang et al. 2023, section 3.2): M x P / (processes of a node) more."""
     shape = known_shape("Qwen/Qwen2.5-7B")
     for lora in (True, False):
         plain = workload(shape, lora=lora, sharding=Sharding(engine=True, stage=3), devices=16)
         copied = replace(plain, sharding=replace(plain.sharding, hpz=8))
         more = of_kind(copied, "weights") - of_kind(plain, "weights")
         assert more == pytest.approx(2 * plain.parameters / 8, rel=1e-6)
-        # Of each of four microbatches: gathered for the forward pass, and reduced.
+
         across = plain.trained + (0 if lora else plain.parameters)
         assert network_traffic(copied).bytes == pytest.approx(15 / 16 * 4 * 2 * across, rel=2e-3)
         assert network_traffic(plain).bytes > network_traffic(copied).bytes
         two = replace(plain, sharding=Sharding(engine=True, stage=2))  # a reduction per microbatch
         assert network_traffic(two).bytes == pytest.approx(15 / 16 * 2 * plain.trained * 5)
-    assert "hpZ of 8" in copied.sharding.name and "hpZ" not in plain.sharding.name
 
 
 def test_buffers_of_hccl_are_planned_for_several_npus_only():
@@ -80,30 +75,10 @@ def test_the_state_of_full_training_is_that_of_the_zero_paper():
         terms = [t for t in made.terms if t.kind in ("weights", "optimizer") and "rows" in t.phases]
         return sum(t.bytes for t in terms) / shape.total
 
-    # Weights in 16 bit, masters and two moments in 32: 2 + 12; gradients are a matter of stage and
-    # buckets.
+    # weights in 16 bit, masters and two moments in 32: 2 + 12
     assert state(2, 64) == pytest.approx(2 + 12 / 64, rel=1e-6)
     assert state(3, 64) == pytest.approx((2 + 12) / 64, rel=1e-6)
     assert state(2, 1) == pytest.approx(14, rel=1e-6)
-
-
-def test_activations_of_a_block_by_hand():
-    """Llama in bfloat16 without autocast, trained whole: each tensor of the forward pass once."""
-    [[block, _count]] = shape_of_config({**SMALL, "model_type": "llama", "head_dim": 16}).blocks
-    h, a, k, f = 96, 96, 32, 160
-    norms = 2 * (4 * h + 2 * h)  # the float32 input, and what the scale multiplies
-    inputs = 2 * (h + a + h + f)  # of qkv, o, gate and up, down
-    attention = 2 * (a + k + k + a)
-    mlp = 2 * 3 * f
-    whole = norms + inputs + attention + mlp
-    assert block_bytes_per_token(block, Computing(2, 2)) == pytest.approx(whole, rel=0.15)
-    # An 8 B Llama is measured at 28 numbers of the width per token and layer (2 bytes each); ours
-    # is 25.5.
-    llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}
-    llama |= {"num_attention_heads": 32, "num_key_value_heads": 8}
-    llama |= {"intermediate_size": 14336, "vocab_size": 128256}
-    [[block, _count]] = shape_of_config(llama).blocks
-    assert 24 < block_bytes_per_token(block, Computing(2, 2)) / (2 * 4096) < 30
 
 
 def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
@@ -113,8 +88,7 @@ def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
     assert all(0.9 * chunk < logits <= chunk for logits in (small, large))
     compiled = loss_bytes(shape, Computing(2, 2, compiled=True), 10_000)
     assert compiled == 6 * 10_000 * shape.vocabulary
-    # One target more than fills a chunk makes two chunks of half the size, so that fewer targets
-    # would be worse: a chunk counts as full.
+    # one target more makes two chunks of half the size: a chunk counts as full
     full = LOGITS_PER_CHUNK * TRAINED_HEAD_CHUNKS // shape.vocabulary
     given = {"lora": False, "sharding": Sharding(True, 3), "devices": 8}
     works = [
@@ -139,31 +113,15 @@ def test_fused_adapters_need_weights_that_are_whole():
     three = with_sharding(work, Sharding(engine=True, stage=3))
     assert not three.computing.adds_adapters
     assert with_sharding(three, Sharding()).computing.adds_adapters
-    assert computing().fused_layers and computing("npu").fused_layers
-    assert not computing("cpu").fused_layers and not computing(fused_layers="off").fused_layers
+    assert computing("npu").fused_layers and not computing("cpu").fused_layers
     [[block, _count]] = shape.blocks
     kept = block_bytes_per_token(block, computing())
     for without in ({"fused_lora": False}, {"fused_layers": "off"}):
         assert kept < block_bytes_per_token(block, computing(**without))
 
 
-def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
-    """estimate_zero3_model_states_mem_needs counts 18 bytes for every parameter, frozen or not,
-    times 1.5.
-    """
-    shape = known_shape("Qwen/Qwen2.5-32B")
-    offload = Sharding(engine=True, stage=3, offload_optimizer=True, offload_param=True)
-    work = workload(shape, lora=True, sharding=offload, devices=8)
-    host = 8 * of_kind(work, "weights", "gradients", "optimizer", location="host")
-    assert 2 * shape.total < host < 2 * shape.total * 1.1
-    assert 18 * shape.total * 1.5 > 12 * host
-    assert memory_of(work).node() > host  # of all processes of a node
-
-
 def test_weights_of_the_files_own_dtype_are_the_mapped_files():
-    """Measured: loading adds nothing to a CPU process until it computes; a converted copy stands
-    beside the file.
-    """
+    """Measured: loading adds nothing to a CPU process until it computes."""
     shape = known_shape("Qwen/Qwen3-0.6B")
     changes = {"device_type": "cpu", "computing": Computing(4, 4), "trained": shape.total}
 
@@ -187,11 +145,8 @@ def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(sta
     work = workload(shape, lora=False, sharding=Sharding(engine=True, stage=stage), devices=8)
     behind, waited = memory_of(replace(work, saves_behind=True)), memory_of(work)
     copy = 12 * -(-shape.total // 8)  # each process its share
-    for phase in ("gather", "rows", "reduce", "update"):
-        assert behind.in_phase("host", phase) - waited.in_phase("host", phase) == copy
-    assert behind.in_phase("host", "save") - waited.in_phase("host", "save") == copy // 3
-    assert behind.in_phase("host", "result") == waited.in_phase("host", "result")
-    assert behind.in_phase("host", "load") == waited.in_phase("host", "load")
+    for phase, more in (("gather", copy), ("update", copy), ("save", copy // 3), ("result", 0)):
+        assert behind.in_phase("host", phase) - waited.in_phase("host", phase) == more
 
 
 def test_gradients_in_one_bucket_are_summed_after_the_microbatches():
@@ -212,9 +167,7 @@ def _summed(memory: Memory) -> tuple[str, int]:
 
 
 def test_collectives_of_a_cpu_have_their_own_copies():
-    """Measured, two processes: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce
-    next to none.
-    """
+    """Measured: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce next to none."""
     shape = known_shape("Qwen/Qwen3-0.6B")
     for stage, sum_copies in ((2, 1), (3, 2)):
         sharding = Sharding(True, stage, prefetch_bucket=10**6, reduce_bucket=shape.total)
@@ -229,9 +182,7 @@ def test_collectives_of_a_cpu_have_their_own_copies():
 
 
 def test_zero3_gathers_ahead_up_to_its_bounds():
-    """What is gathered is bounded by DeepSpeed's numbers, not by the model; a bucket is there
-    beside its weights.
-    """
+    """What is gathered is bounded by DeepSpeed's numbers, not by the model."""
     shape = known_shape("Qwen/Qwen2.5-72B")
     small = Sharding(True, 3, prefetch_bucket=10**6, max_live=10**8, max_reuse_distance=10**8)
     more, reused = replace(small, max_live=3 * 10**8), replace(small, max_reuse_distance=6 * 10**8)
@@ -242,8 +193,6 @@ def test_zero3_gathers_ahead_up_to_its_bounds():
     assert live[1] - live[0] == 2 * 2 * 10**8
     assert live[2] - live[0] == 2 * (3 * 10**8 + 10**6 - 10**8)
 
-
-# ---------------------------------------------------------------- what must hold for every run
 
 ENGINES = {"engine": st.just(True), "offload_optimizer": st.booleans()}
 SHARDINGS = st.one_of(
@@ -325,22 +274,8 @@ def test_longer_microbatches_and_checkpointing_off_never_need_less(
     assert computed_flops_per_token(kept) == flops_per_token(kept)
 
 
-def test_every_term_has_a_formula_and_a_source_and_none_is_negative():
-    shape = known_shape("Qwen/Qwen3-8B")
-    shardings = (Sharding(), Sharding(engine=True, stage=2), Sharding(True, 3, True, True))
-    for sharding, lora in product(shardings, (True, False)):
-        for term in memory_of(workload(shape, lora=lora, sharding=sharding, devices=8)).terms:
-            assert term.bytes > 0 and term.formula and term.source and term.phases, term
-
-
-# ---------------------------------------------------------------- what autograd really keeps
-
-
 def kept_bytes(model, tokens: int) -> int:
-    """Bytes of the distinct tensors, parameters aside, that a forward pass of two documents keeps
-    for its backward.
-    """
-    import torch
+    """Bytes that a forward pass of two documents keeps for its backward, parameters aside."""
 
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -367,22 +302,13 @@ KEPT = [(kind, "float32") for kind in ("qwen3", "llama", "nanochat", "qwen2", "m
     [*KEPT, ("qwen3", "bfloat16"), ("nanochat", "bfloat16"), ("qwen3_moe", "bfloat16")],
 )
 def test_a_block_keeps_what_autograd_keeps_of_it(kind: str, dtype: str):
-    """The difference of models with three blocks and with one, in bytes that autograd holds,
-    against the formula.
-    """
-    import torch
-    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
-
-    from finetune.modeling.attention import ISOLATED, isolated_attention
-
-    AttentionInterface.register(ISOLATED, isolated_attention)
+    """The difference of models with three blocks and with one, in bytes that autograd holds."""
     tokens, found, size = 64, [], 4 if dtype == "float32" else 2
     for layers in (1, 3):
         sizes = {**SMALL, "num_hidden_layers": layers, "head_dim": 16}
         sizes |= {"moe_intermediate_size": 160, "num_experts": 16}
-        config, how = CONFIG_MAPPING[kind](**sizes), {"attn_implementation": ISOLATED}
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **how)
-        found.append(kept_bytes(model.train(), tokens))
+        model = as_trained(CONFIG_MAPPING[kind](**sizes)).to(getattr(torch, dtype))
+        found.append(kept_bytes(model.requires_grad_(True).train(), tokens))
     [[block, _count]] = shape_of_model(model).blocks
     how = Computing(size, size, float32_attention=size == 2)
     computed = block_bytes_per_token(block, how) * tokens

@@ -6,9 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from plan_workloads import SMALL, known_shape, lora_parameters, of_kind, workload
+from transformers import CONFIG_MAPPING
 
 from finetune.errors import ConfigError
+from finetune.modeling.scratch import make_empty_model
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import (
     KNOWN_MODELS,
@@ -19,24 +22,17 @@ from finetune.planning.shapes import (
     shape_of_model,
 )
 from finetune.planning.traffic import computed_flops_per_token, flops_per_token
-from finetune.planning.workload import Computing, Sharding, Workload
+from finetune.planning.workload import Sharding, Workload
 
-# Taken when each of these families was counted by a table of its own, without transformers. Family,
-# with biases and a tied head or without: parameters, of them norms and biases, numbers in matrices
-# that a token passes, the largest module, an adapter of rank 4; MB of a device of four, trained
-# whole, the same compiled, LoRA under ZeRO-3; and operations of a token.
+# Counted without transformers. Family, with biases and a tied head or without: parameters, of them
+# norms and biases, numbers in matrices that a token passes, the largest module, an adapter of rank
+# 4; MB of a device of four, trained whole, the same compiled, LoRA under ZeRO-3; operations of a
+# token.
 COUNTED = {
     ("llama", False): (240096, 480, 215040, 24576, 13312, 1109, 1098, 2098, 10616832),
-    ("llama", True): (217184, 2144, 215040, 24576, 13312, 1108, 1098, 2098, 10616832),
-    ("mistral", True): (215520, 480, 215040, 24576, 13312, 1108, 1097, 2098, 10616832),
-    ("qwen2", False): (240736, 1120, 215040, 24576, 13312, 1109, 1098, 2098, 10616832),
-    ("qwen3", False): (240224, 608, 215040, 24576, 13312, 1115, 1098, 2103, 10616832),
     ("qwen3", True): (216480, 1440, 215040, 24576, 13312, 1115, 1098, 2102, 10616832),
     ("gemma2", False): (240480, 864, 215040, 24576, 13312, 1314, 1299, 2300, 10616832),
-    ("gemma3_text", True): (216864, 1824, 215040, 24576, 13312, 1121, 1098, 2106, 10616832),
     ("phi3", False): (190944, 480, 165888, 30720, 8960, 1103, 1095, 2095, 5597184),
-    ("olmo2", False): (240608, 992, 215040, 24576, 13312, 1115, 1098, 2103, 10616832),
-    ("starcoder2", True): (137152, 1984, 135168, 24576, 9216, 1100, 1092, 2092, 5480448),
     ("nanochat", False): (208896, 0, 184320, 24576, 11264, 1108, 1095, 2102, 10444800),
 }
 
@@ -50,32 +46,22 @@ def of_four(
 
 @pytest.mark.parametrize(("kind", "biased"), COUNTED)
 def test_families_count_as_they_did_by_hand(kind: str, biased: bool):
-    head = {} if kind in ("phi3", "starcoder2") else {"head_dim": 32}
-    extra = {"attention_bias": biased, "mlp_bias": biased} if biased else {}
-    shape = shape_of_config(
-        {**SMALL, **head, **extra, "model_type": kind, "tie_word_embeddings": biased}
-    )
+    own = {} if kind == "phi3" else {"head_dim": 32}
+    own |= {"attention_bias": True, "mlp_bias": True} if biased else {}
+    shape = shape_of_config({**SMALL, **own, "model_type": kind, "tie_word_embeddings": biased})
     stage3 = Sharding(engine=True, stage=3, persistence_threshold=10_000)
     works = [of_four(shape, lora=False, sharding=Sharding(), compiled=on) for on in (False, True)]
     works.append(of_four(shape, lora=True, sharding=stage3))
     *sizes, of_whole, of_compiled, of_zero3, flops = COUNTED[kind, biased]
     adapter = lora_parameters(shape, 4, shape.adapted("all-linear"))
-    counted = [shape.total, shape.small, shape.passed, shape.largest_module, adapter]
-    assert sizes == counted
+    assert sizes == [shape.total, shape.small, shape.passed, shape.largest_module, adapter]
     assert computed_flops_per_token(works[-1]) == flops
     needs = [memory_of(work).device() / 1e6 for work in works]
     assert needs == pytest.approx([of_whole, of_compiled, of_zero3], rel=0.15)
 
 
-OTHERS = "gpt2 gpt_neox opt cohere2 exaone4 mixtral qwen3_next gemma3"
-
-
-@pytest.mark.parametrize("kind", OTHERS.split())
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mixtral", "qwen3_next", "gemma3"])
 def test_parameters_are_those_of_transformers(kind: str):
-    from transformers import CONFIG_MAPPING
-
-    from finetune.modeling.scratch import make_empty_model
-
     model = make_empty_model(CONFIG_MAPPING[kind]())
     shape = shape_of_model(model)
     matrices = sum(matrix.size for matrix in shape.matrices if not matrix.is_end)
@@ -100,28 +86,8 @@ def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(
     work = workload(shape, lora=False, sharding=Sharding(), devices=1)
     assert flops_per_token(work) == 6 * shape.passed + attention
     assert of_kind(work, "weights") >= 4 * shape.total
-    for targets in ("all-linear", ["o_proj", "down_proj"]):
-        with pytest.raises(ConfigError, match="is not counted where a mixture has its experts"):
-            shape.adapted(targets)
-
-
-def test_operations_and_small_parameters_are_those_that_the_run_counts():
-    from transformers import Qwen3Config
-
-    from finetune.modeling.scratch import make_empty_model, scratch_config
-    from finetune.planning.traffic import matrix_parameters
-
-    for arch in ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value"):
-        model = make_empty_model(scratch_config(arch, 3, vocab_size=1000, max_seq_len=64))
-        shape = shape_of_model(model)
-        work = Workload(shape, Computing(4, 4), Sharding(), trained=shape.total, longest=64)
-        own = 6 * matrix_parameters(model) + 12 * shape.query_width * 64
-        assert flops_per_token(work) == own
-    tied = Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True)
-    model = make_empty_model(tied)
-    shape = shape_of_config(json.loads(tied.to_json_string()))
-    assert shape.passed == sum(p.numel() for p in model.parameters() if p.ndim == 2)
-    assert shape.small == sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    with pytest.raises(ConfigError, match="is not counted where a mixture has its experts"):
+        shape.adapted("all-linear")
 
 
 @pytest.mark.parametrize(
@@ -133,11 +99,6 @@ def test_operations_and_small_parameters_are_those_that_the_run_counts():
     ],
 )
 def test_adapters_are_as_large_as_pefts(kind: str, targets: list):
-    from peft import LoraConfig, get_peft_model
-    from transformers import CONFIG_MAPPING
-
-    from finetune.modeling.scratch import make_empty_model
-
     config = CONFIG_MAPPING[kind](**SMALL)
     shape = shape_of_config(json.loads(config.to_json_string()))
     for wanted in targets:
@@ -154,8 +115,7 @@ def test_known_models_are_as_large_as_their_names_say():
     for name in KNOWN_MODELS:
         promised = float(name.rpartition("-")[2].removesuffix("B"))
         assert known_config(f"{name}-Instruct") == known_config(name)
-        # Some names leave the embedding out, or round: Qwen2.5-1.5B has 1.54, Qwen3-1.7B 1.72,
-        # Qwen2.5-7B 7.62.
+        # some names leave the embedding out, or round: Qwen2.5-7B has 7.62
         assert abs(known_shape(name).total / 1e9 / promised - 1) < 0.11, name
 
 
