@@ -32,9 +32,7 @@ NPU, CPU, BF16 = torch.device("npu"), torch.device("cpu"), torch.bfloat16
 
 
 def it_is_called_as_documented_and_right() -> None:
-    """Windows, narrow values, padded lines, many documents, dropout; forward and backward against
-    the CPU in float32.
-    """
+    """Windows, narrow values, padded lines, many documents, dropout; forward and backward."""
     observe()
     module, wide = torch.nn.Module(), [torch.randn(1, 2, 6, 16, device=NPU)] * 3
 
@@ -84,9 +82,7 @@ def it_is_called_as_documented_and_right() -> None:
 
 
 def one_that_differs_is_not_used() -> None:
-    """Ends of documents, a window or the scale ignored, a window one too wide, an error: SDPA per
-    document instead.
-    """
+    """Ends, a window or the scale ignored, a window one too wide, an error: SDPA instead."""
     calls: list[int] = []
 
     def check(model_type: str = "mistral", **given: Any) -> tuple[str, str]:
@@ -149,13 +145,11 @@ def fused_operations_are_called_as_documented_and_right() -> None:
 
 def every_packable_type() -> None:
     """Prints `type calls bands host-reads median-difference`: calls of the kernel, those with a
-    window, and reads of the device by the host in the attention functions, of a forward and a
-    backward pass over a packed and a padded microbatch; the difference is to the attention per
-    document on the CPU, both in bfloat16, of the packed logits.
+    window, and reads of the device by the host in the attention functions, forward and backward
+    over a packed and a padded microbatch; the difference of packed logits is to the CPU's.
     """
     observe()
-    # Mixtures count their tokens in integers on a device; the CPU behind the simulation has no
-    # kernel for that.
+    # a CPU has no kernel for mixtures' counts in integers
     histogram = torch.histc
     torch.histc = lambda numbers, *rest, **named: histogram(numbers.float(), *rest, **named)
     for kind in sorted(ISOLATED_MODEL_TYPES):

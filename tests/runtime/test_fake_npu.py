@@ -1,8 +1,6 @@
-"""The run on a simulated npu: device strings, hccl, the npu attention path, and the same losses as
-on the CPU.
+"""The run on a simulated npu: device strings, hccl, npu attention, and the losses of the CPU.
 
-Nothing here ran on Ascend: `tests/fake_npu` computes everything on the CPU behind tensors that say
-`npu`.
+Nothing here ran on Ascend: `tests/fake_npu` computes on the CPU behind tensors that say `npu`.
 """
 
 from __future__ import annotations
@@ -19,21 +17,23 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-from launching import BIN, ROOT, run_cli, run_command
-from safetensors.torch import load_file
+from launching import BIN, ROOT, run_command
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune import run as run_settings
+from finetune.errors import FinetuneError
 from finetune.modeling.attention import ISOLATED_MODEL_TYPES
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 PATHS = os.pathsep.join(map(str, (FAKE_NPU, ROOT / "tests", ROOT)))
 STEPS = 6
 # Types whose tiny models have windows shorter than the documents.
-_WINDOWED = """
+WINDOWED = """
 afmoe cohere2 cwm exaone4 exaone_moe gemma3_text ministral ministral3 mistral mixtral olmo3 phi3
 starcoder2
 """
-WINDOWED = set(_WINDOWED.split())
 FUSED = "9 rms_norm, 2 rotary, 2 swiglu"
 
 
@@ -43,19 +43,14 @@ class Run:
     printed: str = ""
 
     def logged(self, name: str) -> list[float]:
-        lines = (self.folder / "trainer_log.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-        return [record[name] for record in records]
+        return run_helpers.values(self.folder, name)
 
     def event(self, name: str) -> dict[str, Any]:
-        """The last one."""
-        records = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
-        return [record for record in records if record["event"] == name][-1]
+        return run_helpers.events(self.folder, name)[-1]
 
     @property
-    def samples(self) -> str:
-        return (self.folder / "samples.jsonl").read_text()
+    def samples(self) -> list[list[int]]:
+        return run_helpers.sample_ids(self.folder)
 
     def observed(self, rank: int = 0) -> dict[str, Any]:
         return json.loads(Path(f"{self.folder}.observed{rank}").read_text())
@@ -68,10 +63,6 @@ def run(
     """(device, processes, kind) -> its run: the CPU's in this process, the simulated npu's in
     processes of its own. Heads are of 16, which the kernel takes.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from finetune.sft import main
-
     folder = tmp_path_factory.mktemp("fake_npu")
     shutil.copytree(tiny_model, folder / "model")
     config = AutoConfig.from_pretrained(folder / "model")
@@ -80,29 +71,27 @@ def run(
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
 
     @cache
-    def execute(device: str, processes: int = 1, kind: str = "lora") -> Run:
+    def execute(device: str, processes: int, kind: str = "lora") -> Run:
         output = folder / f"{device}-{processes}-{kind}"
-        words = f"--model {folder}/model --data {tiny_data} --output-dir {output}"
-        words += f" --cache-dir {folder}/cache --device-type {device} --max-steps {STEPS}"
-        words += " --micro-batch-size 2 --global-batch-size 6 --cutoff-len 96 --report-to none"
-        words += f" --log-samples --finetuning {kind}"
-        if kind == "lora":
-            words += f" --dtype float32 --learning-rate 2e-3 --valid-data {tiny_valid}"
-        else:
-            words += " --dtype bfloat16 --learning-rate 1e-3"
+        materials = run_helpers.Materials(folder, folder / "model", tiny_data, tiny_valid)
+        changes = {"valid_data": str(tiny_valid)} if kind == "lora" else {"dtype": "bfloat16"}
+        changes |= {
+            "device_type": device,
+            "finetuning": kind,
+            "learning_rate": 1e-3,
+            "lora_r": None,
+        }
+        settings = materials.settings(output, global_batch_size=6, **changes)
         if device == "cpu":
-            before = dict(os.environ)
-            try:
-                assert main(words.split()) == 0
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
+            run_settings(settings)
             return Run(output)
+        (folder / "settings.json").write_text(json.dumps(settings))
         launcher = [sys.executable]
         if processes > 1:
             launcher = [str(BIN / "torchrun"), "--standalone", f"--nproc_per_node={processes}"]
         env = {"PYTHONPATH": PATHS, "OBSERVED": f"{output}.observed"}
-        result = run_command([*launcher, str(FAKE_NPU / "observed.py"), *words.split()], env=env)
+        words = [str(FAKE_NPU / "observed.py"), "--config", str(folder / "settings.json")]
+        result = run_command([*launcher, *words], env=env)
         assert result.returncode == 0, f"on the simulated npu:\n{result.stdout}\n{result.stderr}"
         return Run(output, result.stderr)
 
@@ -122,7 +111,7 @@ def test_two_simulated_npus_compute_what_the_cpu_does(run):
     """auto takes the npu first; each rank has its own, and hccl; float32 does not take the
     attention that NPUs have for 16 bits.
     """
-    npu, cpu = run("auto", 2), run("cpu")
+    npu, cpu = run("auto", 2), run("cpu", 1)
     start = npu.event("start")
     assert (start["device_type"], start["world_size"]) == ("npu", 2)
     for rank in (0, 1):
@@ -134,14 +123,10 @@ def test_two_simulated_npus_compute_what_the_cpu_does(run):
     assert npu.samples == cpu.samples
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=1e-5)
     assert npu.logged("grad_norm") == pytest.approx(cpu.logged("grad_norm"), rel=1e-4)
-    found, expected = (
-        {name: value for name, value in each.event("eval").items() if name.startswith("eval_loss")}
-        for each in (npu, cpu)
-    )
-    assert len(expected) == 4  # overall and per level
+    names = ("eval_loss", *(f"eval_loss/{level}" for level in ("explain", "reasoning", "topology")))
+    found, expected = ([each.event("eval")[name] for name in names] for each in (npu, cpu))
     assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (load_file(each.folder / "adapter_model.safetensors") for each in (npu, cpu))
-    assert found.keys() == expected.keys()
+    found, expected = (run_helpers.result_weights(each.folder) for each in (npu, cpu))
     for name, tensor in expected.items():
         assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
@@ -158,24 +143,19 @@ def test_a_simulated_npu_trains_all_weights_in_16_bits(run):
     assert facts["host_reads"] == 0, "attention made the host wait for the device"
     assert_fused(npu)
     assert npu.event("start")["dtype"] == "bfloat16" and npu.samples == cpu.samples
-    # Two bfloat16 attentions round differently; a document that saw its neighbour would be off by
-    # far more.
+    # two bfloat16 attentions round differently
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=5e-3)
     assert cpu.event("start")["fused_layers"] == "none"
-    assert json.loads((cpu.folder / "config.json").read_text())["dtype"] == "bfloat16"
-    weights = load_file(cpu.folder / "model.safetensors").values()
+    weights = run_helpers.result_weights(cpu.folder).values()
     assert {tensor.dtype for tensor in weights} == {torch.bfloat16}
 
 
-def test_weights_that_a_device_unties_are_not_trained(tiny_model, tiny_data, tmp_path):
-    """A simulated npu whose `model.to` makes new parameters: what PyTorch does where a backend says
-    nothing.
-    """
-    words = f"--model {tiny_model} --data {tiny_data} --output-dir {tmp_path}/out --max-steps 1"
-    words += " --dtype float32 --finetuning full"
-    result = run_cli(words.split(), env={"PYTHONPATH": PATHS, "FAKE_NPU_UNTIES": "1"})
-    assert result.returncode == 1
-    assert "[ERROR] tied weights came apart on the move to the npu device" in result.stderr
+def test_weights_that_a_device_unties_are_not_trained(tmp_path, monkeypatch):
+    """Where `model.to` makes new parameters, as PyTorch does if a backend says nothing."""
+    settings = run_helpers.make_materials(tmp_path).settings(tmp_path / "run", finetuning="full")
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    with pytest.raises(FinetuneError, match="tied weights came apart on the move to the cpu"):
+        run_settings(settings)
 
 
 def kernel_checks(*words: str) -> CompletedProcess[str]:
@@ -203,7 +183,8 @@ def test_every_packable_type_gives_the_npu_what_it_takes():
     for kind in ISOLATED_MODEL_TYPES:
         calls, bands, reads, off = found[kind].split()
         other = kind in ("gemma2", "gpt_oss")
-        assert (int(calls) > 0) != other and (int(bands) > 0) == (kind in WINDOWED), found[kind]
-        # Two bfloat16 attentions round differently; one that saw other tokens would be off by far
-        # more. Attention must not read the device.
+        assert (int(calls) > 0) != other and (int(bands) > 0) == (kind in WINDOWED.split()), found[
+            kind
+        ]
+        # attention must not read the device
         assert float(off) < 0.05 and (other or int(reads) == 0), f"{kind}: {found[kind]}"

@@ -68,9 +68,7 @@ host_reads = [0]
 
 
 def run_on_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator: on the CPU tensors, the results as npu tensors; what it writes to is returned
-    as it came.
-    """
+    """Any operator: on the CPU tensors; what it writes to is returned as it came."""
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     result = operator(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
     if to_host:
@@ -85,22 +83,16 @@ def run_on_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map(wrap, result)
 
 
-def _argument_written(
-    value: Any, arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _argument_written(value: Any, arguments: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The argument that an in-place or out= operator returns."""
     for number, argument in enumerate(arguments):
-        if (
-            argument.alias_info is not None
-            and argument.alias_info.before_set == value.alias_info.before_set
-        ):
+        alias = argument.alias_info
+        if alias is not None and alias.before_set == value.alias_info.before_set:
             return args[number] if number < len(args) else kwargs[argument.name]
     raise AssertionError("an operator returns what it did not get")
 
 
-def _copy_from(
-    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> torch.Tensor:
     host_reads[0] += is_npu(source) and not is_npu(target)
     unwrap(target).copy_(unwrap(source))
     return target
@@ -135,35 +127,23 @@ _OWN = {
     "record_stream": lambda tensor, stream: None,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # attention by plain products
     "view": lambda tensor, size: _shell(unwrap(tensor).reshape(size)),
+    # so that `model.to(device)` keeps its parameters, and with them tied weights and optimizers
+    "_has_compatible_shallow_copy_type": lambda tensor, other: True,
 }
-if "FAKE_NPU_UNTIES" not in os.environ:
-    # As backends do that want `model.to(device)` to keep its parameters, and with them tied weights
-    # and optimizers.
-    _OWN["_has_compatible_shallow_copy_type"] = lambda tensor, other: True
+
 _SHARE_THE_STORAGE = {"detach", "alias"}  # C++ makes these, and the numbers follow
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
-_AUTOCAST_TO_16_BITS = (
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "scaled_dot_product_attention",
-)
+_AUTOCAST_TO_16_BITS = "mm bmm addmm baddbmm matmul linear scaled_dot_product_attention".split()
 
 
 def _autocast(operator: Any) -> Any:
     """The operator on tensors cast to autocast's dtype, with autocast off inside."""
 
     def cast(value: Any) -> Any:
-        return (
-            value.to(torch.get_autocast_dtype("npu"))
-            if is_npu(value) and value.dtype == torch.float32
-            else value
-        )
+        is_wide = is_npu(value) and value.dtype == torch.float32
+        return value.to(torch.get_autocast_dtype("npu")) if is_wide else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("npu", enabled=False):
@@ -185,9 +165,8 @@ def _register_operators() -> list[torch.library.Library]:
         name = full_name.removeprefix("aten::")
         if name == full_name or name in _OWN or name in _SHARE_THE_STORAGE:
             continue
-        if not any(
-            torch._C._dispatch_has_kernel_for_dispatch_key(full_name, key) for key in _COMPOSITE
-        ):
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not any(has_kernel(full_name, key) for key in _COMPOSITE):
             continue
         # Composite kernels win over a fallback, so each of these gets it by name.
         base, _, overload = name.partition(".")
@@ -209,11 +188,7 @@ class _Nothing:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    record = wait = synchronize = lambda self, *args: None
 
 
 def _index(device: Any) -> int:
@@ -241,9 +216,8 @@ def _module() -> types.ModuleType:
     npu.manual_seed = npu.manual_seed_all = lambda seed: None
     npu.empty_cache = npu.synchronize = npu.reset_peak_memory_stats = lambda *_: None
     npu.mem_get_info = lambda device=None: (48 * 2**30, 64 * 2**30)
-    npu.memory_allocated = npu.max_memory_allocated = npu.memory_reserved = (
-        npu.max_memory_reserved
-    ) = lambda *_: 0
+    for name in ("memory_allocated", "memory_reserved"):
+        vars(npu).update(dict.fromkeys((name, f"max_{name}"), lambda *_: 0))
     npu.get_rng_state = lambda *_: torch.get_rng_state()
     npu.set_rng_state = lambda state, *_: None
     npu.random = types.SimpleNamespace(
@@ -273,10 +247,7 @@ def register() -> types.ModuleType:
 
 
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        raise RuntimeError(
-            f"cannot pin '{tensor.device}' memory, only dense CPU tensors can be pinned"
-        )
+    assert tensor.device.type == "cpu", "only dense CPU tensors can be pinned"
     pinned = tensor.clone()
     pinned.simulated_pinned = True
     return pinned

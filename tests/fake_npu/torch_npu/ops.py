@@ -48,12 +48,8 @@ def npu_fusion_attention(
     ends are the running sums in `actual_seq_qlen` and `actual_seq_kvlen`; no token sees another
     document. Without `atten_mask` attention is full, whatever `sparse_mode` says.
     """
-    refused = [
-        name
-        for name, given in {"pse": pse, "padding_mask": padding_mask, "prefix": prefix}.items()
-        if given
-    ]
-    assert not refused and not others, f"not simulated: {refused or others}"
+    refused = [given for given in (pse, padding_mask, prefix, others) if given]
+    assert not refused, f"not simulated: {refused}"
     assert 0 < keep_prob <= 1, f"keep_prob {keep_prob}"
     _check_operands(query, key, value, scale)
     band = _check_mask(atten_mask, sparse_mode, pre_tockens, next_tockens)
@@ -63,19 +59,13 @@ def npu_fusion_attention(
         assert head_num == query.shape[2]
         output = _attention(*(states.transpose(1, 2) for states in (query, key, value)), *rest)
         return (output.transpose(1, 2), *statistics)
-    assert input_layout == "TND" and head_num == query.shape[1], (
-        f"layout {input_layout} is not simulated"
-    )
+    assert input_layout == "TND" and head_num == query.shape[1], input_layout
     query_lengths, key_lengths = _lengths(actual_seq_qlen, query), _lengths(actual_seq_kvlen, key)
     assert len(query_lengths) == len(key_lengths)
+    documents = (query.split(query_lengths), key.split(key_lengths), value.split(key_lengths))
     pieces = [
         _attention(*(states.transpose(0, 1)[None] for states in piece), *rest)
-        for piece in zip(
-            query.split(query_lengths),
-            key.split(key_lengths),
-            value.split(key_lengths),
-            strict=True,
-        )
+        for piece in zip(*documents, strict=True)
     ]
     return (torch.cat([piece[0].transpose(0, 1) for piece in pieces]), *statistics)
 
@@ -83,19 +73,12 @@ def npu_fusion_attention(
 def _check_operands(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> None:
-    assert query.dtype == key.dtype == value.dtype and query.dtype in (
-        torch.float16,
-        torch.bfloat16,
-    ), query.dtype
+    assert query.dtype == key.dtype == value.dtype and query.dtype in FLOATS[:2], query.dtype
     assert query.device.type == key.device.type == value.device.type == "npu"
-    assert type(scale) is float, (
-        "a number of the host: reading it from the device would wait for it"
-    )
+    assert type(scale) is float, "of the host: reading the device would wait for it"
     assert query.dim() in (3, 4) and query.numel() > 0
     width = query.shape[-1]
-    assert width == key.shape[-1] == value.shape[-1] and key.shape == value.shape, (
-        "one head size for all three"
-    )
+    assert width == key.shape[-1] and key.shape == value.shape, "one head size for all three"
     assert width % HEAD_MULTIPLE == 0 and width <= WIDEST_HEAD, f"head size {width}"
     heads, groups = query.shape[-2], key.shape[-2]
     assert heads <= MOST_HEADS and heads % groups == 0, (heads, groups)
@@ -112,28 +95,20 @@ def _check_mask(
     if sparse_mode in (TOP_LEFT, DOWN_RIGHT, BAND):
         assert tuple(atten_mask.shape) == COMPRESSED_MASK
         hidden = torch.ones(COMPRESSED_MASK, dtype=torch.bool).triu(1)
-        assert bool((atten_mask.cpu().bool() == hidden).all()), (
-            "the lower triangle is seen, all else is hidden"
-        )
+        assert torch.equal(atten_mask.cpu().bool(), hidden), "the lower triangle is seen"
     if sparse_mode != BAND:
         assert (before, behind) == (ALL_TOKENS, ALL_TOKENS), "ignored in this mode"
         return None
-    assert type(before) is int and type(behind) is int and before >= 0 and behind >= 0, (
-        "bands around the own token"
-    )
+    assert type(before) is type(behind) is int and min(before, behind) >= 0, "around the own token"
     return before, behind
 
 
 def _lengths(ends: tuple[int, ...] | None, states: torch.Tensor) -> list[int]:
     """Running sums of lengths -> lengths."""
-    assert ends and all(type(end) is int for end in ends), (
-        "TND needs the ends of the documents, as plain numbers"
-    )
+    assert ends and all(type(end) is int for end in ends), "the ends of documents, plain numbers"
     lengths = [end - start for start, end in zip((0, *ends), ends, strict=False)]
     assert len(lengths) <= MOST_DOCUMENTS and max(lengths) <= MOST_TOKENS
-    assert min(lengths) > 0 and ends[-1] == states.shape[0], (
-        f"{ends} do not divide {states.shape[0]} tokens"
-    )
+    assert min(lengths) > 0 and ends[-1] == states.shape[0], (ends, states.shape)
     return lengths
 
 
@@ -155,9 +130,8 @@ def _attention(
         mask = everything.tril(columns - rows if sparse_mode == DOWN_RIGHT else 0).to(query.device)
     elif band is not None:  # around the diagonal that ends at the last token of both
         before, behind = band
-        mask = (
-            everything.tril(columns - rows + behind).triu(columns - rows - before).to(query.device)
-        )
+        mask = everything.tril(columns - rows + behind).triu(columns - rows - before)
+        mask = mask.to(query.device)
     elif atten_mask is not None:
         mask = ~atten_mask.bool()
     grouped = query.shape[1] != key.shape[1]
@@ -171,17 +145,11 @@ def npu_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the reciprocal of the roots (float32), for the backward pass."""
     assert states.device.type == gamma.device.type == "npu" and type(epsilon) is float
-    assert states.dtype in FLOATS and gamma.dtype in (states.dtype, torch.float32), (
-        states.dtype,
-        gamma.dtype,
-    )
-    assert 2 <= states.dim() <= 8 and tuple(gamma.shape) == tuple(
-        states.shape[states.dim() - gamma.dim() :]
-    )
+    assert states.dtype in FLOATS and gamma.dtype in (states.dtype, torch.float32), gamma.dtype
+    assert 2 <= states.dim() <= 8 and gamma.shape == states.shape[-gamma.dim() :]
     reciprocal = torch.rsqrt(states.detach().float().pow(2).mean(-1, keepdim=True) + epsilon)
-    return rms_norm(states.float(), gamma.shape, gamma.float(), epsilon).to(
-        states.dtype
-    ), reciprocal
+    normed = rms_norm(states.float(), gamma.shape, gamma.float(), epsilon)
+    return normed.to(states.dtype), reciprocal
 
 
 def npu_swiglu(states: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -211,10 +179,7 @@ def npu_rotary_mul(
     # have.
     assert cosine.shape[0] in (1, samples)
     heads = {(1, third): second, (second, 1): third}.get(tuple(cosine.shape[1:3]))
-    assert heads is not None and samples < MOST_ROTATED and heads < MOST_ROTATED, (
-        states.shape,
-        cosine.shape,
-    )
+    assert heads is not None and samples < MOST_ROTATED and heads < MOST_ROTATED, states.shape
     cosine, sine = cosine.to(states.dtype), sine.to(states.dtype)
     first, second_half = states.chunk(2, -1)
     return states * cosine + torch.cat((-second_half, first), -1) * sine
