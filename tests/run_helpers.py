@@ -47,9 +47,6 @@ PRELOADED = (
 DEFAULT_TIMEOUT_SECONDS = 240.0
 
 
-# ---------------------------------------------------------------- what is trained
-
-
 def make_model(
     folder: Path,
     *,
@@ -93,32 +90,14 @@ def vocabulary(model: Path) -> int:
 def make_data(path: Path, records: int, *, seed: int = 0) -> Path:
     """Alpaca records of very different lengths, of three difficulties."""
     choose = random.Random(seed)
-    words = (
-        "router",
-        "switch",
-        "port",
-        "frame",
-        "packet",
-        "BGP",
-        "VLAN",
-        "路由",
-        "交换",
-        "端口",
-        "42",
-        "link",
-        "node",
-    )
+    words = "router switch port frame packet BGP VLAN 路由 交换 端口 42 link node".split()
     with path.open("w", encoding="utf-8") as file:
         for number in range(records):
             question = " ".join(choose.choices(words, k=choose.randint(1, 6)))
             answer = " ".join(choose.choices(words, k=int(choose.paretovariate(1.2)) % 24 + 1))
             difficulty = ("explain", "reasoning", "topology")[number % 3]
-            record = {
-                "instruction": question,
-                "input": "",
-                "output": answer,
-                "difficulty": difficulty,
-            }
+            record = {"instruction": question, "input": "", "output": answer}
+            record["difficulty"] = difficulty
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return path
 
@@ -159,9 +138,7 @@ class Materials:
 def make_materials(
     folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1, hidden: int = 32
 ) -> Materials:
-    """One layer does where a run's operation is looked at: most of the time goes to ZeRO's hooks,
-    layer by layer.
-    """
+    """One layer by default: most of a run's time goes to ZeRO's hooks, layer by layer."""
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,
@@ -172,9 +149,7 @@ def make_materials(
 
 
 def deepspeed_keys(stage: int, *, offload: bool = False) -> dict[str, Any]:
-    """DeepSpeed keys for a ZeRO stage. Small enough thresholds that a tiny model is really
-    partitioned.
-    """
+    """DeepSpeed keys for a ZeRO stage, with thresholds that partition even a tiny model."""
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -191,9 +166,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"deepspeed": deepspeed_keys(3)},
     "zero3_offload": {"deepspeed": deepspeed_keys(3, offload=True)},
 }
-
-
-# ---------------------------------------------------------------- processes that train
 
 
 @dataclass
@@ -230,9 +202,7 @@ class Ranks:
             process.join()
 
     def output(self) -> str:
-        texts = [
-            path.read_text(errors="replace") if path.exists() else "" for path in self.log_paths
-        ]
+        texts = (path.read_text(errors="replace") for path in self.log_paths if path.exists())
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))[-20_000:]
 
 
@@ -240,43 +210,43 @@ _forks: list[Any] = []
 
 
 def _fork_context() -> Any:
-    """A server that has imported what a run needs, without a thread of its own
-    (OMP_NUM_THREADS=1).
-    """
+    """A server that has imported what a run needs, without threads."""
     if not _forks:
         import torch
 
         os.environ["OMP_NUM_THREADS"] = THREADS
-        # What has asked CUDA's driver for devices cannot be forked: torch asks NVML. DeepSpeed, as
-        # it is imported, asks the driver, so that where there are devices each rank imports it for
-        # itself.
+        # What has asked CUDA's driver for devices cannot be forked: torch asks NVML, and DeepSpeed, which
+        # asks the driver as it is imported, is left to each rank.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         sees_devices = torch.cuda.device_count() > 0
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             [name for name in PRELOADED if not (sees_devices and name.startswith("deepspeed"))]
         )
-        if sees_devices and not _computes_on_the_device(context):
-            print(
-                "a forked process cannot use the device: each rank imports everything anew",
-                file=sys.stderr,
-            )
-            context = multiprocessing.get_context("spawn")
+        if sees_devices:  # else each rank imports everything for itself
+            process = context.Process(target=_add_on_the_device)
+            process.start()
+            process.join()
+            if process.exitcode != 0:
+                context = multiprocessing.get_context("spawn")
         _forks.append(context)
     return _forks[0]
-
-
-def _computes_on_the_device(context: Any) -> bool:
-    process = context.Process(target=_add_on_the_device)
-    process.start()
-    process.join()
-    return process.exitcode == 0
 
 
 def _add_on_the_device() -> None:
     import torch
 
     assert float(torch.ones(1, device="cuda") + 1) == 2
+
+
+def _config_file(settings: Mapping[str, Any]) -> Path:
+    """The settings of one start as a file, in a folder next to the run's."""
+    output_dir = Path(str(settings["output_dir"]))
+    side = output_dir.parent / f"{output_dir.name}.side"
+    side.mkdir(parents=True, exist_ok=True)
+    config = side / f"{len(list(side.glob('*.json')))}.json"
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    return config
 
 
 def start(
@@ -300,15 +270,10 @@ def start(
     """
     from torch.distributed import TCPStore
 
-    output_dir = Path(str(settings["output_dir"]))
-    side = output_dir.parent / f"{output_dir.name}.side"
-    side.mkdir(parents=True, exist_ok=True)
-    number = len(list(side.glob("*.json")))
-    config = side / f"{number}.json"
-    config.write_text(json.dumps(settings), encoding="utf-8")
+    config = _config_file(settings)
     launched = processes > 1 if launched is None else launched
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
-    logs = [side / f"{number}-rank{rank}.log" for rank in range(processes)]
+    logs = [config.with_name(f"{config.stem}-rank{rank}.log") for rank in range(processes)]
     context = _fork_context()
     made = [
         context.Process(
@@ -342,10 +307,8 @@ def train(
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         # The store exists already, as under torchrun: ranks only connect to it.
@@ -368,14 +331,7 @@ def _rank(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
+    for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split():
         os.environ.pop(name, None)
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -408,9 +364,7 @@ def run_module(
     environment: Mapping[str, str],
     folder: Path = ROOT,
 ) -> tuple[int, str]:
-    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported all; exit
-    code, output.
-    """
+    """`python -m MODULE ARGUMENTS` in a folder, forked as `start` does; exit code, output."""
     process = _fork_context().Process(
         target=_rank,
         args=(dict(environment), list(arguments), str(log), os.chdir, (folder,), module),
@@ -432,20 +386,13 @@ def launch_torchrun(
     max_restarts: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen]:
-    """A real launcher in a session of its own; whatever is left of it at the end is killed, by
-    process id.
-    """
-    output_dir = Path(str(settings["output_dir"]))
-    side = output_dir.parent / f"{output_dir.name}.side"
-    side.mkdir(parents=True, exist_ok=True)
-    number = len(list(side.glob("*.json")))
-    config = side / f"{number}.json"
-    config.write_text(json.dumps(settings), encoding="utf-8")
+    """A real launcher in its own session; what is left of it at the end is killed, by process id."""
+    config = _config_file(settings)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
         "--max-restarts", str(max_restarts), "-m", "finetune.sft", "--config", str(config),
     ]  # fmt: skip
-    with (side / f"{number}.log").open("wb") as log:
+    with config.with_suffix(".log").open("wb") as log:
         launcher = subprocess.Popen(
             command,
             stdout=log,
@@ -496,9 +443,6 @@ def send(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-# ---------------------------------------------------------------- what a run left
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -560,15 +504,13 @@ def wait_for(
     return value
 
 
-def kill_and_resume(wanted: dict[str, Any], step: int, resumed_at: int) -> None:
-    """A run that is killed in `step`, and started again, goes on from the checkpoint of
-    `resumed_at`.
-    """
+def kill_and_resume(wanted: dict[str, Any], step: int, resumed_at: int, **options: Any) -> None:
+    """Kill a run in `step`; started again, it goes on from the checkpoint of `resumed_at`."""
     import run_patches
 
-    first = start(wanted, patch=run_patches.kill_self, patch_arguments=(0, step))
+    first = start(wanted, patch=run_patches.kill_self, patch_arguments=(0, step), **options)
     assert first.wait() == [-signal.SIGKILL], first.output()
-    train(wanted)
+    train(wanted, **options)
     assert [event["step"] for event in events(Path(wanted["output_dir"]), "resume")] == [resumed_at]
 
 

@@ -1,6 +1,4 @@
-"""For tests: what goes wrong in a rank, on purpose. A function here is called in the rank before
-its run.
-"""
+"""For tests: what goes wrong in a rank, on purpose. A rank calls such a function before its run."""
 
 from __future__ import annotations
 
@@ -49,42 +47,38 @@ def note_memory(rank: int, after_step: int, path: str) -> None:
     def end_of_step(self: RunTrainer) -> None:
         original(self)
         if self.state.global_step == after_step:
-            Path(path).write_text(
-                str(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
-            )
+            held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            Path(path).write_text(str(held))
 
     RunTrainer.end_of_step = end_of_step
 
 
 def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
-    """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in
-    training.
-    """
+    """Let `wrap(original, model, microbatch, device, head)` compute a microbatch's losses."""
     from finetune.modeling import objective as execution
 
     original = execution.microbatch_losses
     execution.microbatch_losses = lambda *arguments: wrap(original, *arguments)
 
 
+def hooked(losses: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
+    """The same losses, whose gradients go through `hook` in the backward pass."""
+    losses = losses.clone()
+    losses.register_hook(hook)
+    return losses
+
+
 def limit_microbatch_tokens(
     rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward"
 ) -> None:
-    """One rank's memory holds microbatches of so many tokens only, from a step on; it shows in
-    either pass.
-    """
+    """One rank's memory holds microbatches of so many tokens only, from a step on, in either pass."""
     if rank != on_rank:
         return
     now = [0]
     follow_steps(lambda step: now.__setitem__(0, step))
 
-    class Exhausted(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, losses: torch.Tensor) -> torch.Tensor:
-            return losses.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("test: out of memory in the backward pass")
+    def exhausted(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("test: out of memory in the backward pass")
 
     def wrap(
         original: Callable[..., torch.Tensor], model: Any, microbatch: Any, *arguments: Any
@@ -95,7 +89,7 @@ def limit_microbatch_tokens(
                 f"test: out of memory: {microbatch.tokens} tokens where {limit_tokens} fit"
             )
         losses = original(model, microbatch, *arguments)
-        return Exhausted.apply(losses) if too_large else losses
+        return hooked(losses, exhausted) if too_large else losses
 
     wrap_microbatch_losses(wrap)
 
@@ -109,16 +103,6 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
     """
     true_float32(rank)
 
-    class Held(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, losses: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-            context.save_for_backward(memory)
-            return losses.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return gradient, None
-
     limited: list[bool] = []
 
     def wrap(
@@ -128,7 +112,7 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
         if device.type != "cuda":
             if microbatch.tokens > limit_tokens:
                 raise torch.OutOfMemoryError(f"{microbatch.tokens} tokens where {limit_tokens} fit")
-            return Held.apply(losses, torch.empty(microbatch.tokens, dtype=torch.uint8))
+            return losses
         if not limited:
             limited.append(True)
             torch.cuda.empty_cache()
@@ -138,7 +122,7 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
                 bound / torch.cuda.get_device_properties(device).total_memory
             )
         memory = torch.empty(microbatch.tokens * token_bytes, dtype=torch.uint8, device=device)
-        return Held.apply(losses, memory)
+        return hooked(losses, lambda gradient, memory=memory: gradient)  # holds it
 
     wrap_microbatch_losses(wrap)
 
@@ -153,28 +137,17 @@ def true_float32(rank: int) -> None:
 def spoil_losses(
     rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss"
 ) -> None:
-    """Multiply one rank's losses, or only their gradients, by a factor (NaN, inf, 1000) in these
-    steps (1-based).
-    """
+    """Multiply one rank's losses, or only their gradients, by a factor in these steps (1-based)."""
     if rank != on_rank:
         return
     now = [0]
     follow_steps(lambda step: now.__setitem__(0, step))
 
-    class SpoiledGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, losses: torch.Tensor) -> torch.Tensor:
-            return losses.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * factor
-
     def wrap(original: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         losses = original(*arguments)
         if now[0] not in steps:
             return losses
-        return losses * factor if where == "loss" else SpoiledGradient.apply(losses)
+        return losses * factor if where == "loss" else hooked(losses, lambda grad: grad * factor)
 
     wrap_microbatch_losses(wrap)
 
@@ -194,9 +167,7 @@ def delay(rank: int, on_rank: int, seconds: float) -> None:
 
 
 def other_data(rank: int, on_rank: int, path: str, seconds: float) -> None:
-    """Give one rank other training data; rank 0 comes later, so that the run folder cannot tell the
-    others.
-    """
+    """Give one rank other training data; rank 0 comes later: the run folder cannot tell the others."""
     from finetune.data import dataset
 
     delay(rank, 0, seconds)
@@ -231,9 +202,7 @@ def signal_self(
 
 
 def signal_while_asking(rank: int, on_rank: int, microbatch: int, number: int) -> None:
-    """Send this rank a signal when the model is asked for what it says before the run, in a
-    microbatch (1-based).
-    """
+    """Send this rank a signal when the model is asked before the run, in a microbatch (1-based)."""
     from finetune.training.preferences import trainer
 
     original, asked = trainer.log_probabilities, [0]
@@ -293,9 +262,7 @@ def slow_saves(rank: int, seconds: float) -> None:
 
 
 def note_hashes(rank: int, record: str) -> None:
-    """Append `<rank> <checkpoint>/<file>` for every file whose content this rank reads to hash
-    it.
-    """
+    """Append `<rank> <checkpoint>/<file>` for every file that this rank reads to hash it."""
     from finetune.storage import durable_files
 
     plain = durable_files.hash_file
@@ -327,20 +294,18 @@ def watch_opened_files(rank: int, folder: str, record: str) -> None:
     sys.addaudithook(hook)
 
 
-class _Pickle:
-    """Makes a file when it is unpickled."""
+class Bomb:
+    """Makes a folder when it is unpickled."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.path, "w")
+        return os.mkdir, (self.path,)
 
 
 def stranger(rank: int, proof: str) -> None:
-    """Instead of rank 1: somebody who reached the store, and sends a pickle where ranks first
-    exchange something.
-    """
+    """Instead of rank 1: somebody who reached the store, and sends a pickle to the ranks."""
     if rank == 1:
         import torch.distributed as dist
 
@@ -353,7 +318,7 @@ def stranger(rank: int, proof: str) -> None:
             said = torch.zeros(numbers, dtype=torch.int64)
             dist.send(said, 0, group=group)
             dist.broadcast(said, 0, group=group)
-        sent = torch.frombuffer(bytearray(pickle.dumps(_Pickle(proof))), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(pickle.dumps(Bomb(proof))), dtype=torch.uint8)
         # As all_gather_object sends it: the length, then the bytes, padded to the longest.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(lengths, torch.tensor([len(sent)]), group=group)
@@ -379,9 +344,7 @@ def exchange(rank: int, folder: str) -> None:
 
 
 def note_collectives(rank: int, benchmarks: str, record: str) -> None:
-    """Write down what rank 0 sends in each microbatch and in the rest of each step, of all steps
-    but the last.
-    """
+    """Write down what rank 0 sends in each microbatch and in the rest of each step but the last."""
     import contextlib
     import sys
 

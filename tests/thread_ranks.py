@@ -15,8 +15,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where ranks that are threads meet; a call by any other thread, or of another kind than the
-    others', fails.
+    """Where ranks that are threads meet; a call of another kind than the others' fails.
 
     Attributes:
         calls: of every rank, by kind.
@@ -38,7 +37,7 @@ class Meeting:
         self.barrier.wait()
         found = [json.loads(other) for other in self.items]
         self.barrier.wait()
-        assert all(other == kind for other, _ in found), (
+        assert {other for other, _ in found} == {kind}, (
             f"ranks are in different collectives: {found}"
         )
         return [value for _, value in found]
@@ -57,10 +56,8 @@ class Meeting:
         with ThreadPoolExecutor(self.ranks) as threads:
             running = [threads.submit(run_one, number) for number in range(self.ranks)]
         failures = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(
-            failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)
-        ):
-            raise error
+        if failures:  # rather the reason than those that it let go
+            raise min(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return [future.result() for future in running]
 
 

@@ -28,12 +28,8 @@ class ToyConfig(BaseConfig):
     command: ClassVar[str] = "python -m toy_kind"
 
     text: Text = setting(group="model and data", unit="file", description="The text to train on.")
-    windows_per_step: int = setting(
-        4, ge=1, group="batch and length", unit="windows", description="Global batch."
-    )
-    max_steps: int = setting(
-        3, ge=1, group="batch and length", unit="steps", description="Optimizer steps."
-    )
+    windows_per_step: int = setting(4, ge=1, group="batch and length", description="Global batch.")
+    max_steps: int = setting(3, ge=1, group="batch and length", description="Optimizer steps.")
     learning_rate: float = setting(1e-3, gt=0, group="optimizer", description="Learning rate.")
 
     @property
@@ -81,19 +77,11 @@ def workload(config: ToyConfig, shape: Any, cluster: Cluster) -> Workload:
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.planning.inputs import pretraining_workload
 
-    like = PretrainConfig.model_construct(
-        **{
-            name: info.get_default(call_default_factory=False)
-            for name, info in PretrainConfig.model_fields.items()
-        }
-    ).model_copy(
-        update={
-            "device_batch_size": config.windows_per_step,
-            "max_seq_len": WINDOW_TOKENS,
-            "train_data_path": (),
-            "optimizer": "adamw",
-        }
-    )
+    fields = PretrainConfig.model_fields.items()
+    defaults = {name: info.get_default(call_default_factory=False) for name, info in fields}
+    own = {"device_batch_size": config.windows_per_step, "max_seq_len": WINDOW_TOKENS}
+    own |= {"train_data_path": (), "optimizer": "adamw"}
+    like = PretrainConfig.model_construct(**(defaults | own))
     return pretraining_workload(like, shape, cluster)
 
 
@@ -104,9 +92,8 @@ class ByteWindows:
         import numpy as np
 
         text = np.frombuffer(Path(path).read_bytes(), dtype=np.uint8).astype(np.int32)
-        self.windows = text[: len(text) // (WINDOW_TOKENS + 1) * (WINDOW_TOKENS + 1)].reshape(
-            -1, WINDOW_TOKENS + 1
-        )
+        size = WINDOW_TOKENS + 1
+        self.windows = text[: len(text) // size * size].reshape(-1, size)
         self.lengths = np.full(len(self.windows), WINDOW_TOKENS, dtype=np.int32)
         self.supervised_counts, self.record_ids = self.lengths, np.arange(len(self.windows))
 
@@ -125,19 +112,10 @@ def prepare(config: ToyConfig, begun: Mapping[str, Any]) -> Any:
     from finetune.training.prepare import PreparedRun
 
     windows = ByteWindows(config.text)
-    batches = GlobalBatches(
-        np.zeros(len(windows), dtype=np.int64),
-        uniform_schedule(),
-        config.windows_per_step,
-        config.max_steps,
-        config.seed,
-    )
-    identity = {
-        "kind": "toy",
-        "text": config.text,
-        "total_steps": config.max_steps,
-        "schedule": batches.fingerprint(),
-    }
+    sizes = (config.windows_per_step, config.max_steps, config.seed)
+    batches = GlobalBatches(np.zeros(len(windows), dtype=np.int64), uniform_schedule(), *sizes)
+    identity = {"kind": "toy", "text": config.text, "total_steps": config.max_steps}
+    identity["schedule"] = batches.fingerprint()
     return PreparedRun(identity=identity, batches=batches, train=windows)
 
 
@@ -170,15 +148,8 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
         groups=LossGroups(),
         pad_token_id=0,
     )
-    return RunParts(
-        trainer_class=ToyTrainer,
-        config=config,
-        data=data,
-        session=session,
-        arguments=arguments,
-        model=model,
-        step_batches=step_batches,
-    )
+    parts = {"config": config, "data": data, "session": session, "arguments": arguments}
+    return RunParts(trainer_class=ToyTrainer, model=model, step_batches=step_batches, **parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,13 +163,8 @@ class Toy(RunKind):
     config_class = ToyConfig
     telling_settings = frozenset({"text", "windows_per_step"})
     probed = ("data",)
-    check = staticmethod(check)
-    describe = staticmethod(describe)
-    prepare = staticmethod(prepare)
-    build = staticmethod(build)
-    shape = staticmethod(shape)
-    workload = staticmethod(workload)
-    probe = staticmethod(probe)
+    check, describe, prepare = (staticmethod(f) for f in (check, describe, prepare))
+    build, shape, workload, probe = (staticmethod(f) for f in (build, shape, workload, probe))
 
 
 KIND = Toy()

@@ -1,6 +1,4 @@
-"""Two nodes on one machine: network namespaces, joined by a cable that can be pulled. Needs root
-and iproute2.
-"""
+"""Two nodes on one machine: network namespaces, joined by a cable that can be pulled."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def why_not() -> str:
 
 
 class TwoNodes:
-    """The namespaces and what runs in them. A context manager: at its end nothing of both is
-    left.
-    """
+    """The namespaces and what runs in them, until the end of a `with`."""
 
     def __init__(self, logs: Path) -> None:
         self.names = tuple(f"finetune-{os.getpid()}-{node}" for node in (0, 1))
@@ -103,10 +99,8 @@ class TwoNodes:
     @contextlib.contextmanager
     def port_taken(self, port: int) -> Iterator[None]:
         """Let another program listen at a port of node 0 without ever answering."""
-        code = (
-            f"import socket, time; s = socket.create_server(('', {port})); print('ready',"
-            " flush=True); time.sleep(999)"
-        )
+        code = f"import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True)"
+        code += "; time.sleep(999)"
         words = ["ip", "netns", "exec", self.names[0], sys.executable, "-S", "-c", code]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         self.started.append(process)
@@ -118,19 +112,12 @@ class TwoNodes:
             process.wait()
 
     def launch(self, flags: Sequence[str], folder: Path, **variables: str) -> list[Launched]:
-        """`launchers/multi_node.sh` on both nodes, two processes each unless a variable says
-        otherwise.
-        """
+        """`launchers/multi_node.sh` on both nodes; by default with two processes each."""
         launched = []
         for node in (0, 1):
             output = folder / f"node{node}-{time.monotonic_ns()}.txt"
-            env = {
-                "NODE_RANK": str(node),
-                "MASTER_ADDR": ADDRESSES[0],
-                "NPROC_PER_NODE": "2",
-                "LC_ALL": "C.UTF-8",
-            }
-            env["FINETUNE_LOG_DIR"] = str(self.logs)
+            env = {"NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "NPROC_PER_NODE": "2"}
+            env |= {"LC_ALL": "C.UTF-8", "FINETUNE_LOG_DIR": str(self.logs)}
             words = ["bash", str(ROOT / "launchers" / "multi_node.sh"), *flags]
             launched.append(Launched(self.start(node, words, output, env | variables), output))
         return launched
