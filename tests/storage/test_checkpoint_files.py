@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import logging
 import os
-import pickle
 import random
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from file_system_calls import PowerLoss, breaking, killed_at, watched
-from safetensors.numpy import save_file
 
 from finetune.__main__ import main as finetune
 from finetune.commands.checkpoints import command as checkpoints_command
@@ -100,33 +95,28 @@ def make_before(folder: Path, third: str) -> None:
         (folder / "checkpoint-3" / NAMES[0]).write_bytes(b"")
 
 
-# ------------------------------------------------------------------------------------ a normal save
 def test_a_save_is_a_valid_checkpoint_with_a_readable_manifest(run_folder, monkeypatch):
     folder = save(run_folder, 7)
     assert names_in(run_folder) == ["checkpoint-7"]
     assert_holds(folder, 7)
     monkeypatch.setattr(durable_files, "PARALLEL_HASHING_FROM_BYTES", 1)
-    validity = verify(folder)
-    assert (validity.valid, validity.why) == (True, "")
     text = (folder / "manifest.json").read_text()
     manifest = json.loads(text)
-    assert manifest == validity.manifest and str(run_folder) not in text
+    assert manifest == verify(folder).manifest and str(run_folder) not in text
     assert (manifest["step"], manifest["schema_version"], manifest["metadata"]) == (7, 1, METADATA)
     for name, data in contents(7).items():
         record = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         assert manifest["files"][name] == record
 
 
-@pytest.mark.parametrize("kind", ["valid", "broken", "file", "link"])
+@pytest.mark.parametrize("kind", ["valid", "file", "link"])
 def test_a_valid_one_of_the_same_step_is_kept_and_another_moved_aside(run_folder, kind, caplog):
     target = run_folder / "checkpoint-3"
-    if kind in ("valid", "broken"):
+    if kind == "valid":
         save(run_folder, 3)
-    if kind == "broken":
-        (target / "trainer_state.json").unlink()
     elif kind == "file":
         target.write_text("mine")
-    elif kind == "link":
+    else:
         target.symlink_to(run_folder)
     before = os.stat(target).st_ino
     with caplog.at_level(logging.WARNING, "finetune"):
@@ -146,7 +136,6 @@ def test_what_is_not_published(run_folder, monkeypatch):
     for written, sealed, records, facts, words in (
         ("training_args.bin", True, {}, {}, "must not hold"),
         ("manifest.json", True, {}, {}, "must not hold"),
-        ("x.PY", True, {}, {}, "must not hold"),
         ("stray.json", False, {}, {}, "no rank sealed.*stray"),
         ("", False, far, {}, "(?s)not seen.*far.json.*all nodes share"),
         ("", False, {}, {"loss": float("nan")}, "plain JSON"),
@@ -159,18 +148,13 @@ def test_what_is_not_published(run_folder, monkeypatch):
                 write_by_os(writer.folder / written, b"x" * 60)
             writer.publish(records | (writer.seal([written]) if sealed else {}), facts)
         assert names_in(run_folder) == []
-    for step, token in ((1, "../x"), (1, ""), (1, "a-b"), (-1, "a")):
+    for step, token in ((1, "../x"), (1, "a-b"), (-1, "a")):
         with pytest.raises(ValueError):
             CheckpointWriter(run_folder, step, token)
-    with pytest.raises(ZeroDivisionError), CheckpointWriter(run_folder, 2, "t"):
-        raise ZeroDivisionError
-    assert names_in(run_folder) == []
 
 
 def test_ranks_that_fail_together_remove_their_staging_folder_together(run_folder):
-    """Every rank discards when the save is given up; none may stop at what another has removed
-    already.
-    """
+    """None may stop at what another has removed already."""
     with CheckpointWriter(run_folder, 1, "t") as writer:
         for number in range(300):
             (writer.folder / f"folder-{number}").mkdir()
@@ -186,9 +170,7 @@ def test_ranks_that_fail_together_remove_their_staging_folder_together(run_folde
 
 
 def test_a_file_is_hashed_as_it_is_written(run_folder, monkeypatch):
-    """In chunks, of which the system takes parts; synced on the way; nothing is read; a file that
-    is there stays.
-    """
+    """In chunks, of which the system takes parts; synced on the way; nothing is read."""
     data, calls, plain = random.Random(1).randbytes(100_000), [], os.write
     monkeypatch.setattr(durable_files, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(durable_files, "SYNC_EVERY_BYTES", 30_000)
@@ -204,17 +186,13 @@ def test_a_file_is_hashed_as_it_is_written(run_folder, monkeypatch):
     assert path.read_bytes() == data
     assert record == {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert "read" not in calls and calls.count("fsync") == 4 and calls[-2:] == ["fsync", "close"]
-    assert path.stat().st_mode & 0o777 == durable_files.new_file_mode()
     with pytest.raises(FileExistsError):
         durable_files.write_hashed(path, [b"other"])
     assert path.read_bytes() == data
 
 
-# ----------------------------------------------------------------------------- kills and power loss
 def check_after_a_stop(folder: Path, third: str) -> int:
-    """What must hold after any stop of `save_and_rotate(folder, 3)`; the step that a resume would
-    go on from.
-    """
+    """What must hold after any stop of `save_and_rotate(folder, 3)`; the step of a resume."""
     found, _ = newest_valid(folder)
     assert found is not None
     step = checkpoint_files.step_of(found.name)
@@ -237,10 +215,8 @@ def check_after_a_stop(folder: Path, third: str) -> int:
     [
         ("none", True, 1),
         ("none", False, 3),
-        ("valid", False, 5),
         ("broken", False, 4),
         pytest.param("none", False, 1, marks=pytest.mark.slow),
-        pytest.param("broken", False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_every_call_of_a_save(tmp_path, third, torn, stride):
@@ -257,7 +233,7 @@ def test_killed_at_every_call_of_a_save(tmp_path, third, torn, stride):
             break
     assert len(steps) > (7 if torn else 100 // stride) and not killed
     assert steps == sorted(steps) and steps[-1] == 3  # once the new one is there it stays
-    assert steps[0] == (3 if third == "valid" else 2)
+    assert steps[0] == 2
 
 
 @pytest.mark.parametrize("third", ["none", "valid", "broken"])
@@ -288,14 +264,15 @@ def test_power_lost_after_every_call_of_a_save(tmp_path, third):
     assert len(steps["none"]) > made and all(set(found[made:]) == {3} for found in steps.values())
 
 
-FIXES = {errno.ENOSPC: "free some space on it", errno.EIO: "", errno.EROFS: "mounted for writing"}
-
-
 @pytest.mark.parametrize(
-    ("third", "error_number"),
-    [("none", errno.ENOSPC), ("none", errno.EROFS), ("broken", errno.EIO)],
+    ("third", "error_number", "fix"),
+    [
+        ("none", errno.EROFS, "mounted for writing"),
+        ("none", errno.EFBIG, "ulimit"),
+        ("broken", errno.EIO, ""),
+    ],
 )
-def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path, third, error_number):
+def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path, third, error_number, fix):
     before = tmp_path / "before"
     make_before(before, third)
     outcomes = set()
@@ -311,9 +288,7 @@ def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path, third, error_num
                 assert str(folder) in str(error) and error.exit_code == 1
                 told = os.strerror(error_number) in error.what
                 assert told or "written but does not verify" in error.what
-                assert FIXES[error_number] in error.fix or "checkpoint-3 could not" not in str(
-                    error
-                )
+                assert fix in error.fix or "checkpoint-3 could not" not in str(error)
         outcomes.add(outcome)
         step = check_after_a_stop(folder, third)
         assert step == 3 or outcome == "refused"
@@ -323,26 +298,6 @@ def test_an_error_of_the_disk_at_every_call_of_a_save(tmp_path, third, error_num
     assert outcome == "saved" and outcomes == {"saved", "refused"}
 
 
-def test_a_limit_on_file_sizes_stops_with_the_numbers(run_folder, tmp_path):
-    save(run_folder, 1)
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        try:
-            with CheckpointWriter(run_folder, 2, "t") as writer:
-                weights = {"weights": np.zeros(1000, np.float32)}
-                save_file(weights, writer.folder / "model.safetensors")
-        except FinetuneError as error:
-            os.write(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    said = (tmp_path / "said").read_text()
-    assert "checkpoint-2 could not be written: File too large; needed more than" in said
-    assert "ulimit" in said and "The previous checkpoint is checkpoint-1" in said
-    assert names_in(run_folder) == ["checkpoint-1"]
-
-
-# ---------------------------------------------------------------------------------- damaged folders
 def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
@@ -356,11 +311,9 @@ def replace_by_link(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda path: os.truncate(path, 90), r"bytes, not|not JSON|digest"),
-    "emptied": (lambda path: path.write_bytes(b""), r"0 bytes"),
     "grown": (lambda path: path.write_bytes(path.read_bytes() + b"\n"), r"bytes, not|digest"),
     "bit flipped": (flip_bit, r"content changed|digest|not JSON|lacks its parts"),
     "deleted": (lambda path: path.unlink(), r"missing"),
-    "renamed": (lambda path: path.rename(path.with_name("other.json")), r"missing|extra"),
     "a link": (replace_by_link, r"link"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), r"special file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), r"empty folder|missing"),
@@ -401,7 +354,6 @@ def test_a_manifest_that_is_changed_nonsense_or_forged(run_folder, tmp_path):
         assert not verify(folder, hashes=False).valid, position
     for text in (
         *("", "null", "{}", "\x00", "[" * 100_000, '{"schema_version": 1' + "0" * 5000 + "}"),
-        '{"schema_version": 1, "step": 1, "files": [], "metadata": {}}',
         '{"schema_version": 1, "step": 1, "files": {"a": 3}, "metadata": {}}',
         '{"schema_version": 2, "step": 1, "files": {}, "metadata": {}}',
         '{"schema_version": 1, "step": NaN, "files": {}, "metadata": {}}',
@@ -410,19 +362,20 @@ def test_a_manifest_that_is_changed_nonsense_or_forged(run_folder, tmp_path):
         assert "manifest.json" in verify(folder).why, text[:50]
     path.write_bytes(good)
     forge(folder)
-    assert verify(folder).valid  # the forger knows the format
     shutil.copytree(folder, tmp_path / "checkpoint-1")
-    assert verify(tmp_path / "checkpoint-1").valid, "it may be copied"
+    assert verify(tmp_path / "checkpoint-1").valid, (
+        "the forger knows the format, and it may be copied"
+    )
     files = json.loads(good)["files"]
     (run_folder / "secret.json").write_text("{}")
     record = {"size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
-    for name in (
-        "../secret.json",
-        str(run_folder / "secret.json"),
-        "moments/../trainer_state.json",
-    ):
+    for name in ("../secret.json", f"{run_folder}/secret.json", "moments/../trainer_state.json"):
         forge(folder, files={**files, name: record})
         assert "missing file" in verify(folder).why
+    (folder / "optimizer.pt").write_text("{}")
+    forge(folder, files={**files, "optimizer.pt": record})
+    assert "kind that no checkpoint holds" in verify(folder).why, "a pickle"
+    (folder / "optimizer.pt").unlink()
     for step in (2, True):
         forge(folder, files=files, step=step)
         assert f"is of step {step}" in verify(folder).why
@@ -448,55 +401,6 @@ def test_things_that_are_no_checkpoint_folder(run_folder, tmp_path):
     assert newest_valid(tmp_path / "nowhere") == (None, [])
 
 
-class Bomb:
-    """Unpickling this makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.marker),)
-
-
-@pytest.mark.parametrize("forged", [False, True])
-@pytest.mark.parametrize("name", ["optimizer.pt", "latest", "global_step3/mp_rank_00.pt"])
-def test_a_salted_pickle_makes_the_folder_invalid_and_is_never_opened(
-    run_folder, tmp_path, name, forged, monkeypatch
-):
-    marker = tmp_path / "exploded"
-    bomb = pickle.dumps(Bomb(marker))
-    good, folder = save(run_folder, 1), save(run_folder, 2)
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_bytes(bomb)
-    if forged:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        record = {"size_bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}
-        forge(folder, files={**files, name: record})
-    opened: list[str] = []
-    plain = io.open
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda file, *rest, **more: opened.append(str(file)) or plain(file, *rest, **more),
-    )
-
-    def hook(call: str, original: Callable[..., Any], args: Any, kwargs: Any) -> object:
-        if call == "open":
-            opened.append(os.fspath(args[0]))
-        return original(*args, **kwargs)
-
-    with watched(hook):
-        found, skipped = newest_valid(run_folder)
-        assert checkpoints_command.main([str(run_folder)]) == 0
-        assert rotate(run_folder, 2, known_valid={"checkpoint-1", "checkpoint-2"}) == []
-    assert found == good and name in skipped[0][1]
-    assert ("kind that no checkpoint holds" if forged else "extra file") in skipped[0][1]
-    assert opened and not [path for path in opened if path.endswith(name)]
-    assert not marker.exists()
-    pickle.loads(bomb)
-    assert marker.exists()  # it would have
-
-
-# ----------------------------------------------------------------------------------------- rotation
 def test_rotation_keeps_the_newest_valid_ones_and_leaves_what_it_does_not_know(run_folder):
     for step in (1, 2, 10, 20):
         save(run_folder, step)
@@ -509,16 +413,15 @@ def test_rotation_keeps_the_newest_valid_ones_and_leaves_what_it_does_not_know(r
     save(run_folder, 30, best={"checkpoint": "checkpoint-2"})
     known |= {"checkpoint-30"}
     assert rotate(run_folder, 2, known_valid=known) == [], "the best one stays"
-    save(run_folder, 40)
-    assert rotate(run_folder, 3, known_valid=known) == []
-    save(run_folder, 50)
-    known |= {"checkpoint-40", "checkpoint-50"}
+    for step in (40, 50):
+        save(run_folder, step)
+        known |= {f"checkpoint-{step}"}
     assert rotate(run_folder, 2, known_valid=known) == [f"checkpoint-{n}" for n in (30, 10, 2)]
     with pytest.raises(ConfigError, match="below 2"):
         rotate(run_folder, 1, known_valid=())
 
 
-@pytest.mark.parametrize("keep", [2, 3, 5])
+@pytest.mark.parametrize("keep", [2, 5])
 def test_rotation_reads_no_content_and_waits_for_two_that_are_known(run_folder, monkeypatch, keep):
     """A run that went on from another folder's checkpoint knows nothing of those that lie here."""
     for step in range(1, 7):
@@ -548,7 +451,6 @@ def test_removals_take_nothing_through_a_link_and_nothing_else(run_folder, tmp_p
     assert names_in(outside) == before
 
 
-# -------------------------------------------------------------------------------------- the command
 def test_the_command_lists_a_line_each(run_folder, tmp_path, capsys):
     assert finetune(["checkpoints", str(run_folder)]) == 2
     assert finetune(["checkpoints", str(tmp_path / "nowhere")]) == 2
@@ -572,5 +474,5 @@ def test_the_command_lists_a_line_each(run_folder, tmp_path, capsys):
         assert (entry["step"], entry["valid"], entry["size_bytes"]) == expected
     shutil.rmtree(run_folder / "checkpoint-9")
     assert checkpoints_command.main([str(run_folder)]) == 1
-    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 30: "5.0 GiB", 3 << 50: "3072.0 TiB"}
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 3 << 50: "3072.0 TiB"}
     assert [durable_files.format_bytes(size) for size in sizes] == list(sizes.values())

@@ -31,7 +31,6 @@ from finetune.storage.run_folder import (
     describe_folder,
     format_differences,
     put_output,
-    read_identity,
     read_status,
     write_identity,
     write_status,
@@ -51,7 +50,6 @@ with RunLock(sys.argv[1], 0):
 """
 
 
-# --------------------------------------------------------------------------------------------- lock
 def test_a_second_process_waits_and_is_then_refused_with_the_holders_name(tmp_path, caplog):
     """Until the holder ends: its forked child, like a loader's worker, does not hold the lock."""
     words = [sys.executable, "-c", HOLDER, str(tmp_path)]
@@ -68,7 +66,6 @@ def test_a_second_process_waits_and_is_then_refused_with_the_holders_name(tmp_pa
             pass
         assert 0.5 <= time.monotonic() - start < 5
         assert f"process {holder.pid} on {os.uname().nodename} since 20" in str(caught.value)
-        assert caught.value.exit_code == 2 and caught.value.fix
         assert caplog.text.count("waiting up to") == 1 and os.listdir(tmp_path) == [".lock"]
         threading.Timer(0.3, holder.kill).start()
         with RunLock(tmp_path, 20):
@@ -101,9 +98,7 @@ def test_a_refused_run_leaves_nothing_and_one_that_failed_its_folder(tmp_path):
 
 
 def test_a_lock_file_removed_while_waiting_is_not_a_lock(tmp_path, monkeypatch):
-    """Another run was refused between our open and our flock: what we locked has no name any
-    more.
-    """
+    """Another run was refused between our open and our flock."""
     original, calls = run_lock.try_flock, []
 
     def removed_first(descriptor: int, how: int, path: Path) -> bool | None:
@@ -128,7 +123,7 @@ def test_folders_that_cannot_be_made_or_locked_are_refused(tmp_path):
     for folder in (file, file / "below", linked):
         with pytest.raises(StateError, match="cannot be made or locked") as caught, RunLock(folder):
             pass
-        assert str(folder) in str(caught.value) and caught.value.fix
+        assert str(folder) in str(caught.value)
     with breaking(0, errno.EROFS), pytest.raises(StateError, match="Read-only"), RunLock(new):
         pass
     assert not new.exists()
@@ -157,19 +152,6 @@ def test_without_locks_a_claim_keeps_others_out(tmp_path, monkeypatch, caplog):
     assert claim.exists()
 
 
-# ------------------------------------------------------------------------------------------- status
-def test_status_says_state_and_exit_code(tmp_path):
-    assert read_status(tmp_path) is None
-    write_status(tmp_path, "running", None, step=3)
-    write_status(tmp_path, "stopped", 3, step=7, checkpoint="checkpoint-7")
-    status = read_status(tmp_path)
-    assert status.pop("written_at").endswith("+00:00")
-    assert status == {"state": "stopped", "exit_code": 3, "step": 7, "checkpoint": "checkpoint-7"}
-    with pytest.raises(ValueError, match="refused"):
-        write_status(tmp_path, "refused", 2)  # type: ignore[arg-type]
-    assert os.listdir(tmp_path) == ["status.json"]
-
-
 def test_status_is_whole_wherever_its_writer_is_killed_or_the_disk_is_full(tmp_path):
     for torn in (False, True):
         write_status(tmp_path, "running", None)
@@ -181,6 +163,8 @@ def test_status_is_whole_wherever_its_writer_is_killed_or_the_disk_is_full(tmp_p
             write_status(tmp_path, "running", None)
         assert states == sorted(states, reverse=True)
         assert set(states) == ({"running"} if torn else {"running", "done"})
+    with pytest.raises(ValueError, match="refused"):
+        write_status(tmp_path, "refused", 2)  # type: ignore[arg-type]
     for number in range(3):
         write_status(tmp_path, "running", None)
         with pytest.raises(OSError, match="No space"), breaking(number, errno.ENOSPC):
@@ -196,7 +180,6 @@ def test_a_result_that_is_not_whole_is_not_put_into_place(tmp_path):
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
-# ------------------------------------------------------------------------------- whose folder it is
 def test_a_free_folder(tmp_path, monkeypatch):
     (tmp_path / "killed").mkdir()
     for name in (".lock", ".run_identity.json.tmp"):
@@ -227,8 +210,7 @@ def test_the_same_run_has_no_differences_and_another_shows_them(tmp_path):
     write_status(tmp_path, "running", None)
     assert check_output_folder(tmp_path, IDENTITY) == []
     described = describe_folder(tmp_path)
-    assert described.kind == "run" and described.config == {"model": "tiny"}
-    assert described.identity == read_identity(tmp_path)
+    assert (described.kind, described.config) == ("run", {"model": "tiny"})
     assert described.identity == {**IDENTITY, "levels": ["explain", "topology"]}
     assert described.status["state"] == "running"
     other = {**IDENTITY, "seed": 43, "tokenizer": "cd34"}
@@ -250,7 +232,7 @@ def test_somebody_elses_folder_is_refused(tmp_path):
     file.write_text("")
     with pytest.raises(StateError, match="not a run of this package") as caught:
         check_output_folder(tmp_path, IDENTITY)
-    assert caught.value.exit_code == 2 and "--output-dir" in caught.value.fix
+    assert "--output-dir" in caught.value.fix
     identity = tmp_path / "run_identity.json"
     identity.write_text("{")
     with pytest.raises(StateError, match="broken"):
@@ -267,7 +249,6 @@ def test_somebody_elses_folder_is_refused(tmp_path):
             check_output_folder(path, IDENTITY)
 
 
-# ------------------------------------------------------------------------------------ samples.jsonl
 def whole_log(steps: int) -> list[dict[str, object]]:
     return [{"step": step, "ids": [step * 2, step * 2 + 1]} for step in range(1, steps + 1)]
 
@@ -313,11 +294,3 @@ def test_lines_that_are_missing_are_said_and_none_is_invented(tmp_path, caplog):
             assert f"not whole up to step {step}" in caplog.text
             assert f"missing from step {missing}" in caplog.text and len(caplog.records) == 1
             assert path.read_text() == text
-
-
-def test_a_linked_log_is_refused(tmp_path):
-    (tmp_path / "mine").write_text("my text")
-    (tmp_path / "samples.jsonl").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError):
-        SampleLog(tmp_path / "samples.jsonl")
-    assert (tmp_path / "mine").read_text() == "my text"
