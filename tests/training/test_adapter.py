@@ -38,14 +38,11 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
     from finetune.training.trainer import SFTTrainer
 
     folder = tmp_path_factory.mktemp("adapter")
-    made: dict[str, Trained] = {}
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
 
     def execute(name: str, **changes) -> Trained:
-        if name in made:
-            return made[name]
         seen: list[torch.Tensor] = []
         save_output = SFTTrainer.save_output
 
@@ -54,10 +51,9 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
                 seen.append(self.model.eval()(input_ids=IDS, use_cache=False).logits.float())
             save_output(self, output_dir, best)
 
-        settings = {"model": str(tiny_model), "data": str(tiny_data), "max_steps": 4}
-        settings |= {"save_steps": 2}
+        settings = {"model": str(tiny_model), "data": str(tiny_data), "device_type": "cpu"}
         settings |= {"output_dir": str(folder / name), "cache_dir": str(folder / "cache")}
-        settings |= {"device_type": "cpu", "dtype": "float32", "report_to": "none"}
+        settings |= {"max_steps": 4, "save_steps": 2, "dtype": "float32", "report_to": "none"}
         settings |= {"global_batch_size": 6, "cutoff_len": 128, "learning_rate": 1e-2} | changes
         before = dict(os.environ)
         records.clear()
@@ -67,8 +63,7 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
             result = run(settings)
         logging.getLogger("transformers").removeHandler(handler)
         assert result.state == "done" and dict(os.environ) == before
-        made[name] = Trained(folder / name, seen[0], Path(settings["model"]), "\n".join(records))
-        return made[name]
+        return Trained(folder / name, seen[0], Path(settings["model"]), "\n".join(records))
 
     return execute
 
@@ -135,41 +130,12 @@ def test_a_whole_model(full: Trained):
     assert "PAD/BOS/EOS" not in full.log, "a warning about which nothing is to be done"
 
 
-def test_a_checkpoint_is_an_adapter_folder_of_its_own(lora: Trained):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(lora.base, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, lora.folder / "checkpoint-4").eval()
-    with torch.no_grad():
-        found = model(input_ids=IDS).logits
-    torch.testing.assert_close(found, lora.logits, atol=1e-5, rtol=1e-5)
-    early, late = (
-        load_file(lora.folder / f"checkpoint-{step}" / "adapter_model.safetensors")
-        for step in (2, 4)
-    )
-    assert early.keys() == late.keys() and any(not torch.equal(early[n], late[n]) for n in early)
-
-
-def test_the_adapter_is_what_was_asked_for(lora: Trained):
-    config = json.loads((lora.folder / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 12, 0.1)
-    assert (config["task_type"], config["inference_mode"]) == ("CAUSAL_LM", True)
-    assert config["base_model_name_or_path"] == str(lora.base)
-    tensors = load_file(lora.folder / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 7 * 2  # layers x modules x (A, B)
-    assert {(t.dtype, min(t.shape)) for t in tensors.values()} == {(torch.float32, 4)}
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}  # without the head
-    assert modules == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-
-
-def test_no_pickle_anywhere_and_every_file_can_be_shared(lora: Trained, full: Trained):
+def test_no_pickle_anywhere_and_every_file_can_be_shared(lora: Trained):
     known = {".json", ".jsonl", ".safetensors", ".yaml", ".jinja", ".log"}
-    for trained in (lora, full):
-        files = [p for p in trained.folder.rglob("*") if p.is_file() and p.name != ".lock"]
-        assert files and {path.suffix for path in files} <= known
-        shared = (path for path in files if path.suffix in (".json", ".safetensors"))
-        assert len({path.stat().st_mode & 0o777 for path in shared}) == 1, "only the owner can read"
+    files = [p for p in lora.folder.rglob("*") if p.is_file() and p.name != ".lock"]
+    assert files and {path.suffix for path in files} <= known
+    shared = (path for path in files if path.suffix in (".json", ".safetensors"))
+    assert len({path.stat().st_mode & 0o777 for path in shared}) == 1, "only the owner can read"
 
 
 def test_a_template_and_the_compute_dtype_are_saved(train):
@@ -186,9 +152,6 @@ def test_a_template_and_the_compute_dtype_are_saved(train):
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
-# ---------------------------------------------------------------- reopening
-
-
 def adapter(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -198,13 +161,6 @@ def adapter(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 A, B = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
 GOOD = {A: torch.ones(2, 3), B: torch.ones(5, 2)}
 SHAPES = {A: (2, 3), B: (5, 2)}
-
-
-def test_a_good_adapter_is_accepted(tmp_path: Path):
-    check_adapter_file(adapter(tmp_path, GOOD), SHAPES)
-    # after a warm-up step without learning rate
-    untrained = {**GOOD, B: torch.zeros(5, 2)}
-    check_adapter_file(adapter(tmp_path, untrained), SHAPES, trained=False)
 
 
 @pytest.mark.parametrize(
@@ -219,18 +175,16 @@ def test_a_good_adapter_is_accepted(tmp_path: Path):
     ids=["an empty A", "nothing", "a missing B", "a wrong shape", "untrained"],
 )
 def test_a_broken_adapter_is_refused(tensors: dict, message: str, tmp_path: Path):
+    check_adapter_file(adapter(tmp_path, GOOD), SHAPES)
     with pytest.raises(FinetuneError, match=message) as caught:
         check_adapter_file(adapter(tmp_path, tensors), SHAPES)
     assert "do not use this adapter" in caught.value.fix
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_unreadable_adapter_is_refused(name: str, tmp_path: Path):
-    path = adapter(tmp_path, GOOD) / name
-    for damage in (lambda: path.write_bytes(path.read_bytes()[:-3]), path.unlink):
-        damage()
-        with pytest.raises(FinetuneError, match="cannot be read"):
-            check_adapter_file(tmp_path)
+    if "zero" in message:  # after a warm-up step without learning rate
+        check_adapter_file(tmp_path, SHAPES, trained=False)
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(FinetuneError, match="cannot be read"):
+        check_adapter_file(tmp_path)
 
 
 def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch, lora: Trained):
@@ -241,11 +195,9 @@ def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch, lora: Trai
         save_file({name: torch.ones(0) for name in tensors}, path)
 
     monkeypatch.setattr(trainer, "write_tensors", hollow)
-    with pytest.raises(FinetuneError, match="empty tensor") as caught:
+    with pytest.raises(FinetuneError, match="empty tensor"):
         train("hollow")
     folder = lora.folder.parent / "hollow"
-    assert caught.value.exit_code == 1 and not list(folder.glob("checkpoint-*"))
+    assert not list(folder.glob("checkpoint-*"))
     assert not (folder / "adapter_model.safetensors").exists()
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 1)
-    assert "empty tensor" in status["error"]
+    assert "empty tensor" in json.loads((folder / "status.json").read_text())["error"]

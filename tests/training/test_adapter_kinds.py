@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,12 @@ from finetune.planning.shapes import known_config, shape_of_config, shape_of_mod
 from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.training import run as running
-from finetune.training.optimizers import set_apart
 from finetune.training.prepare import IDENTITY_SETTINGS, prepare_fine_tuning
 from finetune.training.trainer import SFTTrainer, adapter_shapes
 
 IDS = torch.arange(7, 7 + 2 * 24).reshape(2, 24)
 TOKENS = ["<|im_end|>", "<|im_start|>"]
+MATERIALS = {"layers": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
@@ -48,19 +47,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 COUNTED = KINDS | {
     "mlp": {"modules_to_save": ["mlp"], "lora_target_modules": ["q_proj", "down_proj"]},
-    "layer": {"modules_to_save": ["layers.0.mlp"], "use_dora": True},
     "full names": {"rank_pattern": {"^model.layers.0.*q_proj": 8, "k_proj": 2}, **KINDS["layers"]},
     "head": {"modules_to_save": ["lm_head"]},
+    "lora head": {"lora_target_modules": ["q_proj", "lm_head"]},
+    "plain": {},
 }
 # Everything that goes under ZeRO-3, and what does not.
 SIZES = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"]}
 SHARDED = {**SIZES, "modules_to_save": ["lm_head"]}
 WHOLE = {**KINDS["dora"], **KINDS["tokens"]}
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return run_helpers.make_materials(tmp_path_factory.mktemp("kinds"), layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +70,8 @@ def models(materials: Materials) -> dict[str, Path]:
     return {"tied": materials.model, "untied": folder}
 
 
-def base(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def base(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -88,9 +83,10 @@ def config_of(materials: Materials, **changes: Any) -> Any:
     return resolve_object(materials.settings(materials.folder / "unused", **changes), 1).config
 
 
-@pytest.mark.parametrize("form", ["tied", "untied"])
 @pytest.mark.parametrize(
-    "changes", [WHOLE, {**SIZES, **KINDS["layers"], **KINDS["modules"]}], ids=["whole", "modules"]
+    ("changes", "form"),
+    [(WHOLE, "untied"), ({**SIZES, **KINDS["layers"], **KINDS["modules"]}, "tied")],
+    ids=["whole", "modules"],
 )
 def test_peft_loads_what_was_trained_and_it_merges(
     materials, models, tmp_path, monkeypatch, changes, form
@@ -114,31 +110,26 @@ def test_peft_loads_what_was_trained_and_it_merges(
         torch.testing.assert_close(logits(adapted), plain, rtol=1e-5, atol=1e-5)
     assert finetune(["merge", "--adapter", str(folder), "--output-dir", str(merged)]) == 0
     torch.testing.assert_close(logits(base(merged)), live[0], rtol=1e-4, atol=1e-4)
-    config = json.loads((merged / "config.json").read_text())
-    assert config["tie_word_embeddings"] == (form == "tied")
     assert ("lm_head.weight" in load_file(merged / "model.safetensors")) == (form == "untied")
 
 
 def test_it_is_what_was_asked_for(materials) -> None:
     """Names and shapes that the file has, and scales."""
-    ranks, tokens, layers = (
-        add_adapter(
-            base(materials.model),
-            config_of(materials, **KINDS[kind]),
-            one_dtype=False,
-            token_ids=ids,
-        )
-        for kind, ids in (("ranks", ()), ("tokens", (1, 2)), ("layers", ()))
-    )
-    shapes = adapter_shapes(ranks)
+
+    def made(kind: str) -> Any:
+        config = config_of(materials, **KINDS[kind])
+        ids = (1, 2) if kind == "tokens" else ()
+        return add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
+
+    ranks = made("ranks")
     for module, rank in (("q_proj", 8), ("down_proj", 2), ("k_proj", 4)):
-        of_module = {shape[0] for name, shape in shapes.items() if f"{module}.lora_A" in name}
-        assert of_module == {rank}
+        found = {s[0] for name, s in adapter_shapes(ranks).items() if f"{module}.lora_A" in name}
+        assert found == {rank}
     lora = ranks.peft_config["default"]
     assert (lora.alpha_pattern, lora.lora_alpha) == ({"q_proj": 4}, 8)
-    rows = [shape for name, shape in adapter_shapes(tokens).items() if "token" in name]
+    rows = [shape for name, shape in adapter_shapes(made("tokens")).items() if "token" in name]
     assert rows == [(2, 32)]
-    names = adapter_shapes(layers)
+    names = adapter_shapes(made("layers"))
     assert {name.split(".layers.")[1][0] for name in names} == {"1"} and len(names) == 14
 
 
@@ -151,19 +142,10 @@ def test_b_learns_faster(materials, tmp_path) -> None:
     assert float(ups.abs().median()) == pytest.approx(4e-3, rel=0.02)
 
 
-def test_groups_of_their_own_keep_everything_but_the_rate() -> None:
-    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    groups = [{"params": [first, second], "weight_decay": 0.3}, {"params": [third]}]
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
-    set_apart(optimizer, {id(second)}, 5.0)
-    found = [(g["params"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-    assert found == [([first], 0.1, 0.3), ([third], 0.1, 0.01), ([second], 0.5, 0.3)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(SHARDED, "plain"), (SHARDED, "zero3_offload"), (WHOLE, "plain"), (WHOLE, "zero2")],
+    [(SHARDED, "zero3_offload"), (WHOLE, "plain"), (WHOLE, "zero2")],
 )
 def test_two_processes_train_the_same(materials, tmp_path, kind, layout) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -181,15 +163,13 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
     with torch.no_grad():  # as a base model has them that was trained on plain text alone
         model.get_input_embeddings().weight[-20:] = 0.02
     model.save_pretrained(tmp_path)
-    never = "<|im_end|> was never trained"
     prepared = prepare_fine_tuning(config_of(materials, model=str(tmp_path)))
     end = prepared.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert never in caplog.text and "--train-tokens auto" in caplog.text
-    for chosen, ids in (("auto", (end,)), ("<|im_start|>", None)):
-        caplog.clear()
-        config = config_of(materials, model=str(tmp_path), train_tokens=chosen)
-        assert prepare_fine_tuning(config).trained_token_ids == ids or chosen != "auto"
-        assert (never in caplog.text) == (chosen != "auto")
+    assert "<|im_end|> was never trained" in caplog.text and "--train-tokens auto" in caplog.text
+    caplog.clear()
+    config = config_of(materials, model=str(tmp_path), train_tokens="auto")
+    assert prepare_fine_tuning(config).trained_token_ids == (end,)
+    assert "never trained" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -198,25 +178,12 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         ({"use_dora": True, **LAYOUTS["zero3"]}, "DoRA reads base weights"),
         ({"train_tokens": TOKENS, **LAYOUTS["zero3"]}, "trainable tokens"),
         ({"rank_pattern": "q_proj=big"}, "q_proj=big is no name with a whole number"),
-        ({"rank_pattern": {"q_proj": 0}}, "q_proj=0 is no name"),
         ({"rank_pattern": "q_proj=8,q_proj=4"}, "q_proj is named twice"),
         ({"rank_pattern": "q_porj=8"}, "names q_porj"),
-        ({"alpha_pattern": {"nothing": 8}}, "names nothing"),
-        ({"rank_pattern": "k_proj=8", "lora_target_modules": ["q_proj"]}, "choose from q_proj"),
-        (
-            {"rank_pattern": {"layers.1.*q_proj": 8}, "layers_to_transform": "0"},
-            "no module of that name",
-        ),
         ({"rank_pattern": {"(": 8}}, "no regular expression"),
         ({"quantization": "nf4", "modules_to_save": ["down_proj"]}, "embeddings, head and norms"),
         ({"layers_to_transform": "1,2-7"}, "names 2, 3, 4, 5, 6, 7"),
-        ({"layers_to_transform": ["last"]}, "is no layer"),
         ({"layers_to_transform": "3-1"}, "3-1 goes backwards"),
-        ({"layers_to_transform": []}, "no layer is named"),
-        (
-            {"train_tokens": TOKENS, "lora_target_modules": ["lm_head"]},
-            "lora_target_modules names lm_head",
-        ),
         (
             {"train_tokens": TOKENS, "modules_to_save": ["embed_tokens"]},
             "modules_to_save names embed_tokens",
@@ -232,16 +199,15 @@ def test_what_cannot_be_trained_is_refused(materials, changes, words) -> None:
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", COUNTED | {"plain": {}, "lora head": {}})
+@pytest.mark.parametrize("kind", COUNTED)
 def test_a_plan_counts_what_is_trained_and_knows_whether_logits_are_made_in_chunks(
     materials, models, kind
 ):
     """Against the model that is trained."""
-    changes = {"lora_target_modules": ["q_proj", "lm_head"]} if kind == "lora head" else {}
     for folder in models.values():
         network = base(folder)
         shape = shape_of_model(network)
-        config = config_of(materials, model=str(folder), **COUNTED.get(kind, changes))
+        config = config_of(materials, model=str(folder), **COUNTED[kind])
         ids = (1, 2) if kind == "tokens" else ()
         adapted = add_adapter(network, config, one_dtype=False, token_ids=ids)
         planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu"))
@@ -267,74 +233,56 @@ def test_each_makes_another_run(materials) -> None:
     plain = prepare_fine_tuning(config_of(materials)).identity
     own = {"kind", "lora_target_modules", "total_steps", "data", "schedule", "weights"}
     assert plain.keys() == own | set(IDENTITY_SETTINGS), "plain ones are as before"
-    for changes in [*KINDS.values(), {"quantization": "nf4"}]:
-        found = prepare_fine_tuning(config_of(materials, **changes)).identity
-        assert found.keys() - plain.keys() == changes.keys()
-        assert json.loads(json.dumps(found)) == found
-
-
-# ---------------------------------------------------------------- on a quantized base
-
-
-# Relative, of losses: weights in 4 bits are off by a tenth of their norm, in 8 bits by a hundredth.
-LOSS_LIMITS = {"nf4": 0.05, "int8": 2e-3}
+    every = KINDS["dora"] | KINDS["ranks"] | KINDS["tokens"] | KINDS["plus"]
+    found = prepare_fine_tuning(config_of(materials, **every)).identity
+    assert found.keys() - plain.keys() == every.keys() and json.loads(json.dumps(found)) == found
 
 
 @pytest.fixture(scope="module")
-def based_on(materials: Materials) -> Callable[[str], Path]:
-    """Output folder of a run of 6 steps, by its quantization."""
-
-    def get(kind: str) -> Path:
-        folder = materials.folder / f"run-{kind}"
-        if not folder.exists():
-            run_helpers.train(materials.settings(folder, quantization=kind, save_steps=2))
-        return folder
-
-    return get
+def based_on(materials: Materials) -> dict[str, Path]:
+    """Output folders of runs of 6 steps, by their quantization."""
+    folders = {kind: materials.folder / f"run-{kind}" for kind in ("none", "nf4")}
+    for kind, folder in folders.items():
+        run_helpers.train(materials.settings(folder, quantization=kind, save_steps=2))
+    return folders
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_it_trains_the_same_steps_near_the_plain_run_and_its_adapter_has_a_note(
-    materials, based_on, tmp_path, caplog, kind
+    materials, based_on, tmp_path, caplog
 ):
-    plain, quantised = based_on("none"), based_on(kind)
+    plain, quantised = based_on["none"], based_on["nf4"]
     assert run_helpers.sample_ids(plain) == run_helpers.sample_ids(quantised)
-    before, losses = run_helpers.losses(plain), run_helpers.losses(quantised)
-    difference = run_helpers.largest_relative_difference(before, losses)
-    assert 1e-6 < difference < LOSS_LIMITS[kind]
-    assert losses[-1] < 0.98 * losses[0]
-    for place in (quantised, quantised / "checkpoint-4"):
-        moved = tmp_path / place.name
-        moved.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors", NOTE_NAME):
-            shutil.copy(place / name, moved)
-        assert trained_on(moved) == kind
+    losses = [run_helpers.losses(folder) for folder in (plain, quantised)]
+    # Weights in 4 bits are off by a tenth of their norm.
+    assert 1e-6 < run_helpers.largest_relative_difference(*losses) < 0.05
+    assert losses[1][-1] < 0.98 * losses[1][0]
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", NOTE_NAME):
+        shutil.copy(quantised / "checkpoint-4" / name, moved)
     source, cpu = Source(str(materials.model), moved), torch.device("cpu")
     with caplog.at_level("INFO", "finetune"):
         load_weights(source, cpu, "float32", trust_remote_code=False)
-    assert f"trained on a base in {kind}" in caplog.text
+    assert "trained on a base in nf4" in caplog.text
     (moved / NOTE_NAME).write_text("{}")
     with pytest.raises(ConfigError, match="note cannot be read"):
         trained_on(moved)
-    assert not (plain / NOTE_NAME).exists() and trained_on(plain) == "none"
+    assert trained_on(quantised) == "nf4" and trained_on(plain) == "none"
 
 
 def test_peft_loads_the_adapter_on_either_base_and_merge_keeps_what_was_trained(
     materials, based_on, tmp_path, capsys
 ):
-    adapter = based_on("nf4")
+    adapter = based_on["nf4"]
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     four_bits = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 
-    def base(**options: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(materials.model, dtype=torch.float32, **options)
-
-    plain = logits(PeftModel.from_pretrained(base(), adapter))
-    held = base(quantization_config=four_bits, device_map="cpu")
+    plain = logits(PeftModel.from_pretrained(base(materials.model), adapter))
+    held = base(materials.model, quantization_config=four_bits, device_map="cpu")
     # Training: in evaluation bitsandbytes repacks the weights on some CPUs, and cannot if they are
     # this small.
     trained = PeftModel.from_pretrained(held, adapter).train()(input_ids=IDS).logits.detach()
@@ -343,9 +291,8 @@ def test_peft_loads_the_adapter_on_either_base_and_merge_keeps_what_was_trained(
         output = tmp_path / f"merged{len(flags)}"
         words = ["merge", "--adapter", str(adapter), "--output-dir", str(output)]
         assert finetune([*words, *flags]) == 0
-        merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
         assert "quantization_config" not in json.loads((output / "config.json").read_text())
-        assert relative(logits(merged), expected) < 1e-5
+        assert relative(logits(base(output)), expected) < 1e-5
         for text in (capsys.readouterr().err, (output / "README.md").read_text()):
             assert "base in nf4" in text
 
@@ -364,8 +311,15 @@ def test_what_it_needs_is_said(materials, tmp_path, monkeypatch, capsys) -> None
     assert "pip install bitsandbytes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "each"), [("none", 2.0), ("nf4", 0.516), ("int8", 1.0)])
-@pytest.mark.parametrize("layout", ["plain", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("kind", "each", "layout"),
+    [
+        ("none", 2.0, "zero2"),
+        ("nf4", 0.516, "plain"),
+        ("nf4", 0.516, "zero3"),
+        ("int8", 1.0, "zero3"),
+    ],
+)
 def test_a_plan_counts_the_bytes_of_the_base(kind: str, each: float, layout: str) -> None:
     shape = shape_of_config(known_config("Qwen/Qwen3-8B"))
     given = {"model": "Qwen/Qwen3-8B", "data": "x.jsonl", "output_dir": "out", "quantization": kind}

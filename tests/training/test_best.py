@@ -24,11 +24,7 @@ from finetune.training.results import Best, read_best
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ADAPTER = "adapter_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return run_helpers.make_materials(tmp_path_factory.mktemp("best"), records=24)
+MATERIALS = {"records": 24}
 
 
 def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -69,10 +65,9 @@ def test_the_rule() -> None:
     # Of another metric or other data; older checkpoints do not name their data.
     of_data, other = replace(best, data="a"), Best("eval_loss/explain")
     assert read_best(other.metric, {"best": asdict(best)}) == other
-    assert read_best("eval_loss", {"best": asdict(of_data)}, "a") == of_data
-    assert read_best("eval_loss", {"best": asdict(best)}, "a") == of_data
+    for saved in (of_data, best):
+        assert read_best("eval_loss", {"best": asdict(saved)}, "a") == of_data
     assert read_best("eval_loss", {"best": asdict(of_data)}, "b") == Best("eval_loss", data="b")
-    assert read_best("eval_loss", {}) == none
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +75,6 @@ def stopped_early(materials: Materials) -> Path:
     output_dir = materials.folder / "stopped-early"
     run_helpers.train(settings(materials, output_dir))
     return output_dir
-
-
-@pytest.fixture
-def unfinished(stopped_early: Path, tmp_path: Path) -> Path:
-    """The same run as if it was killed before its output was written."""
-    again = Path(shutil.copytree(stopped_early, tmp_path / "again"))
-    status = json.loads((again / "status.json").read_text())
-    (again / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
-    (again / ADAPTER).unlink()
-    return again
 
 
 def test_a_run_ends_early_and_its_best_is_the_output(materials, stopped_early):
@@ -103,33 +88,12 @@ def test_a_run_ends_early_and_its_best_is_the_output(materials, stopped_early):
     assert end.items() >= {"state": "done", "exit_code": 0, "output_step": best}.items()
     status = run_helpers.status(stopped_early)
     assert (status["step"], status["best_step"], status["output_step"]) == (last, best, best)
-    output, kept, newest = (
-        load_file(folder / ADAPTER)
-        for folder in (
-            *(stopped_early, stopped_early / f"checkpoint-{best}"),
-            list_checkpoints(stopped_early)[-1],
-        )
-    )
-    assert output.keys() == kept.keys() == newest.keys()
-    assert all(torch.equal(output[name], kept[name]) for name in kept)
-    assert any(not torch.equal(output[name], newest[name]) for name in newest)
+    kept, newest = stopped_early / f"checkpoint-{best}", list_checkpoints(stopped_early)[-1]
+    output = (stopped_early / ADAPTER).read_bytes()
+    assert output == (kept / ADAPTER).read_bytes() != (newest / ADAPTER).read_bytes()
     before = (stopped_early / "events.jsonl").read_bytes()
     assert finetune.run(settings(materials, stopped_early)).steps == last
     assert (stopped_early / "events.jsonl").read_bytes() == before, "it is finished"
-
-
-def test_the_same_after_a_kill_between_its_saves(materials, stopped_early, tmp_path):
-    output_dir = tmp_path / "resumed"
-    (whole,) = events(stopped_early, "early_stop")
-    wanted = settings(materials, output_dir, async_save=False)
-    killed = {"patch": run_patches.kill_self, "patch_arguments": (0, whole["best_step"] + 3)}
-    assert run_helpers.start(wanted, **killed).wait() == [-signal.SIGKILL]
-    run_helpers.train(wanted)
-    (early,) = events(output_dir, "early_stop")
-    for name in ("step", "best_step", "best"):
-        assert early[name] == whole[name]
-    first, second = (run_helpers.result_weights(folder) for folder in (output_dir, stopped_early))
-    assert all(torch.equal(first[name], second[name]) for name in second)
 
 
 def test_a_run_that_a_late_evaluation_ended_is_finished_and_more_patience_goes_on(
@@ -154,8 +118,13 @@ def test_a_run_that_a_late_evaluation_ended_is_finished_and_more_patience_goes_o
     assert events(output_dir, "resume")[-1]["step"] == last and longer.steps == last + 2
 
 
-def test_the_output_of_a_run_killed_before_it_was_written(materials, stopped_early, unfinished):
+def test_the_output_of_a_run_killed_before_it_was_written(materials, stopped_early, tmp_path):
     status = run_helpers.status(stopped_early)
+    unfinished = Path(shutil.copytree(stopped_early, tmp_path / "again"))
+    (unfinished / "status.json").write_text(
+        json.dumps(status | {"state": "running", "exit_code": None})
+    )
+    (unfinished / ADAPTER).unlink()
     best = Path(shutil.copytree(unfinished, unfinished.parent / "damaged"))
     weights = best / f"checkpoint-{status['best_step']}" / "weights.safetensors"
     content = bytearray(weights.read_bytes())
@@ -180,12 +149,11 @@ def test_an_output_made_of_a_step_without_a_rate(materials: Materials, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["plain", "zero3"])
-def test_all_parameters_of_the_best(materials: Materials, tmp_path: Path, layout: str) -> None:
+def test_all_parameters_of_the_best(materials: Materials, tmp_path: Path) -> None:
     """The output is what a run whose last step was the best one would have written."""
     output_dir, until = tmp_path / "run", tmp_path / "until"
     # Nothing that depends on the number of steps, which differs.
-    changes = {"use_curriculum": False, "warmup_steps": 0, **run_helpers.LAYOUTS[layout]}
+    changes = {"use_curriculum": False, "warmup_steps": 0, **run_helpers.LAYOUTS["zero3"]}
     changes |= {"finetuning": "full", "learning_rate": 3e-2}
     run_helpers.train(settings(materials, output_dir, **changes), 2)
     best = events(output_dir, "end")[0]["output_step"]

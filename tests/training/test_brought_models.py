@@ -13,7 +13,7 @@ import pytest
 import run_helpers
 import torch
 from run_helpers import LAYOUTS, Materials
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
     Gemma3Config,
@@ -40,17 +40,9 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return run_helpers.make_materials(tmp_path_factory.mktemp("brought"))
-
-
 def run_config(materials: Materials, **changes: Any) -> RunConfig:
     settings = materials.settings(materials.folder / "unused", **changes)
     return RunConfig(**settings | {name: (settings[name],) for name in ("data", "report_to")})
-
-
-# ---------------------------------------------------------------- a vision part
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +80,7 @@ def test_all_linear_means_the_text_model(materials, sees):
     config = run_config(materials, model=str(sees))
     model = load_model(config, model_dtype=torch.float32, zero3=False)
     adapted = add_adapter(model, config, one_dtype=False).named_parameters()
-    trained = [name for name, parameter in adapted if parameter.requires_grad]
-    assert trained and all("language_model" in name for name in trained)
+    assert all("language_model" in name for name, parameter in adapted if parameter.requires_grad)
 
 
 def test_parts_that_cannot_be_told_apart_are_refused():
@@ -101,9 +92,6 @@ def test_parts_that_cannot_be_told_apart_are_refused():
     words = "text part of a git model cannot be told from its vision_config"
     with pytest.raises(ConfigError, match=words):
         outside_text(model)
-
-
-# ---------------------------------------------------------------- mixtures of experts
 
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -119,7 +107,6 @@ def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are
         (("w1",), 0.0, "without also targeting w3"),
         (("q_proj", "fc1"), 0.1, "fc1 matches no linear module"),
         ("all-linear", 0.0, None),
-        (("q_proj", "v_proj"), 0.1, None),
         (("w1", "w2", "w3"), 0.0, None),
     ):
         changes = {"model": str(tmp_path), "lora_target_modules": targets, "lora_dropout": dropout}
@@ -135,13 +122,10 @@ def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path)
         ("gptq", "none", "quantised .gptq."),
         ("mxfp4", "nf4", "not quantised again"),
     ):
-        changed = config | {"quantization_config": {"quant_method": method}}
-        (folder / "config.json").write_text(json.dumps(changed))
+        config["quantization_config"] = {"quant_method": method}
+        (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ConfigError, match=words):
             prepare_fine_tuning(run_config(materials, model=str(folder), quantization=own))
-
-
-# ---------------------------------------------------------------- code that came with the model
 
 
 class OwnCode(Qwen3ForCausalLM):
@@ -154,31 +138,17 @@ class OwnCode(Qwen3ForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
 
-class LastTokens(Qwen3ForCausalLM):
-    """Or a number of last tokens alone."""
-
-    def forward(
-        self, input_ids=None, position_ids=None, use_cache=None, logits_to_keep: int = 0, **kwargs
-    ):
-        assert isinstance(logits_to_keep, int)
-        return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
-
-
-@pytest.mark.parametrize("kind", [OwnCode, LastTokens])
-def test_a_model_that_makes_all_logits_has_the_same_losses(materials, kind):
+def test_a_model_that_makes_all_logits_has_the_same_losses(materials):
     ids = torch.arange(3, 40).numpy().astype("int32")
     documents = [(ids, ids % 3 == 1, 0), (ids[:9], ids[:9] % 2 == 1, 0)]
     microbatch = collate(documents, packing=False, pad_token_id=0)
     plain = Qwen3ForCausalLM.from_pretrained(materials.model).requires_grad_(False)
-    model = kind.from_pretrained(materials.model).requires_grad_(False)
+    model = OwnCode.from_pretrained(materials.model).requires_grad_(False)
     let_choose_logits(model)
     assert make_chunked_head(model) is None and make_chunked_head(plain) is not None
     wanted = microbatch_losses(plain, microbatch, CPU)
     for _ in range(2):  # nothing is kept from a call
         torch.testing.assert_close(microbatch_losses(model, microbatch, CPU), wanted)
-
-
-# ---------------------------------------------------------------- ids without embeddings
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +163,9 @@ def blind(materials: Materials) -> Path:
 
 
 def test_a_tokenizer_with_ids_above_the_table_trains(materials, blind, tmp_path):
-    changes = {"packing": False, "max_steps": 2}
-    finetune.run(materials.settings(tmp_path / "plain", **changes))
-    finetune.run(materials.settings(tmp_path / "run", model=str(blind), **changes))
+    for name, model in (("plain", materials.model), ("run", blind)):
+        own = {"model": str(model), "packing": False, "max_steps": 2}
+        finetune.run(materials.settings(tmp_path / name, **own))
     assert run_helpers.losses(tmp_path / "run") == run_helpers.losses(tmp_path / "plain")
 
 
@@ -210,21 +180,10 @@ def test_a_record_with_such_an_id_is_refused_by_its_place(materials, blind, tmp_
     assert caplog.text.count("cannot be used; a text that has one is refused") == 1
 
 
-# ---------------------------------------------------------------- which model it is
-
-
-def test_a_model_is_its_weights_and_not_its_path(materials, tmp_path):
+def test_a_large_file_is_told_apart_by_its_blocks(materials, tmp_path):
+    """Only some of 256 MB are read; what changes a stretch of weights shows in them; a path does not."""
     moved = Path(shutil.copytree(materials.model, tmp_path / "moved"))
     assert weights_identity(str(moved)) == weights_identity(str(materials.model))
-    weights = load_file(moved / "model.safetensors")
-    next(iter(weights.values())).add_(1e-3)
-    save_file(weights, moved / "model.safetensors")
-    assert weights_identity(str(moved)) != weights_identity(str(materials.model))
-
-
-def test_a_large_file_is_told_apart_by_its_blocks(materials, tmp_path):
-    """Only some of 256 MB are read; what changes a stretch of weights shows in them."""
-    moved = Path(shutil.copytree(materials.model, tmp_path / "moved"))
     with (moved / "model.safetensors").open("r+b") as file:
         file.truncate(256 << 20)
         before = weights_identity(str(moved))

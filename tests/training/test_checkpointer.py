@@ -36,7 +36,6 @@ from finetune.training.control import Control
 from finetune.training.state import HostCopies, Snapshot, TrainingState, write_tensors
 
 
-# ------------------------------------------------------------------------------ behind the training
 class Training:
     """A model that is trained in place, as every run's is."""
 
@@ -46,20 +45,17 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.steps = 0
 
-    def step(self) -> None:
-        generator = torch.Generator().manual_seed(self.steps)
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 7, generator=generator)).square().sum().backward()
-        self.optimizer.step()
-        self.steps += 1
-
     def train(self, steps: int) -> Training:
         while self.steps < steps:
-            self.step()
+            generator = torch.Generator().manual_seed(self.steps)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 7, generator=generator)).square().sum().backward()
+            self.optimizer.step()
+            self.steps += 1
         return self
 
-    def state(self) -> TrainingState:
-        return TrainingState(self.model, optimizer=self.optimizer)
+    def state(self, form: Any = "whole") -> TrainingState:
+        return TrainingState(self.model, optimizer=self.optimizer, form=form)
 
 
 def model_files(weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
@@ -161,15 +157,6 @@ def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(tmp_p
     saver.finish()  # told once
 
 
-def test_training_that_fails_waits_for_the_save_under_way(tmp_path, held):
-    saver, training = checkpointer(tmp_path), Training().train(1)
-    with pytest.raises(ValueError, match="of the training"), saver:
-        saver.save(1, training.state())
-        threading.Timer(0.05, held.set).start()
-        raise ValueError("of the training")
-    assert saver.last == "checkpoint-1" and verify(tmp_path / "checkpoint-1").valid
-
-
 def test_a_host_without_memory_for_the_copies_lets_training_wait(tmp_path, monkeypatch, caplog):
     saver, training = checkpointer(tmp_path), Training().train(1)
     state = training.state()
@@ -190,10 +177,9 @@ def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
     """Those up to its step are on the disk by then."""
     order: list[str] = []
     sync, publish = SampleLog.sync, CheckpointWriter.publish
-    monkeypatch.setattr(SampleLog, "sync", lambda log: order.append("sync") or sync(log))
-    monkeypatch.setattr(
-        CheckpointWriter, "publish", lambda *given: order.append("publish") or publish(*given)
-    )
+    monkeypatch.setattr(SampleLog, "sync", lambda *given: order.append("sync") or sync(*given))
+    written = lambda *given: order.append("publish") or publish(*given)  # noqa: E731
+    monkeypatch.setattr(CheckpointWriter, "publish", written)
     with SampleLog(tmp_path / "samples.jsonl") as samples:
         order.clear()
         saver = checkpointer(tmp_path, sample_log=samples, runlog=RunLog(tmp_path))
@@ -229,15 +215,15 @@ def test_ranks_agree_at_the_same_step(tmp_path, monkeypatch, fails):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(state, "write_tensors", write)
+    monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
     if fails == "publish":
         monkeypatch.setattr(CheckpointWriter, "publish", publish)
 
     def rank(number: int) -> tuple[int, str]:
         control = ThreadControl(meeting)
         saver = checkpointer(tmp_path, control, rank=number, model_files=no_files)
-        monkeypatch.setattr(saver, "_has_memory", lambda state: True)
         training = Training().train(1)
-        saver.save(1, TrainingState(training.model, optimizer=training.optimizer, form="parts"))
+        saver.save(1, training.state("parts"))
         for step in range(2, 40):
             training.train(step)
             if step == 4:
@@ -256,10 +242,8 @@ def test_ranks_agree_at_the_same_step(tmp_path, monkeypatch, fails):
     assert step == other_step and step >= 4
     if fails is None:
         assert found == other == "checkpoint-1"
-        files = {
-            f"{kind}-0000{rank}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)
-        }
-        assert set(contents(tmp_path / "checkpoint-1")) == files | {"manifest.json", "state.json"}
+        slices = contents(tmp_path / "checkpoint-1").keys() - {"manifest.json", "state.json"}
+        assert len(slices) == 4
     else:
         failed, other = (found, other) if fails == "publish" else (other, found)
         assert failed.startswith("checkpoint-1 could not be written")
@@ -267,49 +251,13 @@ def test_ranks_agree_at_the_same_step(tmp_path, monkeypatch, fails):
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("form", "behind"), [("whole", True), ("parts", True), ("parts", False)])
-def test_ranks_with_nothing_to_write_meet_the_others(tmp_path, monkeypatch, form, behind):
-    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all."""
-    monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
-    meeting = Meeting(3)
-    # one after another: threads share one generator of random numbers
-    trained = [Training() for _ in range(3)]
-
-    def tokenizer(weights: object) -> Callable[[Path], Any]:
-        return lambda folder: (folder / "tokenizer.json").write_text("{}")
-
-    def rank(number: int) -> str | None:
-        training, control = trained[number], ThreadControl(meeting)
-        options = {"rank": number, "behind": behind, "model_files": tokenizer}
-        with checkpointer(tmp_path, control, **options) as saver:
-            for step in (1, 2, 3, 4):
-                model = training.train(step).model
-                state = TrainingState(model, optimizer=training.optimizer, form=form)
-                saver.save(step, state, wait=step == 4)
-                saver.poll()
-        return saver.last
-
-    assert meeting.run(rank) == ["checkpoint-4"] * 3
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-    for folder in list_checkpoints(tmp_path):
-        assert verify(folder).valid
-        loaded = Training()
-        loaded.state().load_weights(folder)
-        found, expected = loaded.model, Training().train(int(folder.name[-1])).model
-        pairs = zip(found.parameters(), expected.parameters(), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
-
-
-@pytest.mark.parametrize(
-    ("torn", "stride"), [(False, 9), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)]
-)
-def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, torn, stride):
-    before = tmp_path / "before"
-    saver = checkpointer(before)
-    for step in (1, 2):
-        saver.save(step, Training().train(step).state(), wait=True)
-    checkpointer(tmp_path / "expected").save(3, Training().train(3).state(), wait=True)
-    expected = contents(tmp_path / "expected" / "checkpoint-3")
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, stride):
+    before, expected = tmp_path / "before", tmp_path / "expected"
+    for folder, steps in ((before, (1, 2)), (expected, (3,))):
+        saver = checkpointer(folder)
+        for step in steps:
+            saver.save(step, Training().train(step).state(), wait=True)
 
     def train(folder: Path) -> None:
         training = Training().train(3)
@@ -323,12 +271,12 @@ def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, torn, stri
     for number in range(0, 10_000, stride):
         folder = tmp_path / f"run-{number}"
         shutil.copytree(before, folder)
-        killed = killed_at(number, lambda folder=folder: train(folder), torn=torn)
+        killed = killed_at(number, lambda folder=folder: train(folder))
         found, skipped = newest_valid(folder)
         assert found is not None and not skipped
         steps.append(int(found.name.split("-")[1]))
         if steps[-1] == 3:
-            assert contents(found) == expected
+            assert contents(found) == contents(expected / "checkpoint-3")
         clean_staging(folder)
         assert all(verify(checkpoint).valid for checkpoint in list_checkpoints(folder))
         assert not list(folder.glob(".staging*")) and len(list_checkpoints(folder)) >= 2
@@ -336,7 +284,7 @@ def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, torn, stri
         if not killed:
             break
     assert not killed and steps == sorted(steps) and set(steps) == {2, 3}
-    assert len(steps) > (1 if torn else 100 // stride)
+    assert len(steps) > 100 // stride
 
 
 def test_what_a_kept_checkpoint_names_as_the_best_stays(tmp_path: Path) -> None:

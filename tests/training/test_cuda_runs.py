@@ -23,17 +23,13 @@ from finetune.training.state import read_description
 
 DEVICE = os.environ.get("FINETUNE_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
+MATERIALS = {"layers": 2}
 HALF_LIMIT = 2e-2  # relative, of losses: bfloat16 has 8 bits
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return run_helpers.make_materials(tmp_path_factory.mktemp("cuda"), layers=2)
 
 
 def settings(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -46,12 +42,6 @@ def assert_near(here: Path, there: Path, limit: float = HALF_LIMIT) -> None:
     assert all(event["device_type"] == DEVICE for event in events(here, "start"))
     assert sample_ids(here) == sample_ids(there)
     assert losses(here) == pytest.approx(losses(there), rel=limit)
-
-
-def assert_same_bits(found: Path, expected: Path) -> None:
-    for name in ("loss", "grad_norm", "learning_rate"):
-        assert run_helpers.values(found, name) == run_helpers.values(expected, name), name
-    run_helpers.assert_same_training(found, expected)
 
 
 FINETUNING = pytest.mark.parametrize("finetuning", ["lora", "full"])
@@ -73,7 +63,6 @@ def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(
     assert_near(here, there)
     (event,) = events(here, "execution")
     assert event["chosen"].keys() == {"micro_batch_size", "gradient_checkpointing"}
-    assert event["chosen"]["micro_batch_size"] >= 1 and event["reason"].startswith("auto: ")
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -110,19 +99,23 @@ def test_compiled_pretraining_is_eager_pretraining(tmp_path):
     assert_near(tmp_path / "compiled", tmp_path / "eager")
 
 
-# ---------------------------------------------------------------- stopped and resumed
-
-
 @pytest.mark.parametrize(
-    ("finetuning", "layout"),
-    [("lora", "plain"), ("full", "plain"), ("lora", "zero3"), ("full", "zero3_offload")],
+    ("finetuning", "layout", "optimizer"),
+    [
+        *(("lora", "plain", "adamw"), ("full", "plain", "adamw")),
+        *(("lora", "zero3", "adamw"), ("full", "zero3_offload", "adamw")),
+        *(("full", "plain", name) for name in ("adamw-8bit", "adafactor", "muon")),
+    ],
 )
-def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, finetuning, layout):
+def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(tmp_path, finetuning, layout, optimizer):
     """Flash attention's backward adds to a query's gradient without an order, block of keys by
     block: here a document is one block (64 tokens at most). Of the step's other kernels none adds
     without an order, but for the sums by difficulty (index_add), which are not compared.
     """
+    # narrower, all state of an 8-bit optimizer is in 32 bits
+    materials = run_helpers.make_materials(tmp_path / "materials", hidden=64)
     common = {"finetuning": finetuning, "save_steps": 2, "cutoff_len": 64, **LAYOUTS[layout]}
+    common |= {"optimizer": optimizer, "learning_rate": 1e-3}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_helpers.train(settings(materials, whole, **common))
     wanted = settings(materials, killed, **common)
@@ -132,29 +125,14 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, f
     (event,) = events(killed, "resume")
     assert event["step"] in (2, 4)  # a save in progress at the kill is none
     assert sample_ids(whole) == sample_ids(killed)
-    assert_same_bits(killed, whole)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adafactor", "muon"])
-def test_optimizers_with_less_state_resume_bit_by_bit(tmp_path, optimizer):
-    # below it all state is in 32 bits
-    materials = run_helpers.make_materials(tmp_path / "materials", hidden=64)
-    common = {"finetuning": "full", "optimizer": optimizer, "learning_rate": 1e-3}
-    common |= {"save_steps": 2, "cutoff_len": 64}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run_helpers.train(settings(materials, whole, **common))
-    wanted = settings(materials, stopped, **common)
-    stop = {"patch": run_patches.signal_self, "patch_arguments": (0, 4, signal.SIGTERM)}
-    run_helpers.train(wanted, expect=3, **stop)
-    run_helpers.train(wanted)
-    assert [event["step"] for event in events(stopped, "resume")] == [4]
-    assert_same_bits(stopped, whole)
+    for name in ("grad_norm", "learning_rate"):
+        assert run_helpers.values(killed, name) == run_helpers.values(whole, name), name
+    run_helpers.assert_same_training(killed, whole)
 
 
 @FINETUNING
 def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finetuning):
     """Step 2 overflows on purpose: it is skipped, and the resumed run must know the smaller scale."""
-    # Without a warm-up, so that the adapter of the first checkpoint has learned something in step 1.
     common = {"finetuning": finetuning, "save_steps": 2, "warmup_steps": 0}
     common["dtype"] = "float16" if ON_CUDA else "float32"
     overflow = {"patch": run_patches.spoil_losses}
@@ -175,9 +153,6 @@ def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finet
     if ON_CUDA:
         assert before["scale"] == resumed["scale"] <= 2.0**15
         assert resumed["good_steps"] == before["good_steps"] + 2
-
-
-# ---------------------------------------------------------------- what goes wrong
 
 
 def test_out_of_memory_the_run_goes_on_with_smaller_microbatches(materials, tmp_path):

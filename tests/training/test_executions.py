@@ -63,9 +63,9 @@ def test_it_is_what_was_asked_for_and_the_same_training(name: str, settings: dic
         words = {"launcher": "accelerate", "env": {"HF_HOME": str(tmp_path / "hf_home")}}
         words |= {"launcher_args": ["--config_file", topology], "timeout": BUILD_SECONDS}
         run_cli(["--config", config, "--output-dir", made], **words, check=True)
-    start, status = events(made, "start")[0], run_helpers.status(made)
+    (start,) = events(made, "start")
     assert (start["world_size"], start["zero_stage"]) == (processes, stage)
-    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 10)
+    assert run_helpers.status(made)["state"] == "done"
     assert sample_ids(made) == sample_ids(reference)
     # 1e-4 is promised. The first step shows the same start, the last the same course.
     assert losses(made) == pytest.approx(losses(reference), rel=1e-5)
@@ -74,16 +74,3 @@ def test_it_is_what_was_asked_for_and_the_same_training(name: str, settings: dic
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         assert tensor.any() and (found[key] - tensor).norm() < 1e-3 * tensor.norm(), key
-
-
-@pytest.mark.parametrize("finetuning", ["lora", "full"])
-def test_a_second_copy_of_the_weights_on_each_machine_changes_nothing(
-    finetuning, settings, tmp_path
-):
-    """hpZ: `zero_hpz_partition_size`, the devices of a machine; here two processes share one copy."""
-    keys = run_helpers.deepspeed_keys(3)
-    keys["zero_optimization"]["zero_hpz_partition_size"] = 2
-    for name, more in (("plain", {}), ("hpz", {"deepspeed": keys})):
-        own = {"finetuning": finetuning, "output_dir": str(tmp_path / name), **more}
-        run_helpers.train(settings | own, 2)
-    assert losses(tmp_path / "hpz") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)

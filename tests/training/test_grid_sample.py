@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from crash import KINDS, KINDS_BEHIND, Crashes
+from crash import KINDS_BEHIND, Crashes
 from grid import MODELS, Cell, Grid, cells
 from pretraining_cells import PRETRAINING
-from run_helpers import train
 
-SAMPLE = Cell("lora", "plain", 2, packing=False, micro_batch_size=4)
 SLOW = (
+    Cell("lora", "plain", 2, packing=False, micro_batch_size=4),
     Cell("lora", "plain", 2, packing=True, micro_batch_size=4, mixed=True),
     Cell("lora", "zero2", 2, packing=True, micro_batch_size=1, fused_lora=False),
     Cell("lora", "zero3", 2, packing=False, micro_batch_size=4, quantization="nf4"),
@@ -29,23 +28,12 @@ def test_another_execution_is_the_same_training(grid, cell):
     assert not grid.outcome(cell).why
 
 
-def test_the_grid_is_whole_and_can_fail(grid):
-    """A run of another learning rate, under the name of a cell, does not pass for it."""
-    assert not grid.outcome(SAMPLE).why
+def test_the_grid_is_whole():
     assert len(set(cells())) == 64 + 8 * len(MODELS) + 20 + 48 + 4 * len(PRETRAINING)
-    assert {SAMPLE, *SLOW} <= set(cells())
-    cell = Cell("lora", "plain", 1, packing=False, micro_batch_size=4)
-    train(cell.settings(grid.materials, grid.folder) | {"learning_rate": 1.1e-2})
-    assert "losses differ" in grid.outcome(cell).why
+    assert set(SLOW) <= set(cells())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("finetuning", "layout"), KINDS[1:3])
-def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, finetuning, layout):
-    kill = Crashes(tmp_path, seed=3).kill(1, finetuning, layout)
-    assert not kill.why and kill.steps_done, kill
-
-
 def test_a_run_killed_while_it_writes_in_the_background(tmp_path):
     """It goes on to the same weights."""
     kill = Crashes(tmp_path, seed=4).kill_behind(1, *KINDS_BEHIND[0])

@@ -69,13 +69,6 @@ def test_a_scale_moves_between_torch_and_deepspeed() -> None:
     assert read_scale(back, None) == read_scale(scaler, None)
 
 
-def test_there_is_nothing_to_keep_without_a_scale_that_changes() -> None:
-    assert read_scale(None, None) is None
-    assert read_scale(torch.amp.GradScaler("cpu", enabled=False), None) is None
-    assert read_scale(None, engine(dynamic=False)) is None
-    restore_scale({"scale": 2.0, "good_steps": 1}, None, engine(dynamic=False))
-
-
 def test_a_checkpoint_has_it_from_its_first_step_on(tmp_path) -> None:
     """Also if every step so far was skipped: there are no moments then, and a lower scale."""
     model, scaler, again = torch.nn.Linear(2, 2), grad_scaler(), grad_scaler()

@@ -36,7 +36,7 @@ def test_the_page_has_the_families_that_are_tested():
 
 @pytest.mark.parametrize(
     ("name", "without"),
-    [("Jamba", {"dt_proj"}), ("Granite 4 hybrid", {"out_proj"}), ("Qwen3-Next", set())],
+    [("Jamba", {"dt_proj"}), ("Granite 4 hybrid", {"out_proj"})],
 )
 def test_every_adapter_takes_part(name, without, tmp_path):
     """State-space layers read some weights past their modules: an adapter there would learn nothing."""
@@ -60,6 +60,5 @@ def test_a_model_with_latent_attention_answers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DeepSeek-V2", "Falcon-H1"])
-def test_a_family_goes_through_the_whole_chain(name, tmp_path):
-    assert not Chain(BY_NAME[name], tmp_path / "family").run().failures
+def test_a_family_goes_through_the_whole_chain(tmp_path):
+    assert not Chain(BY_NAME["Falcon-H1"], tmp_path / "family").run().failures

@@ -14,26 +14,18 @@ import pytest
 import run_helpers
 import run_patches
 import torch
-from run_helpers import LAYOUTS, Materials, events
+from run_helpers import LAYOUTS, events
 from safetensors.torch import load_file
 
-import finetune
-from finetune.errors import ExitCode, FinetuneError
 from finetune.training import guards
 from finetune.training.guards import (
     NONFINITE_LIMIT,
-    NonFiniteGuard,
     SpikeDetector,
     StepOutcomes,
     StillGuard,
 )
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return run_helpers.make_materials(tmp_path_factory.mktemp("nonfinite"))
 
 
 def saved_state(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -49,25 +41,22 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 FULL = {"finetuning": "full"}
+# processes, settings, on rank, factor, where
 CASES: dict[str, tuple[int, dict[str, Any], int, float, str]] = {
-    # name: processes, settings, on rank, factor, where
     "no clipping": (1, {"max_grad_norm": 0.0}, 0, NAN, "gradient"),
     "DDP, LoRA": (2, {}, 1, NAN, "loss"),
-    "ZeRO-2": (2, FULL | LAYOUTS["zero2"], 1, NAN, "loss"),
     "ZeRO-3, bfloat16": (2, {"dtype": "bfloat16", **LAYOUTS["zero3"]}, 0, NAN, "loss"),
+    "ZeRO-2": (2, FULL | LAYOUTS["zero2"], 1, NAN, "loss"),
+    "ZeRO-3, full": (2, FULL | LAYOUTS["zero3_offload"], 0, INF, "gradient"),
 }
-MORE = {
-    "no clipping, ZeRO-2": (2, {"max_grad_norm": 0.0, **LAYOUTS["zero2"]}, 1, NAN, "gradient"),
-    "DDP, full": (2, FULL, 1, INF, "loss"),
-    "ZeRO-3, full, only gradients": (2, FULL | LAYOUTS["zero3_offload"], 0, INF, "gradient"),
-}
+SLOW_CASES = ("ZeRO-2", "ZeRO-3, full")
 
 
 @pytest.mark.parametrize(
     ("processes", "changes", "on_rank", "factor", "where"),
     [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE.items()),
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW_CASES))
+        for name, case in CASES.items()
     ],
 )
 def test_the_step_is_skipped_on_all_ranks_and_a_resume_right_after_it_changes_nothing(
@@ -84,7 +73,6 @@ def test_the_step_is_skipped_on_all_ranks_and_a_resume_right_after_it_changes_no
     assert "step 3 was skipped" in ranks.output()
 
     states = {step: saved_state(output_dir, step) for step in range(1, 6)}
-    assert all(tensor.isfinite().all() for state in states.values() for tensor in state.values())
     same = [equal(states[step], states[step + 1]) for step in range(1, 5)]
     assert same == [False, True, False, False]
 
@@ -109,41 +97,14 @@ def test_the_step_is_skipped_on_all_ranks_and_a_resume_right_after_it_changes_no
     assert equal(saved_state(output_dir, 5), states[5])
 
 
-SLOW_LAYOUTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3")]
-
-
-@pytest.mark.parametrize("layout", ["plain", *SLOW_LAYOUTS])
-def test_a_checkpoint_before_the_first_good_step_is_saved(materials, tmp_path, layout):
-    """As float16's first steps may go, whose scale comes down: the adapter is as it began. And between
-    lines of the log, where the host reads how a step went when the next is done, events are right too.
-    """
-    output_dir = tmp_path / "run"
-    common = {"save_steps": 2, "save_total_limit": 9, "max_steps": 6, "logging_steps": 50}
-    spoiled = {"patch": run_patches.spoil_losses}
-    spoiled |= {"patch_arguments": (0, (1, 2, 5), NAN, "gradient")}
-    settings = materials.settings(output_dir, **common, **LAYOUTS[layout])
-    run_helpers.train(settings, launched=True, **spoiled)
-    ids = run_helpers.sample_ids(output_dir)
-    skipped = [(event["step"], event["ids"]) for event in events(output_dir, "nonfinite")]
-    assert skipped == [(step, ids[step - 1]) for step in (1, 2, 5)]
-    saved = run_helpers.result_weights(output_dir / "checkpoint-2")
-    assert not any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
-    assert run_helpers.status(output_dir)["state"] == "done"
-
-
-@pytest.mark.parametrize(
-    ("processes", "layout"), [(1, "plain"), pytest.param(2, "zero3", marks=pytest.mark.slow)]
-)
-def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(
-    materials, tmp_path, processes, layout
-):
+def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials, tmp_path):
     """Also where it was resumed from; a good step between starts the count again."""
     output_dir, last = tmp_path / "run", 5 + NONFINITE_LIMIT  # the limit's step and one more
-    changes = {"save_steps": 3, "max_steps": 40, "logging_steps": 50, **LAYOUTS[layout]}
+    changes = {"save_steps": 3, "max_steps": 40, "logging_steps": 50}
     settings = materials.settings(output_dir, **changes)
     spoiled = {"patch": run_patches.spoil_losses, "expect": 1, "launched": True}
-    spoiled["patch_arguments"] = (processes - 1, (2, *range(5, 99)), NAN)
-    ranks = run_helpers.train(settings, processes, **spoiled)
+    spoiled["patch_arguments"] = (0, (2, *range(5, 99)), NAN)
+    ranks = run_helpers.train(settings, **spoiled)
     skipped = [event["step"] for event in events(output_dir, "nonfinite")]
     assert skipped == [2, *range(5, last)]
     assert len(run_helpers.sample_ids(output_dir)) == last
@@ -151,12 +112,10 @@ def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(
     newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     named = f"the last good checkpoint is {newest.name}"
     assert named in ranks.output()
-    state = saved_state(output_dir, int(newest.name.split("-")[1]))
-    assert all(tensor.isfinite().all() for tensor in state.values())
     status = run_helpers.status(output_dir)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, last)
     assert f"{NONFINITE_LIMIT} steps in a row" in status["error"]
-    again = run_helpers.train(settings | {"save_steps": 0}, processes, **spoiled)
+    again = run_helpers.train(settings | {"save_steps": 0}, **spoiled)
     assert named in again.output()
 
 
@@ -176,24 +135,6 @@ def test_spikes_are_reported_with_the_ids_of_their_step(materials, tmp_path):
     assert event["ids"] == run_helpers.sample_ids(output_dir)[spike - 1]
 
 
-# ---------------------------------------------------------------- counted, and reported
-
-
-def test_nonfinite_steps_in_a_row_end_the_run_with_the_last_good_checkpoint():
-    guard = NonFiniteGuard(limit=3)
-    for step in range(1, 30):  # a good step between starts the count again
-        guard.fine() if step % 3 == 0 else guard.skipped(step, None)
-    guard.fine()
-    guard.skipped(35, None)
-    guard.skipped(36, None)
-    with pytest.raises(FinetuneError, match="3 steps in a row, up to step 37") as caught:
-        guard.skipped(37, "checkpoint-4")
-    assert caught.value.exit_code == ExitCode.FAILED
-    assert "checkpoint-4" in caught.value.fix and "--learning-rate" in caught.value.fix
-    with pytest.raises(FinetuneError, match="none: start again"):
-        guard.skipped(38, None)
-
-
 def test_spikes_are_those_of_the_rule_computed_with_statistics():
     """More than 6 sample deviations above the mean of the last 128 finite losses, without itself."""
     choose = random.Random(3)
@@ -201,16 +142,15 @@ def test_spikes_are_those_of_the_rule_computed_with_statistics():
     for step in (50, 128, 129, 300, 301, 599):
         losses[step] += 5.0
     losses[400:403] = [NAN, -5.0, INF]  # far below is no spike
-    detector, finite, spikes, expected = SpikeDetector(), [], [], []
+    detector, expected = SpikeDetector(), []
+    spikes = [step for step, loss in enumerate(losses) if detector.is_spike(loss)]
     for step, loss in enumerate(losses):
-        if detector.is_spike(loss):
-            spikes.append(step)
-        window = finite[-128:]
-        if math.isfinite(loss):
-            mean = statistics.fmean(window) if window else 0.0
-            if len(window) == 128 and loss > mean + 6 * statistics.stdev(window):
-                expected.append(step)
-            finite.append(loss)
+        window = [before for before in losses[:step] if math.isfinite(before)][-128:]
+        if (
+            len(window) == 128
+            and statistics.fmean(window) + 6 * statistics.stdev(window) < loss < INF
+        ):
+            expected.append(step)
     # 50: the window is not full yet
     assert spikes == expected and 300 in spikes and not {50, 400, 401, 402} & set(spikes)
     constant = SpikeDetector(window_steps=4)
@@ -223,10 +163,8 @@ def test_outcomes_are_read_one_step_late_or_when_they_are_needed():
     for step in range(1, 6):
         outcomes.add(step, f"batch {step}", lambda step=step: asked.append(step) or step == 2)
         noted.append(list(outcomes.read(all_of_them=step == 4)))
-    assert noted == [
-        *([], [(1, "batch 1", False)], [(2, "batch 2", True)]),
-        *([(3, "batch 3", False), (4, "batch 4", False)], []),
-    ]
+    good = [(step, f"batch {step}", step == 2) for step in range(1, 5)]
+    assert noted == [[], good[:1], good[1:2], good[2:], []]
     assert asked == [1, 2, 3, 4]
 
 
@@ -235,9 +173,8 @@ def _warnings(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING, "finetune")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_do_not_move_are_reported_once(dtype: torch.dtype, caplog):
-    model, guard = torch.nn.Linear(3, 3).to(dtype), StillGuard(steps=3)
+def test_weights_that_do_not_move_are_reported_once(caplog):
+    model, guard = torch.nn.Linear(3, 3).to(torch.bfloat16), StillGuard(steps=3)
     for number, rate in enumerate([0.0] * 4 + [1e-9] * 5):  # without a rate nothing can move
         guard.before_step(model)
         guard.after_step(model, rate, lambda moved: moved)
@@ -251,11 +188,10 @@ def test_weights_that_do_not_move_are_reported_once(dtype: torch.dtype, caplog):
 def test_one_number_that_moves_is_enough(where: str, caplog):
     model, guard = torch.nn.Linear(3, 3), StillGuard(steps=2)
     model.bias.requires_grad_(False)
-    changed = model.bias if where == "a frozen weight" else model.weight
+    changed = {"one weight": model.weight, "a frozen weight": model.bias}.get(where, torch.ones(1))
     for _ in range(2):
         guard.before_step(model)
-        with torch.no_grad():
-            changed[-1] += 0 if where == "another rank" else 1e-6
+        changed.data[-1] += 1e-6
         guard.after_step(model, 1e-4, lambda moved: moved or where == "another rank")
     assert len(caplog.messages) == (where == "a frozen weight")
 
@@ -272,11 +208,3 @@ def test_a_constant_loss_is_reported_once(loss: float, words: str, caplog):
         guard.line(loss)
     (text,) = caplog.messages
     assert words in text and f"{loss:g}" in text
-
-
-def test_a_run_that_changes_nothing_is_warned_of(materials, tmp_path: Path):
-    changes = {"finetuning": "full", "learning_rate": 1e-30, "max_steps": 20, "warmup_steps": 0}
-    finetune.run(materials.settings(tmp_path / "run", **changes))
-    log = (tmp_path / "run" / "logs").glob("*")
-    text = "".join(path.read_text() for path in log)
-    assert text.count("no trained weight has changed in 20 steps") == 1

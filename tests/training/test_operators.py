@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -47,17 +46,16 @@ def test_processes_take_turns(tmp_path: Path):
 
 
 def test_the_environments_own_ninja_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for folder in (tmp_path / "system", tmp_path / "own"):
-        folder.mkdir()
-        (folder / "ninja").write_text("")
-        (folder / "ninja").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "system"))
-    prefer_own_ninja()
-    assert shutil.which("ninja") == str(tmp_path / "own" / "ninja")
-    prefer_own_ninja()
-    assert os.environ["PATH"] == f"{tmp_path / 'own'}{os.pathsep}{tmp_path / 'system'}"
+    own, system = str(tmp_path / "own"), str(tmp_path / "system")
+    for folder in (own, system):
+        os.mkdir(folder)
+        Path(folder, "ninja").touch(0o755)
+    monkeypatch.setattr(sys, "executable", f"{own}/python")
+    monkeypatch.setenv("PATH", system)
+    for _ in range(2):
+        prefer_own_ninja()
+        assert os.environ["PATH"] == f"{own}{os.pathsep}{system}"
     (tmp_path / "own" / "ninja").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    monkeypatch.setenv("PATH", system)
     prefer_own_ninja()
-    assert os.environ["PATH"] == str(tmp_path / "system")
+    assert os.environ["PATH"] == system

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ from finetune.training.optimizers import (
     set_matrix_schedule,
     skip_where,
 )
-from finetune.training.prepare import prepare_fine_tuning
-from finetune.training.state import TrainingState
 from finetune.training.trainer import RunTrainer
 
 RATES = Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.01, decay=0.28)
@@ -67,47 +64,35 @@ def train_step(model, optimizers, number: int) -> None:
 
 # kind: what the names of its parameters end with, without numbers of layers.
 ASSIGNMENT = {
-    "nanochat": {
-        "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.fc1 mlp.fc2""",
-        "head": "lm_head",
-        "embedding": "model.embed_tokens",
-        "vector": "",
-    },
-    "lfm2_value": {
-        "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj self_attn.value_gate
-            conv.in_proj conv.out_proj feed_forward.w1 feed_forward.w2 feed_forward.w3""",
-        "head": "lm_head",
-        "embedding": "model.embed_tokens self_attn.value_embedding",
-        "vector": """conv.conv self_attn.q_layernorm self_attn.k_layernorm operator_norm ffn_norm
-            model.embedding_norm""",
-    },
+    "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj self_attn.value_gate
+        conv.in_proj conv.out_proj feed_forward.w1 feed_forward.w2 feed_forward.w3""",
+    "head": "lm_head",
+    "embedding": "model.embed_tokens self_attn.value_embedding",
+    "vector": """conv.conv self_attn.q_layernorm self_attn.k_layernorm operator_norm ffn_norm
+        model.embedding_norm""",
 }
 
 
-@pytest.mark.parametrize("arch", ASSIGNMENT)
-def test_who_is_trained_by_what(arch: str):
-    model = tiny(arch)
+def test_who_is_trained_by_what():
+    model = tiny("lfm2_value")
     kinds = parameter_kinds(model)
     for kind, members in kinds.items():
         names = {name.removesuffix(".weight") for name, _ in members}
         names = {name.split(".", 3)[3] if ".layers." in name else name for name in names}
-        assert names == set(ASSIGNMENT[arch][kind].split())
+        assert names == set(ASSIGNMENT[kind].split())
     assert sum(len(members) for members in kinds.values()) == len(list(model.parameters()))
     muon, adamw = make_optimizer(model, config(), RATES, fused=False).parts
     assert (type(muon), type(adamw)) == (NorMuon, torch.optim.AdamW)
     assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
-    there = [kind for kind in ("head", "embedding", "vector") if kinds[kind]]
-    assert [group["kind"] for group in adamw.param_groups] == there
+    assert [group["kind"] for group in adamw.param_groups] == ["head", "embedding", "vector"]
     alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
     assert [group["kind"] for group in alone.param_groups][0] == "matrix" and len(alone.parts) == 1
-
-
-def test_a_tied_head_is_an_embedding():
     shape = scratch_config("qwen3", 1, vocab_size=64, max_seq_len=16)
     shape.tie_word_embeddings = True
-    kinds = parameter_kinds(make_model(shape, seed=0))
-    assert not kinds["head"]
-    assert [name for name, _ in kinds["embedding"]] == ["model.embed_tokens.weight"]
+    tied = parameter_kinds(make_model(shape, seed=0))
+    assert not tied["head"] and [name for name, _ in tied["embedding"]] == [
+        "model.embed_tokens.weight"
+    ]
 
 
 def test_the_joint_optimizer_is_both_run_apart():
@@ -121,15 +106,11 @@ def test_the_joint_optimizer_is_both_run_apart():
         {"params": kinds["vector"], "lr": 0.01, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.96), eps=1e-10)
-    factor = torch.optim.lr_scheduler.LambdaLR
-    schedules = [
-        factor(optimizer, lambda step: 1 / (1 + step)) for optimizer in (joint, muon, adamw)
-    ]
     for number in range(5):
         train_step(joint_model, joint, number)
         train_step(apart_model, (muon, adamw), number)
-        for schedule in schedules:
-            schedule.step()
+        for group in (g for one in (joint, muon, adamw) for g in one.param_groups):
+            group["lr"] *= 0.7
     start, apart = dict(tiny("qwen3").named_parameters()), dict(apart_model.named_parameters())
     for name, parameter in joint_model.named_parameters():
         assert torch.equal(parameter, apart[name]), name
@@ -140,45 +121,22 @@ def test_state_dict_and_groups_stay_shared_and_without_gradients_nothing_changes
     """accelerate loads the optimizer's own state into it when it wraps it."""
     model = tiny()
     optimizer = make_optimizer(model, config(), RATES, fused=False)
-    start = copy.deepcopy(model.state_dict())
-    optimizer.step()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+
+    def same_after(step: Any) -> bool:
+        before = copy.deepcopy(model.state_dict())
+        step()
+        return all(torch.equal(tensor, before[n]) for n, tensor in model.state_dict().items())
+
+    assert same_after(optimizer.step)
     train_step(model, optimizer, 0)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
-    before = copy.deepcopy(model.state_dict())
-    train_step(model, optimizer, 1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert same_after(lambda: train_step(model, optimizer, 1))
     assert all(part.state is optimizer.state for part in optimizer.parts)
 
 
-@pytest.mark.parametrize("choice", ["normuon", "adamw"])
-def test_saved_state_goes_on_bit_identically(choice: str, tmp_path: Path):
-    def make(model):
-        return make_optimizer(model, config(optimizer=choice), RATES, fused=True)
-
-    whole, again = tiny("qwen3"), tiny("qwen3")
-    optimizer = make(whole)
-    for number in range(6):
-        if number == 3:
-            TrainingState(whole, optimizer=optimizer).save(tmp_path, rank=0, world_size=1)
-        train_step(whole, optimizer, number)
-    TrainingState(again).load_weights(tmp_path)
-    optimizer = make(again)
-    TrainingState(again, optimizer=optimizer).load_moments(tmp_path)
-    for number in range(3, 6):
-        train_step(again, optimizer, number)
-    found = again.state_dict()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in whole.state_dict().items())
-
-
-# ---------------------------------------------------------------- rates and courses
-
-
-def rates_of(
-    width: int, worth: float = REFERENCE_TOKENS, run: float | None = None, **changes
-) -> Rates:
+def rates_of(width: int, worth=REFERENCE_TOKENS, run: float | None = None, **changes) -> Rates:
     run = worth if run is None else run
     return scaled_rates(config(**changes), width=width, worth_tokens=worth, run_tokens=run)
 
@@ -199,28 +157,18 @@ def test_rates_scale_by_width_and_batch():
     one = rates_of(64, 1, learning_rate=1e-3, lr_scale=0.7, lr_scaling=False)
     assert one.matrix == one.embedding == one.head == pytest.approx(7e-4)
     assert rates_of(192, optimizer="adamw").matrix == pytest.approx(0.003 * 2)
-
-
-# tokens that the model is worth / tokens of the run: factor on the rates. By hand.
-HORIZONS = {0.5: 1.0, 1.0: 1.0, 2.0: 1.2483, 10.0: 2.0893, 30.0: 2.9696, 1000.0: 4.0}
-
-
-@pytest.mark.parametrize(("shorter", "factor"), HORIZONS.items())
-def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, factor: float):
-    rates = rates_of(768, REFERENCE_TOKENS, REFERENCE_TOKENS / shorter)
-    assert rates.matrix == pytest.approx(0.02 * factor, rel=1e-4)
-    assert rates.embedding == pytest.approx(0.3 * factor, rel=1e-4)
-    assert rates.head == rates.vector == pytest.approx(0.008 * factor, rel=1e-4)
-    assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
+    # A run of a tenth of the tokens that the model is worth, and of twice as many. By hand.
+    shorter, longer = (rates_of(768, run=REFERENCE_TOKENS * size) for size in (0.1, 2))
+    assert shorter.matrix == pytest.approx(0.02 * 2.0893, rel=1e-4) and shorter.decay == 0.28
+    assert longer.head == 0.008 and longer.decay == pytest.approx(0.14)
+    assert rates_of(768, run=1).embedding == pytest.approx(0.3 * 4)
 
 
 # step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a
 # cosine). By hand.
 MATRIX_SCHEDULE = {
     0: (0.85, 1.0),
-    200: (0.91, 0.5 * (1 + math.cos(math.pi / 5))),
     350: (0.955, 0.5 * (1 + math.cos(0.35 * math.pi))),
-    380: (0.964, 0.5 * (1 + math.cos(0.38 * math.pi))),
     500: (0.97 - 0.07 * 150 / 650, 0.5),
     1000: (0.90, 0.0),
 }
@@ -237,8 +185,6 @@ def test_schedule_of_the_matrices():
     assert groups["matrix"]["weight_decay"] == pytest.approx(0.14)
     assert groups["head"]["weight_decay"] == 0.01
 
-
-# ---------------------------------------------------------------- Muon of many matrices at once
 
 MATRIX_SHAPES = [(24, 24)] * 5 + [(16, 40)] * 3 + [(40, 16)] * 2 + [(8, 64)]
 
@@ -339,9 +285,7 @@ def test_ranks_share_the_matrices(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["normuon", "muon", "adamw"])
 def test_a_step_is_empty_where_the_device_says_so(kind: str):
-    """Weights, moments and step count to the bit, though every gradient is NaN; the next is as if it had
-    not been.
-    """
+    """To the bit, though every gradient is NaN: the next step is as if it had not been."""
     models = plain, skipping = tiny("qwen3"), tiny("qwen3")
     pair = [make_optimizer(m, config(optimizer=kind), RATES, fused=True) for m in models]
 
@@ -351,31 +295,22 @@ def test_a_step_is_empty_where_the_device_says_so(kind: str):
             train_step(model, optimizer, number)
 
     both(0)
-    kept = copy.deepcopy((skipping.state_dict(), pair[1].state_dict()["state"]))
     for parameter in skipping.parameters():
         parameter.grad = torch.full_like(parameter, math.nan)
     assert skip_where(pair[1], torch.ones(()))
     pair[1].step()
     pair[1].zero_grad()
-    assert all(torch.equal(tensor, kept[0][name]) for name, tensor in skipping.state_dict().items())
-    for number, state in pair[1].state_dict()["state"].items():
-        assert all(torch.equal(tensor, kept[1][number][name]) for name, tensor in state.items())
+    for wanted, ours in zip(*(o.state_dict()["state"].values() for o in pair), strict=True):
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items())
     both(1)
     for (name, ours), wanted in zip(skipping.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, wanted), name
 
 
-# ---------------------------------------------------------------- of full fine-tuning, with less state
-
-
 NAMES = ("adamw-8bit", "adafactor", "muon")
 RATE, DECAY = 1e-3, 0.5
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    # 64 wide: bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both must be there.
-    return run_helpers.make_materials(tmp_path_factory.mktemp("optimizers"), hidden=64)
+# bitsandbytes keeps 32 bits for tensors of less than 4096 numbers, and both must be there
+MATERIALS = {"hidden": 64}
 
 
 def settings(materials: Materials, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
@@ -426,8 +361,8 @@ def test_the_first_step_is_that_of_the_definition(materials, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_about_as_adamw_does_and_the_same_after_any_resume(materials, tmp_path, name):
-    adamw, whole, killed, two = (tmp_path / name for name in ("adamw", "whole", "killed", "two"))
+def test_it_trains_about_as_adamw_does_and_the_same_after_a_kill(materials, tmp_path, name):
+    adamw, whole, killed = (tmp_path / name for name in ("adamw", "whole", "killed"))
     run_helpers.train(settings(materials, adamw, "adamw"))
     run_helpers.train(settings(materials, whole, name))
     before, after = losses(adamw), losses(whole)
@@ -436,16 +371,10 @@ def test_it_trains_about_as_adamw_does_and_the_same_after_any_resume(materials, 
         settings(materials, killed, name, async_save=False), 6, resumed_at=4
     )
     run_helpers.assert_same_training(killed, whole)
-    stop = {"patch": run_patches.signal_self, "patch_arguments": (0, 4, signal.SIGTERM)}
-    stop |= {"expect": 3}
-    run_helpers.train(settings(materials, two, name, packing=False), 2, **stop)
-    run_helpers.train(settings(materials, two, name))
-    assert [event["step"] for event in events(two, "resume")] == [4]
-    assert losses(two) == pytest.approx(after, rel=1e-5)
 
 
 def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path) -> None:
-    """By the host: this optimizer has no kernel that could. test_optimizers.py has Muon."""
+    """By the host: this optimizer has no kernel that could."""
     output_dir = tmp_path / "run"
     patch = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (3,), math.nan, "loss")}
     changes = {"save_steps": 1, "save_total_limit": 9, "max_steps": 4}
@@ -461,7 +390,6 @@ def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"finetuning": "lora"}, "the state of an adapter is small"),
         (LAYOUTS["zero2"], "DeepSpeed shards AdamW's two flat moments"),
         ({"device_type": "npu", "optimizer": "adamw-8bit"}, "not on npu"),
     ],
@@ -469,18 +397,6 @@ def test_a_step_that_is_not_finite_is_skipped(materials, tmp_path) -> None:
 def test_what_it_does_not_go_with_is_refused(materials, tmp_path, changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve_object(settings(materials, tmp_path, "muon") | changes, 1)
-
-
-def test_it_makes_another_run_and_adamw_does_not(materials, tmp_path) -> None:
-    plain, named, other = (
-        prepare_fine_tuning(resolve_object(made, 1).config).identity
-        for made in (
-            materials.settings(tmp_path, finetuning="full", learning_rate=RATE),
-            settings(materials, tmp_path, "adamw"),
-            settings(materials, tmp_path, "muon"),
-        )
-    )
-    assert plain == named and other == plain | {"optimizer": "muon"}
 
 
 # Of Adafactor: 4 bytes for each row and column of Qwen3-8B's matrices (36 blocks of q, k, v, o, gate, up,

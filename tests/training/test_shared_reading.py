@@ -14,7 +14,7 @@ import pytest
 import run_helpers
 import run_patches
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from run_helpers import LAYOUTS
 from safetensors.torch import load_file, save_file
 
@@ -32,7 +32,7 @@ from finetune.training.state import (
 
 
 def test_every_file_is_read_once_by_all_ranks_together(tmp_path):
-    run, damaged, read = tmp_path / "run", tmp_path / "damaged", tmp_path / "read"
+    run, read = tmp_path / "run", tmp_path / "read"
     materials = run_helpers.make_materials(tmp_path / "materials")
     changes = {"finetuning": "full", "save_steps": 2, "save_total_limit": 3, **LAYOUTS["zero3"]}
     noted = {"patch": run_patches.note_hashes, "patch_arguments": (str(read),)}
@@ -51,27 +51,23 @@ def test_every_file_is_read_once_by_all_ranks_together(tmp_path):
 
     losses = run_helpers.losses(run)
     shutil.rmtree(run / "checkpoint-6")
-    shutil.copytree(run, damaged)
-    run_helpers.train(materials.settings(run, **changes), 2, **noted)
+    # What rank 1 alone reads is damaged: both go back.
+    broken = run / "checkpoint-4" / "moments-00001.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-9] ^= 1
+    broken.write_bytes(data)
+    manifest = json.loads((run / "checkpoint-2" / "manifest.json").read_text())
+    ranks = run_helpers.train(materials.settings(run, **changes), 2, **noted)
+    assert "checkpoint-4 is skipped: content changed" in ranks.output()
+    assert run_helpers.events(run, "resume")[-1]["step"] == 2
     resumed = [Counter(n for n in files.elements() if n.startswith("ch")) for files in taken()]
-    manifest = json.loads((run / "checkpoint-4" / "manifest.json").read_text())
-    once = Counter(f"checkpoint-4/{name}" for name in manifest["files"])
-    assert resumed[0] + resumed[1] == once, "each once, and none of checkpoint-2"
+    every = Counter(f"checkpoint-{step}/{name}" for step in (4, 2) for name in manifest["files"])
+    assert resumed[0] + resumed[1] == every, "each once"
     for rank, files in enumerate(resumed):
         tensors = {name.rpartition("/")[2] for name in files if name.endswith(".safetensors")}
         loaded = {f"{kind}-0000{rank}.safetensors" for kind in ("weights", "moments")}
         assert tensors == loaded, "what it loads"
     assert run_helpers.losses(run) == losses
-
-    # What rank 1 alone reads is damaged: both go back.
-    broken = damaged / next(name for name in resumed[1] if "moments" in name)
-    data = bytearray(broken.read_bytes())
-    data[-9] ^= 1
-    broken.write_bytes(data)
-    ranks = run_helpers.train(materials.settings(damaged, **changes), 2)
-    assert "checkpoint-4 is skipped: content changed" in ranks.output()
-    assert run_helpers.events(damaged, "resume")[-1]["step"] == 2
-    assert run_helpers.losses(damaged) == losses
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=60), st.integers(1, 20))
@@ -85,20 +81,6 @@ def test_shares_are_a_partition_and_no_larger_than_they_must_be(sizes, readers):
     assert max(taken.values()) <= sum(sizes) / readers + max(sizes)
 
 
-@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 1 << 40))
-def test_a_rank_verifies_what_it_will_load(readers, slices_each, size):
-    kinds = {"weights": size, "moments": 2 * size}
-    files = {"state.json": {"size_bytes": 900}, "tokenizer.json": {"size_bytes": 11 << 20}}
-    for rank in range(readers * slices_each):
-        for kind, each in kinds.items():
-            files[f"{kind}-{rank:05d}.safetensors"] = {"size_bytes": each}
-    shares = reading_shares(files, readers)
-    for rank in range(readers * slices_each):
-        for kind in kinds:
-            assert shares[f"{kind}-{rank:05d}.safetensors"] == rank // slices_each
-
-
-# ---------------------------------------------------------------- tensors
 FORMS = ("whole", "slices", "parts")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 
@@ -143,16 +125,15 @@ class Trained:
 
 def write_as_0_1_0(folder: Path, trained: Trained) -> None:
     """All parameters on several processes, as versions wrote them in which rank 0 alone did."""
-    tensors = trained.tensors()
     shapes = {name: list(parameter.shape) for name, parameter in trained.model.named_parameters()}
-    save_file({name: tensors[name] for name in shapes}, folder / "weights.safetensors")
-    moments = {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg")}
-    save_file(moments, folder / "moments.safetensors")
+    for file, chosen in (("weights", shapes), ("moments", ("exp_avg",))):
+        own = {n: t for n, t in trained.tensors().items() if n.startswith(tuple(chosen))}
+        save_file(own, folder / f"{file}.safetensors")
     facts = {"slices": 0, "optimizer_step": 1, "shapes": shapes}
     (folder / "state.json").write_text(json.dumps(facts))
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("ranks", [0, 1, 4, 9])
 def test_what_ranks_have_shared_is_the_whole_state(tmp_path, ranks):
     """0: as an older version wrote it."""
     before, after = Trained(1), Trained(2)
@@ -168,7 +149,6 @@ def test_what_ranks_have_shared_is_the_whole_state(tmp_path, ranks):
         snapshot = shared.snapshot(HostCopies(), rank=rank, world_size=ranks)
         assert snapshot.files.keys() == records.keys()
     names = {path.name for path in tmp_path.iterdir()}
-    assert ("weights.safetensors" in names) == (ranks < 2)
     assert len(names) == 1 + 2 * min(max(ranks, 1), 6)
     after.state("whole").load_weights(tmp_path)
     after.state("whole").load_moments(tmp_path)
@@ -220,42 +200,33 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_part_of_a_tensor_is_found_in_either_form(saved, data):
+def test_any_part_of_a_tensor_is_found_in_either_form(saved, monkeypatch, data):
+    """And little else is read: at most two lines of the first axis more, where a part begins or ends in one."""
+    count, plain = [0], state._flat_of
+
+    class Counting:
+        """A slice of a file that notes how many numbers were read through it."""
+
+        def __init__(self, part: Any) -> None:
+            self.part, self.get_shape = part, part.get_shape
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            found = self.part[index]
+            count[0] += found.numel()
+            return found
+
+    monkeypatch.setattr(state, "_flat_of", lambda part, *rest: plain(Counting(part), *rest))
     name = data.draw(st.sampled_from(sorted(saved["tensors"])))
     whole = saved["tensors"][name].flatten()
     start = data.draw(st.integers(0, whole.numel() + 3))
     stop = data.draw(st.integers(start, whole.numel() + 9))
     expected = torch.zeros(stop - start)
     expected[: max(0, min(stop, whole.numel()) - start)] = whole[start:stop]
+    line = math.prod(saved["tensors"][name].shape[1:])
     for form in FORMS:
+        count[0] = 0
         assert torch.equal(saved[form].flat(name, start, stop), expected), form
+        assert count[0] <= stop - start + (0 if form == "slices" else 2 * line)
         assert torch.equal(saved[form].get(name), saved["tensors"][name])
-
-
-class Counting:
-    """A slice of a file that notes how many numbers were read through it."""
-
-    def __init__(self, part: Any, count: list[int]) -> None:
-        self.part, self.count, self.get_shape = part, count, part.get_shape
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        found = self.part[index]
-        self.count[0] += found.numel()
-        return found
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_a_rank_reads_is_its_share(saved, form, monkeypatch):
-    """And at most two lines of the first axis more, where its slice begins or ends inside one."""
-    count, plain = [0], state._flat_of
-    monkeypatch.setattr(state, "_flat_of", lambda part, *rest: plain(Counting(part, count), *rest))
-    for name, tensor in saved["tensors"].items():
-        line = 0 if form == "slices" else math.prod(tensor.shape[1:])
-        for ranks in (2, 16, 64):
-            size = -(-tensor.numel() // ranks)
-            for rank in range(ranks):
-                count[0] = 0
-                saved[form].flat(name, rank * size, (rank + 1) * size)
-                assert count[0] <= size + 2 * line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from finetune.training.optimizers import Rates, make_optimizer, skip_where
 
 
 @pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    made = run_helpers.make_materials(tmp_path_factory.mktemp("waits"))
-    preference_rows.make_pairs(made.folder / "pairs.jsonl", 40)
+def materials(materials: Materials) -> Materials:
+    preference_rows.make_pairs(materials.folder / "pairs.jsonl", 40)
     tokens = np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16)
-    tokens.tofile(made.folder / "tokens.bin")
-    return made
+    tokens.tofile(materials.folder / "tokens.bin")
+    return materials
 
 
 def found_in(output: Path) -> list[dict[str, Any]]:
@@ -52,9 +50,8 @@ def settings_of(materials: Materials, kind: str, output_dir: Path) -> tuple[str,
     module, changes = KINDS[kind]
     if module == "finetune.pretrain":
         given = {"train_data_path": str(materials.folder / "tokens.bin"), "vocab_size": 64}
-        given |= {"depth": 1}
         given |= {"max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 256}
-        given |= {"num_iterations": 2}
+        given |= {"num_iterations": 2, "depth": 1}
         given |= {"sample_every": 0, "report_to": "none", "device_type": "cpu", "dtype": "float32"}
         return module, given | changes | {"output_dir": str(output_dir)}
     if module == "finetune.dpo":
@@ -83,10 +80,9 @@ def test_a_padded_microbatch_waits_for_its_mask_only(materials, tmp_path):
     assert sum(step["found"].values()) == 2 * rehearsed, "forward and backward of the mask"
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "pretraining"])
-def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path, kind):
+def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path):
     """Where nothing is logged. On a CPU the answer is read immediately, on a device when the next step is done."""
-    module, settings = settings_of(materials, kind, tmp_path / "run")
+    module, settings = settings_of(materials, "pretraining", tmp_path / "run")
     patch = {"patch": waits.audit_steps, "patch_arguments": (str(tmp_path / "audit"),)}
     run_helpers.train(settings | {"logging_steps": 50}, module=module, **patch)
     steps = found_in(tmp_path / "audit")
@@ -96,66 +92,41 @@ def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path, kind):
         assert asked == [1] and sum(step["found"].values()) == 1, step
 
 
-# ---------------------------------------------------------------- what CUDA's driver reports
-
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-# On the CPU nothing waits; there the tests show that they work.
-ON_DEVICES = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
-)
 
 
-@pytest.fixture
-def refusing(device: str) -> Iterator[Callable[[], None]]:
-    """Called, it has torch raise where the host would wait for the device, until the test ends."""
-    if device == "cpu":
-        yield lambda: None
-        return
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def model_on(device: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
+# On the CPU nothing waits; there it shows that the test works.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_neither_a_packed_microbatch_nor_the_optimizers_step_waits(device, nonfinite):
+    """After the first round, in which libraries are loaded, torch raises where the host would wait."""
     sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     config = Qwen3Config(**sizes, head_dim=16)
     config._attn_implementation = choose_attention(config)
-    return Qwen3ForCausalLM(config).to(device, dtype)
-
-
-@ON_DEVICES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_packed_microbatch_waits(device, dtype, refusing):
-    model, device = model_on(device, dtype), torch.device(device)
-    head, long, short = make_chunked_head(model), np.arange(40), np.arange(9)
-    members = [(long.astype(np.int32), long % 3 == 1, 0), (short.astype(np.int32), short > 4, 1)]
-    waiting = collate(members, packing=True, pad_token_id=0)
-    for number in range(4):
-        microbatch = waiting.to(device)
-        losses = microbatch_losses(model, microbatch, device, head)
-        (losses.sum() * 0.1).backward()
-        sums_by_group(losses.detach(), microbatch.groups, 2)
-        if number == 0:  # libraries are loaded and memory is taken in the first
-            refusing()
-
-
-@ON_DEVICES
-@pytest.mark.parametrize("nonfinite", [False, True])
-def test_the_optimizers_step_does_not_wait(device, nonfinite, refusing):
-    model = model_on(device, torch.float32)
+    model, on = Qwen3ForCausalLM(config).to(device), torch.device(device)
     settings = PretrainConfig(train_data_path=("x.bin",), output_dir="out")
     optimizer = make_optimizer(model, settings, Rates(0.02, 0.3, 0.008, 0.01, 0.28), fused=True)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    for number in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, torch.nan if nonfinite else 0.1)
-        found = (~torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))).float()
-        assert skip_where(optimizer, found)
-        optimizer.step()
-        read = read_later(found)
-        if number == 0:
-            refusing()
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
+    head, long, short = make_chunked_head(model), np.arange(40), np.arange(9)
+    members = [(long.astype(np.int32), long % 3 == 1, 0), (short.astype(np.int32), short > 4, 1)]
+    waiting = collate(members, packing=True, pad_token_id=0)
+    factor = torch.full((), torch.nan if nonfinite else 0.1, device=on)
+    try:
+        for _ in range(3):
+            microbatch = waiting.to(on)
+            losses = microbatch_losses(model, microbatch, on, head)
+            (losses.sum() * factor).backward()
+            sums_by_group(losses.detach(), microbatch.groups, 2)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            found = (~torch.isfinite(norm)).float()
+            assert skip_where(optimizer, found)
+            optimizer.step()
+            read = read_later(found)
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
     assert read() == float(nonfinite)
     same = [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
     assert all(same) if nonfinite else not any(same)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ import pytest
 import run_helpers
 import torch
 from conftest import make_records
-from launching import BIN, run_cli, run_command, said
+from launching import run_cli, said
 from run_helpers import events, losses, result_weights, sample_ids
-from run_patches import kill_self
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
@@ -29,7 +26,6 @@ from finetune.data.corpus.windows import Windows
 from finetune.errors import DataError
 from finetune.modeling import lfm2_value
 from finetune.modeling.scratch import make_model, scratch_config
-from finetune.runtime.ports import free_port
 from finetune.storage.run_folder import differences
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 from finetune.training.pretraining.prepare import prepare_pretraining
@@ -71,17 +67,6 @@ def train(settings: dict, output: Path, processes: int = 1, **changes) -> Path:
     return output
 
 
-def killed(settings: dict, output: Path) -> Path:
-    """What is left of a run that one process made until it was killed. Saves are not in the background:
-    the checkpoint is whole then.
-    """
-    patch = {"patch": kill_self, "patch_arguments": (0, KILLED), "module": "finetune.pretrain"}
-    ranks = run_helpers.start({**settings, "output_dir": str(output), "async_save": False}, **patch)
-    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
-    assert not (output / "model.safetensors").exists()
-    return output
-
-
 def prepared(settings: dict, **changes):
     given = {**settings, "output_dir": "x", **changes}
     return prepare_pretraining(resolve_object(given, 1, PretrainConfig).config)
@@ -95,12 +80,11 @@ def one(settings: dict, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("optimizer", ["normuon", "adamw"])
 def test_a_plain_loop_does_the_same(optimizer, one, settings, tokens, tmp_path):
-    """Windows of the sample log, whole batches, no accumulation: from the definition.
+    """From the definition: whole batches, no accumulation.
 
-    How far rounding alone may carry two equal trainings apart depends on the CPU's kernels and on
-    the optimizer: Muon orthogonalizes in bfloat16, which makes small singular values of a gradient
-    large, and their rounding errors too. So the yardstick is measured: further plain loops differ
-    from the first only in the order in which they sum a gradient over the windows of a batch.
+    How far rounding alone may carry equal trainings apart depends on kernels and optimizer: Muon
+    orthogonalizes in bfloat16, which makes small singular values large. So it is measured: further
+    plain loops differ from the first only in the order in which they sum over a batch.
     """
     settings = {**settings, "optimizer": optimizer, "sample_every": 0}
     ours = one if optimizer == "normuon" else train(settings, tmp_path / "run")
@@ -186,7 +170,6 @@ def test_the_log_and_each_window_once_a_pass(one: Path, tokens: Path):
     available = len(Windows(TokenShards(tokens, split="train"), LENGTH))
     assert len(taken) == len(set(taken)) == STEPS * WINDOWS <= available > max(taken)
     record = run_helpers.lines(one / "trainer_log.jsonl")[-1]
-    assert {"step", "loss", "learning_rate", "step_seconds", "tokens_per_second"} <= record.keys()
     assert record["mfu"] is None  # a CPU's peak is unknown: not 0.00%
     (start,), (sample,) = events(one, "start"), events(one, "sample")
     assert start["gradient_accumulation_steps"] == 4 and start["flops_per_token"] > 0
@@ -194,34 +177,22 @@ def test_the_log_and_each_window_once_a_pass(one: Path, tokens: Path):
     assert sample["step"] == STEPS and len(sample["samples"]) == 3
 
 
-@pytest.fixture(scope="module")
-def interrupted(settings: dict, tmp_path_factory) -> Path:
-    return killed(settings, tmp_path_factory.mktemp("runs") / "killed")
+def test_killed_and_resumed_it_is_bit_identical(one, settings, tmp_path):
+    """Saves are not in the background: the checkpoint is whole then."""
+    wanted = {**settings, "output_dir": str(tmp_path / "again"), "async_save": False}
+    run_helpers.kill_and_resume(wanted, KILLED, SAVED, module="finetune.pretrain")
+    assert sample_ids(tmp_path / "again") == sample_ids(one)
+    run_helpers.assert_same_training(tmp_path / "again", one)
 
 
-def test_resumed_on_the_same_number_it_is_bit_identical(interrupted, one, settings, tmp_path):
-    again = train(settings, shutil.copytree(interrupted, tmp_path / "again"))
-    assert [event["step"] for event in events(again, "resume")] == [SAVED]
-    assert sample_ids(again) == sample_ids(one)
-    run_helpers.assert_same_training(again, one)
-
-
-@pytest.mark.parametrize("launcher", ["self-started", "torch.distributed.launch"])
-def test_every_way_of_starting_is_the_same_run(launcher, one, settings, tmp_path):
-    """The first becomes torchrun; under a launcher, --distributed has no effect."""
+def test_every_way_of_starting_is_the_same_run(one, settings, tmp_path):
+    """It becomes torchrun."""
     config, output = tmp_path / "run.json", tmp_path / "out"
     config.write_text(json.dumps({**settings, "sample_every": 0, "eval_steps": 0, "save_steps": 0}))
-    flags = ["--config", config, "--output-dir", output, "--distributed", "--world_size"]
-    if launcher == "self-started":
-        result = run_cli([*flags, 2], module="finetune.pretrain")
-    else:
-        port = f"--master_port={free_port()}"
-        words = [BIN / "python", "-m", "torch.distributed.launch", "--nproc_per_node=2", port]
-        words += ["-m", "finetune.pretrain", *flags, 4]
-        result = run_command([str(word) for word in words])
+    flags = ["--config", config, "--output-dir", output, "--distributed", "--world_size", 2]
+    result = run_cli(flags, module="finetune.pretrain")
     assert result.returncode == 0, said(result)
     assert events(output, "start")[0]["world_size"] == 2
-    assert sample_ids(output) == sample_ids(one)
     assert losses(output) == pytest.approx(losses(one), rel=1e-4)
 
 
@@ -232,36 +203,25 @@ def test_the_result_is_an_ordinary_model_that_is_fine_tuned(one, tiny_data, tmp_
     assert "finetune" not in (one / "config.json").read_text()
     config = json.loads((one / f"checkpoint-{STEPS}" / "config.json").read_text())
     assert config["model_type"] == "nanochat" and config.get("pad_token_id") is None
-    assert_it_generates(model, tokenizer)
-    adapter = fine_tuned(one, tiny_data, tmp_path)
-    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
-
-
-def assert_it_generates(model: Any, tokenizer: Any) -> None:
     ids = tokenizer("def test", return_tensors="pt").input_ids
     options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     assert model.generate(ids, max_new_tokens=5, **options).shape[1] > ids.shape[1]
-
-
-def fine_tuned(model: Path, data: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA adapter after three steps."""
-    settings = {"model": str(model), "data": str(data), "output_dir": str(tmp_path / "sft")}
+    settings = {"model": str(one), "data": str(tiny_data), "output_dir": str(tmp_path / "sft")}
     settings |= {"cutoff_len": 256, "global_batch_size": 4, "max_steps": 3, "device_type": "cpu"}
     settings |= {"dtype": "float32", "report_to": "none", "cache_dir": str(tmp_path / "cache")}
     finetune.run(settings)
-    return result_weights(tmp_path / "sft")
+    adapter = result_weights(tmp_path / "sft")
+    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "lfm2_value"])
-def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
-    changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine"}
+def test_another_architecture_and_optimizer(settings: dict, tmp_path: Path):
+    changes = {"arch": "lfm2_value", "optimizer": "adamw", "learning_rate": 3e-3, "depth": 2}
     changes |= {"save_steps": 0, "num_iterations": 4, "document_aligned": True}
-    changes |= {"max_grad_norm": 1.0}
-    changes["depth"] = 2 if arch == "lfm2_value" else 1  # of one layer alone it has no convolution
+    changes |= {"max_grad_norm": 1.0, "lr_scheduler": "cosine"}
     finetune.run({**settings, **changes, "output_dir": str(tmp_path / "run")})
     lfm2_value.register()
     name = type(AutoModelForCausalLM.from_pretrained(tmp_path / "run")).__name__
-    assert name.lower().startswith(arch.replace("_", ""))
+    assert name.lower().startswith("lfm2value")
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
 
