@@ -1,6 +1,4 @@
-"""Execution plans: everything once, within the budget, as many microbatches on every rank,
-balanced, fast.
-"""
+"""Microbatches: everything once, within the budget, balanced, as many on every rank."""
 
 from __future__ import annotations
 
@@ -85,32 +83,20 @@ def test_padded_plans(lengths: np.ndarray, world_size: int, samples_per_microbat
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-def fewest_by_search(items: list[int], budget: int) -> int:
+def fewest_by_search(items: list[int], budget: int, loads: tuple[int, ...] = ()) -> int:
     """The optimum by trying every placement."""
-    best = len(items)
-
-    def place(number: int, microbatches: list[int]) -> None:
-        nonlocal best
-        if len(microbatches) >= best:
-            return
-        if number == len(items):
-            best = len(microbatches)
-            return
-        for microbatch in range(len(microbatches)):
-            if microbatches[microbatch] + items[number] <= budget:
-                microbatches[microbatch] += items[number]
-                place(number + 1, microbatches)
-                microbatches[microbatch] -= items[number]
-        microbatches.append(items[number])
-        place(number + 1, microbatches)
-        microbatches.pop()
-
-    place(0, [])
-    return best
+    if not items:
+        return len(loads)
+    first, *rest = items
+    ways = {tuple(sorted((*loads, first)))}
+    for number, load in enumerate(loads):
+        if load + first <= budget:
+            ways.add(tuple(sorted((*loads[:number], load + first, *loads[number + 1 :]))))
+    return min(fewest_by_search(rest, budget, way) for way in ways)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 30))
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(0, 30))
 def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(
     items: list[int], room: int
 ) -> None:
@@ -138,17 +124,6 @@ def test_plans_by_hand() -> None:
     assert rows_of(schedule_microbatches(np.full(6, 5), 2, token_budget=10))[0][0] == [0, 4]
 
 
-def test_fewer_samples_than_ranks_leave_empty_rows() -> None:
-    for way in ({"token_budget": 8}, {"samples_per_microbatch": 8}):
-        plan = schedule_microbatches(np.array([5, 4]), 4, **way)
-        check(plan, np.array([5, 4]), 4)
-        assert plan.micro_steps == 1 and sum(not len(rank[0]) for rank in plan.microbatches) >= 2
-        empty = schedule_microbatches(np.array([], dtype=np.int64), 3, **way)
-        check(empty, np.array([], dtype=np.int64), 3)
-        assert (empty.packing_efficiency, empty.imbalance) == (0, 1)
-        assert empty.largest_microbatch_tokens == 0
-
-
 def test_samples_above_the_budget_are_named() -> None:
     with pytest.raises(DataError) as caught:
         schedule_microbatches(np.array([5, 12, 3, 11]), 2, token_budget=10)
@@ -158,13 +133,11 @@ def test_samples_above_the_budget_are_named() -> None:
 
 def test_calls_that_mean_nothing_are_refused() -> None:
     both = {"token_budget": 5, "samples_per_microbatch": 5}
+    budget = {"token_budget": 5}
     for lengths, world_size, way in (
-        ([1, 2], 2, {}),
-        ([1, 2], 2, both),
-        ([1, 2], 2, {"token_budget": 0}),
-        ([1, 2], 2, {"samples_per_microbatch": 0}),
-        ([1, 0], 2, {"token_budget": 5}),
-        ([1], 0, {"token_budget": 5}),
+        *(([1, 2], 2, way) for way in ({}, both, {"token_budget": 0})),
+        ([1, 0], 2, budget),
+        ([1], 0, budget),
     ):
         with pytest.raises(ValueError, match="token_budget"):
             schedule_microbatches(np.array(lengths), world_size, **way)
@@ -176,12 +149,10 @@ def test_long_tails_are_packed_tightly_and_balanced() -> None:
     for world_size, micro_batch in ((1, 1), (1, 4), (16, 1), (16, 4)):
         budget = 2048 * micro_batch
         plan = schedule_microbatches(lengths, world_size, token_budget=budget)
-        # At most two microbatches in a hundred, or one micro-step, above what the tokens fill.
+        # At most 2%, or one micro-step, above what the tokens fill.
         microbatches = -(-int(lengths.sum()) // budget)
         assert plan.micro_steps * world_size <= max(1.02 * microbatches, microbatches + world_size)
         assert plan.imbalance < 1.001 and plan.lockstep_imbalance < 1.002
-        padded = schedule_microbatches(lengths, world_size, samples_per_microbatch=micro_batch)
-        assert padded.micro_steps >= 1.3 * plan.micro_steps
 
 
 def test_summary_of_some_steps() -> None:
@@ -193,6 +164,6 @@ def test_summary_of_some_steps() -> None:
     # Padded: 10+1 -> 20 and 1+1 -> 2, then 5+5 twice: 9 of 42 tokens are padding.
     padded = summarise(steps, 1, **given, packing=False)
     assert packed.padded_padding_share == padded.padding_share == 9 / 42
-    assert padded.padded_padding_share == 9 / 42 and padded.heaviest_row_tokens == 20
+    assert padded.heaviest_row_tokens == 20
     with pytest.raises(ValueError, match="no global batch"):
         summarise([], 1, **given, packing=True)

@@ -17,11 +17,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "attention"), [("qwen3", "sdpa"), ("llama", "eager")])
-def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
-    model_type: str, attention: str
-) -> None:
-    model = make_model(tiny_config(model_type), attention).train().requires_grad_(True)
+def test_loss_and_gradients_are_those_of_the_rows_one_by_one() -> None:
+    model = make_model(tiny_config("qwen3"), "sdpa").train().requires_grad_(True)
     found = []
     for batches in ([ROWS], [[row] for row in ROWS]):
         model.zero_grad()

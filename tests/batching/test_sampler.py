@@ -1,83 +1,18 @@
-"""Global batches: the right counts, no repeat before exhaustion, a pure function of the step."""
+"""Global batches: their order, and what decides it. What every batch has: test_mixing.py."""
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from schedules import GUIDE, schedules
+from schedules import GUIDE
 
 from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
 from finetune.batching.sampler import GlobalBatches, count_steps
 from finetune.errors import DataError, FinetuneError
 
 
-@st.composite
-def runs(draw: st.DrawFn) -> GlobalBatches:
-    """A schedule, levels of 1 to 40 samples in any order, up to 40 steps; small levels use the
-    Feistel network too.
-    """
-    schedule = draw(schedules())
-    sizes = [draw(st.integers(1, 40)) for _ in schedule.difficulties]
-    difficulties = np.repeat(np.arange(len(sizes)), sizes)
-    np.random.default_rng(draw(st.integers(0, 99))).shuffle(difficulties)
-    return GlobalBatches(
-        difficulties,
-        schedule,
-        draw(st.sampled_from([1, 2, 5, 16, 33])),
-        draw(st.integers(1, 40)),
-        draw(st.integers(-(2**63), 2**64)),
-        exact_limit=draw(st.sampled_from([0, 20, 1 << 20])),
-    )
-
-
 def stream(batches: GlobalBatches) -> list[np.ndarray]:
     return [batches.indices(step) for step in range(len(batches))]
-
-
-@settings(deadline=None, max_examples=80)
-@given(runs(), st.randoms(use_true_random=False))
-def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhaustion(
-    batches: GlobalBatches, random: object
-) -> None:
-    level_of = np.empty(len(batches._members), dtype=np.int64)
-    sizes = batches.samples_per_difficulty
-    level_of[batches._members] = np.repeat(np.arange(len(sizes)), sizes)
-    drawn, used = Counter[int](), np.zeros_like(sizes)
-    in_order = stream(batches)
-    for step, indices in enumerate(in_order):
-        assert indices.shape == (batches.global_batch_size,) and indices.dtype == np.int64
-        levels = level_of[indices]
-        assert np.bincount(levels, minlength=len(sizes)).tolist() == batches.counts[step].tolist()
-        for index, level in zip(indices.tolist(), levels.tolist(), strict=True):
-            # As often as every other of its level has come at least: the passes that are complete.
-            assert drawn[index] == used[level] // sizes[level], f"sample {index} came too early"
-            drawn[index] += 1
-            used[level] += 1
-    passes = dict(zip(batches.schedule.difficulties, (used / sizes).tolist(), strict=True))
-    assert batches.passes() == pytest.approx(passes)
-    assert np.flatnonzero(batches.drawn()).tolist() == sorted(drawn)
-    # any step at any time, in a loader's worker process too
-    copy = pickle.loads(pickle.dumps(batches))
-    steps = list(range(len(batches)))
-    random.shuffle(steps)  # type: ignore[attr-defined]
-    for step in steps:
-        assert np.array_equal(batches.indices(step), in_order[step])
-        assert np.array_equal(copy.indices(step), in_order[step])
-
-
-def test_pass_boundary_inside_a_step_and_many_passes_in_one() -> None:
-    batches = GlobalBatches(np.zeros(3, dtype=int), uniform_schedule(), 8, 3, 1)
-    flat = np.concatenate(stream(batches))
-    for start in range(0, 24, 3):
-        assert sorted(flat[start : start + 3].tolist()) == [0, 1, 2]
-    orders = {tuple(flat[start : start + 3].tolist()) for start in range(0, 24, 3)}
-    assert len(orders) > 1, "each pass has an order of its own"
-    assert batches.passes() == {"all": 8.0}
 
 
 def test_levels_are_shuffled_inside_a_step() -> None:
@@ -119,15 +54,6 @@ def test_the_order_is_pinned() -> None:
         for asked in (batches.indices, batches.stage):
             with pytest.raises(IndexError):
                 asked(step)
-
-
-def test_samples_of_a_level_without_weight_never_appear_and_are_reported() -> None:
-    schedule = Schedule(("a", "b", "c"), (Stage(1.0, (1, 0, 0)),))
-    difficulties = np.array([1, 0, 1, 0, 0])
-    batches = GlobalBatches(difficulties, schedule, 4, 10, 1)
-    assert set(np.concatenate(stream(batches)).tolist()) == {1, 3, 4}
-    assert batches.unused == {"b": 2}
-    assert batches.passes() == {"a": pytest.approx(40 / 3), "b": 0.0, "c": 0.0}
 
 
 def test_levels_without_samples_and_samples_without_a_level_are_refused() -> None:
