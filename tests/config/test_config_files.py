@@ -1,6 +1,4 @@
-"""Reading files: what is accepted, what is refused and where it says the mistake is; `~` and
-variables in paths, texts that nothing can hold.
-"""
+"""Reading files: what is accepted, what is refused and where; `~` and variables in paths."""
 
 from __future__ import annotations
 
@@ -37,8 +35,6 @@ def test_the_three_forms_say_the_same(tmp_path):
         ' "template": null, "curriculum": {"x": [1]}}',
         "b.yaml": "learning_rate: 2e-5\ndata: [a, b]\npacking: false\ntemplate: null\n"
         "curriculum: {x: [1]}\n",
-        "c.YML": "learning_rate: 0.00002\ndata:\n- a\n- b\npacking: no\ntemplate: ~\n"
-        "curriculum:\n  x: [1]\n",
         "d.py": '"""A run."""\nlearning_rate = 2e-5\ndata = ("a", "b")\npacking: bool = False\n'
         '# a comment\ntemplate = None\ncurriculum = {"x": (1,)}\n',
     }
@@ -51,21 +47,13 @@ def test_values_are_those_of_yaml_1_2(tmp_path):
     values = {
         "010": 10,
         "0o17": 15,
-        "0x1F": 31,
-        "-7": -7,
-        "1_000": 1000,
         "1:30": "1:30",
-        "1:30.5": "1:30.5",
         ".5": 0.5,
         "+1.": 1.0,
-        "2e-5": 2e-5,
         "2.E-5": 2e-5,
         "+2.0e-5": 2e-5,
-        "2e-5x": "2e-5x",
         "'2e-5'": "2e-5",
-        "2e": "2e",
         "": None,
-        "no": False,
         "模板": "模板",
     }
     for written, value in values.items():
@@ -81,59 +69,41 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "line", "words"),
-    [
+def test_refused_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text, line, words in (
         ("a.json", '{"a": 1,\n "a": 2}', "", "'a' is given twice"),
-        ("a.json", '{"a": {"b": 1, "b": 1}}', "", "'b' is given twice"),
         ("a.json", '{"a": NaN}', "", "NaN is not a number"),
         ("a.json", '{"a": 1\n // why\n}', ":2", "JSON has no comments"),
-        ("a.json", "{\n'a': 1}", ":2", "double quotes"),
-        ("a.json", '{"a": 1,}', ":1", "no comma follows the last"),
-        ("a.json", "", ":1", "fix the JSON"),
         ("a.json", "[1]", "", "holds a list"),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "", "not a number that can be read"),
         ("a.json", '{"a":' * 100_000, "", "nested too deeply"),
+        ("a.json", '{"a": 1,}', ":1", "no comma follows the last"),
         ("a.yaml", "", "", "is empty"),
         ("a.yaml", "a: 1\nb: 2\na: 3\n", ":3", "'a' is given twice"),
-        ("a.yaml", "a:\n  b: 1\n  b: 2\n", ":3", "'b' is given twice"),
+        ("a.yaml", "a: \x00\n", "", "not valid YAML"),
         ("a.yaml", "a: 1\n  b: 2\n", ":2", "not valid YAML"),
-        ("a.yaml", "a: 1\n---\nb: 2\n", ":2", "not valid YAML"),
         ("a.yaml", "a: !!python/object/apply:os.getcwd []\n", ":1", "not valid YAML"),
-        ("a.yaml", "a: !!bool x\n", ":1", "'x' is no bool"),
-        ("a.yaml", "a: !!timestamp x\n", ":1", "is no timestamp"),
-        ("a.yaml", "a: !!int ''\n", "", "not valid YAML"),
         ("a.yaml", "a: &x {b: *x}\n", "", "contain itself"),
         ("a.yaml", BOMB, "", "aliases stand for more than 100,000 values"),
         ("a.yaml", "on: 1\n", ":1", "is not a text"),
-        ("a.yaml", "a: \x00\n", "", "not valid YAML"),
         ("a.py", "a = 1\na = 2\n", ":2", "'a' is given twice"),
+        ("a.py", "a = b'x'\n", ":1", "not a literal"),
+        ("a.py", "a = \n", ":1", "not valid Python"),
         ("a.py", "a = {'b': 1, 'b': 2}\n", ":1", "'b' is given twice"),
         ("a.py", "a = 1\nimport os\n", ":2", "only assign values to names"),
-        ("a.py", "a, b = 1, 2\n", ":1", "only assign"),
-        ("a.py", "a = b = 1\n", ":1", "only assign"),
-        ("a.py", "a: int\n", ":1", "only assign"),
-        ("a.py", "print(1)\n", ":1", "only assign"),
         ("a.py", "a = 1\n\n\nb = a\n", ":4", "not a literal"),
-        ("a.py", "a = 2 * 1024\n", ":1", "not a literal"),
         ("a.py", "a = __import__('pathlib').Path('touched').touch()\n", ":1", "not a literal"),
-        ("a.py", "a = b'x'\n", ":1", "not a literal"),
-        ("a.py", "a = {1: 2}\n", ":1", "not a literal"),
         ("a.py", "a = {[]: 2}\n", ":1", "not a literal"),
-        ("a.py", "a = \n", ":1", "not valid Python"),
-        ("a.py", "a = 1\x00\n", "", "not valid Python"),
         ("a.toml", "a = 1", "", "must end in .json"),
         ("a.json", b'{"a": "\xff"}', "", "not UTF-8"),
-    ],
-)
-def test_refused_files(tmp_path, monkeypatch, name, text, line, words):
-    monkeypatch.chdir(tmp_path)
-    path = write(tmp_path, name, text)
-    with pytest.raises(ConfigError) as caught:
-        read_file(path)
-    assert words in str(caught.value) and caught.value.fix
-    assert caught.value.where == f"{path}{line}"
-    assert not Path("touched").exists(), "files are never executed"
+    ):
+        path = write(tmp_path, name, text)
+        with pytest.raises(ConfigError) as caught:
+            read_file(path)
+        assert words in str(caught.value) and caught.value.fix
+        assert caught.value.where == f"{path}{line}"
+        assert not Path("touched").exists(), "files are never executed"
 
 
 def test_files_that_cannot_be_read_and_files_of_other_tools(tmp_path):
@@ -146,49 +116,38 @@ def test_files_that_cannot_be_read_and_files_of_other_tools(tmp_path):
         with pytest.raises(ConfigError) as caught:
             read_file(path)
         assert words in str(caught.value) and str(path) in caught.value.where
-    for text in (
-        "model_name_or_path: m\nstage: sft\ndataset: a\n",  # LLaMA-Factory
-        "base_model: m\ndatasets:\n- path: a\n",  # Axolotl
-        "model_name_or_path: m\ndataset_name: a\n",  # TRL
-    ):
-        path = write(tmp_path, "run.yaml", text)
-        with pytest.raises(ConfigError, match="of another tool") as caught:
-            resolve(["--config", str(path)], world_size=1)
-        assert f"finetune convert {path} " in caught.value.fix
+    path = write(tmp_path, "run.yaml", "base_model: m\ndatasets:\n- path: a\n")  # Axolotl
+    with pytest.raises(ConfigError, match="of another tool") as caught:
+        resolve(["--config", str(path)], world_size=1)
+    assert f"finetune convert {path} " in caught.value.fix
 
 
 # ---------------------------------------------------------------- paths and texts
 
 
-@pytest.mark.parametrize("given", ["~/out", "$HOME/out", "${HOME}/out"])
+@pytest.mark.parametrize("given", ["~/out", "${HOME}/out"])
 def test_home_is_expanded_in_every_path_setting(tmp_path, monkeypatch, given):
     monkeypatch.setenv("HOME", str(tmp_path))
     expected = str(tmp_path / "out")
     values: dict = {name: given for name in PATH_SETTINGS if name in PreferenceConfig.model_fields}
     values["data"] = [given, {"path": given, "difficulty": "explain"}]
     file = write(tmp_path, "run.yaml", yaml.safe_dump(values))
-    from_file = resolve(["--config", str(file)], world_size=1, model_class=PreferenceConfig).config
-    flags = ["--model", given, "--data", given, f"--output-dir={given}", f"--cache-dir={given}"]
-    from_flags = resolve(flags, world_size=1, model_class=PreferenceConfig).config
-    for config in (from_file, from_flags):
-        assert config.model == config.output_dir == config.cache_dir == expected
-        assert {source.path for source in config.sources} == {expected}
-    assert from_file.template == from_file.resume == expected
-    assert {source.path for source in from_file.valid_sources} == {expected}
+    config = resolve(["--config", str(file)], world_size=1, model_class=PreferenceConfig).config
+    named = {config.model, config.output_dir, config.cache_dir, config.template, config.resume}
+    assert named | {each.path for each in (*config.sources, *config.valid_sources)} == {expected}
+    flags = [*FLAGS, "--data", given, f"--output-dir={given}"]
+    config = resolve(flags, world_size=1).config
+    assert (config.output_dir, config.data) == (expected, (expected,))
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch):
+def test_paths_that_cannot_be_expanded_or_held(monkeypatch):
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
     with pytest.raises(ConfigError, match="output_dir names the variable NOT_SET_HERE"):
         resolve([*FLAGS, "--output-dir", "${NOT_SET_HERE}/x"], world_size=1)
     assert resolve([*FLAGS, "--data", "a$b.jsonl"], world_size=1).config.data == ("a$b.jsonl",)
-
-
-def test_texts_that_nothing_can_hold_are_refused():
-    for name in ("model", "data", "output_dir", "deepspeed", "optimizer"):
-        for text in ("a\0b", "a\ud800b"):
-            with pytest.raises(FinetuneError):
-                resolve_object({**NEEDED, name: text}, world_size=1)
+    for change in ({"data": "a\0b"}, {"data": "a\ud800b"}, {"deepspeed": "a\0b"}):
+        with pytest.raises(FinetuneError):
+            resolve_object({**NEEDED, **change}, world_size=1)
     # PYTHONUTF8=0 with LC_ALL=C gives the bytes of a Chinese path as halves of surrogate pairs.
     model = "/模型".encode().decode("ascii", "surrogateescape")
     with pytest.raises(FinetuneError, match=r"not UTF-8(.|\n)*PYTHONUTF8=1"):

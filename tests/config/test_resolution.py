@@ -1,6 +1,4 @@
-"""Sources into one configuration: precedence, DeepSpeed's numbers, batch sizes, errors, and what
-comes back out.
-"""
+"""Sources into one configuration: precedence, DeepSpeed's numbers, batch sizes, errors."""
 
 from __future__ import annotations
 
@@ -89,54 +87,9 @@ def test_the_later_source_wins_and_says_so():
     assert caller.config.seed == 4 and caller.origins["seed"] == "override"
 
 
-_SOME = {
-    "seed": st.integers(0, 99),
-    "cutoff_len": st.integers(2, 99),
-    "learning_rate": st.floats(1e-6, 1.0),
-    "packing": st.booleans(),
-    "finetuning": st.sampled_from(["lora", "full"]),
-    "template": st.none() | st.sampled_from(["a", "b"]),
-    "lora_target_modules": st.just("all-linear")
-    | st.lists(st.sampled_from("qkvo"), min_size=1, unique=True),
-    "report_to": st.just("auto")
-    | st.lists(st.sampled_from(["wandb", "trackio"]), min_size=1, unique=True),
-}
-_layers = st.lists(st.fixed_dictionaries({}, optional=_SOME), min_size=0, max_size=4)
 _quiet = settings(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def as_flags(values: dict[str, Any]) -> list[str]:
-    words = []
-    for name, value in values.items():
-        given_words = value if isinstance(value, list) else [str(value).replace("None", "none")]
-        words += [f"--{name.replace('_', '-')}", *given_words]
-    return words
-
-
-@_quiet
-@given(layers=_layers, flags=st.fixed_dictionaries({}, optional=_SOME))
-def test_precedence_is_a_merge_of_dicts(layers, flags):
-    """Against the simplest thing that could be right: update a dict in order, and remember who did
-    it last.
-    """
-    expected, origins, names = dict(NEEDED), dict.fromkeys(NEEDED, "0.yaml"), []
-    for number, values in enumerate([NEEDED, *layers]):
-        kind, said = ("yaml", "json", "json")[number % 3], values or {"seed": 42}
-        content = {**ZERO3, "finetune": said} if number % 3 == 2 else said
-        names.append(file(f"{number}.{kind}", content))
-        expected |= said
-        origins |= dict.fromkeys(said, names[-1])
-    expected |= flags
-    origins |= {name: f"--{name.replace('_', '-')}" for name in flags}
-    arguments = [word for name in names for word in ("--config", name)] + as_flags(flags)
-    resolved = resolve(arguments, world_size=1)
-    actual = resolved.config.model_dump(mode="json")
-    assert {name: actual[name] for name in expected} == expected
-    assert {name: resolved.origins[name] for name in expected} == origins
-    untouched = set(_SOME) - set(expected)
-    assert all(actual[name] == RunConfig.model_fields[name].default for name in untouched)
 
 
 MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps", "global_batch_size"
@@ -147,7 +100,8 @@ MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps",
     own=st.fixed_dictionaries(
         {},
         optional={
-            **_SOME,
+            "finetuning": st.sampled_from(["lora", "full"]),
+            "report_to": st.sampled_from(["auto", ["wandb", "trackio"]]),
             "max_steps": st.none() | st.integers(1, 9),
             MICRO: st.sampled_from([1, 2, 4]),
             ACCUMULATION: st.sampled_from([1, 3]),
@@ -158,9 +112,7 @@ MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps",
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
 def test_run_yaml_is_a_fixed_point(own, clipping, worlds):
-    """run.yaml gives the same configuration again, and on another number of processes the same
-    training.
-    """
+    """The same configuration again, and on other numbers of processes the same training."""
     optimizer = {"type": "AdamW", "params": {"eps": 1e-7, "betas": [0.8, "auto"]}}
     ds = deepspeed(own=own, gradient_clipping=clipping, optimizer=optimizer)
     try:
@@ -215,7 +167,6 @@ def test_a_number_of_deepspeeds_becomes_ours(name, value, keys, other):
     assert not {"optimizer", "scheduler"} & handed.keys()
     left = json.dumps(handed).replace('"stage": 3', "")
     assert str(value) not in left, "the number has one owner now"
-    # Between files the later wins, and a flag above both.
     later = file("b.yaml", {name: other})
     assert (found(ds, later), found(later, ds)) == (other, value)
     assert found(ds, flags=f"--{name} {other}") == other
@@ -228,7 +179,6 @@ def test_a_number_of_deepspeeds_becomes_ours(name, value, keys, other):
     problem = only_problem(deepspeed(own={name: other}, **keys), flags=f"--{name} {value}")
     assert repr(other) in problem.what and repr(value) in problem.what
     assert f"ds.json: finetune.{name}" in problem.where
-    assert (next(iter(keys)) if name != "dtype" else ".enabled") in problem.where
 
 
 def test_the_number_format_of_deepspeed():
@@ -237,13 +187,8 @@ def test_the_number_format_of_deepspeed():
     assert command(deepspeed(own={"dtype": "float16"}, **off)).config.dtype == "float16"
     both = only_problem(deepspeed(bf16={"enabled": True}, fp16={"enabled": True}))
     assert "bf16.enabled" in both.where and "fp16.enabled" in both.where
-    # auto on both sides leaves the choice to the one that chooses
     resolved = command(deepspeed(own={"dtype": "auto"}, bf16={"enabled": True}))
-    assert resolved.config.dtype == "bfloat16"
     assert resolved.origins["dtype"] == "ds.json: bf16.enabled"
-    assert command(deepspeed(own={"dtype": "auto"})).config.dtype == "auto"
-    steps = {"scheduler": {"params": {"total_num_steps": 9}}}
-    assert command(deepspeed(own={"max_steps": None}, **steps)).config.max_steps == 9
     old = {"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}, "finetune": NEEDED}
     config = command(file("ds.json", old)).config
     assert config.dtype == "bfloat16" and config.deepspeed["bf16"] == AUTO
@@ -252,38 +197,28 @@ def test_the_number_format_of_deepspeed():
 ZERO = "zero_optimization"
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_refused_deepspeed_keys():
+    for keys, words in (
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'?"),
-        ({f"{ZERO}.offload_param.devise": "cpu"}, "did you mean 'device'?"),
-        ({"bf16.enable": True}, "did you mean 'enabled'?"),
         ({"bf16.enabled": "yes"}, "bf16.enabled is 'yes'"),
-        ({"optimizer.params.weight_decy": 0}, "did you mean 'weight_decay'?"),
-        ({"scheduler.params.warmup_steps": 0}, "did you mean 'warmup_num_steps'?"),
         ({ZERO: True}, "must be a block"),
-        ({f"{ZERO}.zenflow.topk_ratio": 0.1}, "changes what is trained"),
-        ({"weight_quantization.quantized_initialization": {}}, "changes what is trained"),
         ({f"{ZERO}.stage": 2, f"{ZERO}.offload_param.device": "cpu"}, "needs ZeRO stage 3"),
         ({f"{ZERO}.offload_param.device": "nvme"}, "without nvme_path"),
         ({"optimizer.type": "Lion"}, "finetune trains with AdamW"),
         ({"optimizer.params.betas": 0.9}, "two numbers"),
+        ({f"{ZERO}.zenflow.topk_ratio": 0.1}, "changes what is trained"),
         ({"scheduler.type": ["WarmupLR"]}, "WarmupLR (constant)"),
         ({"optimizer.params.lr": 1e-3, "scheduler.params.warmup_max_lr": 1e-4}, "given twice"),
         ({"tensor_parallel.autotp_size": 2}, "every process its own samples"),
-        ({"sequence_parallel_size": 2}, "every process its own samples"),
         ({"nebula.enabled": True}, "was removed from DeepSpeed"),
-        ({f"{ZERO}.mics_shard_size": 8}, "was removed from DeepSpeed"),
         ({"steps_per_print": "auto"}, "nothing fills it in"),
         ({"comet.api_key": "not-a-real-key"}, "COMET_API_KEY"),
         ({"learning_rate": 1e-5}, 'move it into the "finetune" block'),
         ({"train_batch_size": "64"}, "a whole number"),
-    ],
-)
-def test_refused_deepspeed_keys(keys, words):
-    problem = only_problem(deepspeed(**nested(keys)))
-    assert words in str(problem) and problem.where.startswith("ds.json")
-    assert "not-a-real-key" not in str(problem), "a secret is not repeated"
+    ):
+        problem = only_problem(deepspeed(**nested(keys)))
+        assert words in str(problem) and problem.where.startswith("ds.json")
+        assert "not-a-real-key" not in str(problem), "a secret is not repeated"
 
 
 # What would train something else, or be refused by DeepSpeed when all is loaded.
@@ -314,46 +249,30 @@ def stages(**stage: Any) -> dict[str, Any]:
     return run(curriculum={"stages": [{"until": 1.0, "mix": [1, 1, 1], **stage}]})
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_refused_files():
+    for content, words in (
         ({"gradient_clipping": 1.0, "finetune": NEEDED}, "no ZeRO stage"),
-        ({ZERO: {"offload_param": None}, "finetune": NEEDED}, "(--deepspeed none)"),
         ({**NEEDED, ZERO: {"stage": 2}}, "zero_optimization is a DeepSpeed key"),
-        ({**NEEDED, "fp16": True}, "fp16 is not a setting here"),
         ({"modle": "m", **NEEDED}, "did you mean model?"),
-        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'?"),
         ({"finetune": 3}, "the finetune block is 3"),
-        ({**NEEDED, "deepspeed": 3}, "give DeepSpeed's keys"),
-        ({**NEEDED, "deepspeed": "missing.json"}, "does not exist"),
         (run(lerning_rate=1), "did you mean learning_rate?"),
-        (run(per_device_train_batch_size=1), "is called micro_batch_size here"),
         (run(zero_optimization={}), "to the top level"),
         (run(deepspeed="x.json"), "inside the finetune block"),
-        (run(load_in_4bit=True), "use --quantization nf4"),
         (run(packing="true"), "true or false"),
-        (run(curriculum="fast"), "curriculum is 'fast'"),
         (run(curriculum={"levels": ["a"], "stagse": []}), "did you mean 'stages'?"),
         (run(curriculum={"stages": [{"mix": [1]}]}), "curriculum.stages[0].until is not set"),
         (run(curriculum={"stages": []}), "give a list that is not empty"),
         (run(curriculum={"levels": [1]}), "give a valid string"),
-        (stages(rump="step"), "did you mean 'ramp'?"),
-        (stages(until=2), "curriculum.stages[0].until is 2"),
         (stages(until=2), "give a value less than or equal to 1"),
-        (stages(mix=[1, 1]), "stage 1 has 2 weights for 3 difficulties"),
+        ({**NEEDED, "deepspeed": 3}, "give DeepSpeed's keys"),
         (run(data=[{"weight": 2}]), "data[0].path is not set"),
-        (run(data=[{"path": "c", "wait": 1}]), "did you mean 'weight'?"),
-        (run(data=[{"path": "p", "weight": 0}]), "a weight is 0"),
-    ],
-)
-def test_refused_files(content, words):
-    found = problems(file("a.json", content))
-    assert any(words in str(problem) for problem in found)
-    assert all(each.where.startswith("a.json") or ZERO not in content for each in found)
+    ):
+        found = problems(file("a.json", content))
+        assert any(words in str(problem) for problem in found)
+        assert all(each.where.startswith("a.json") or ZERO not in content for each in found)
 
 
 def test_where_deepspeeds_keys_may_be():
-    assert command(file("a.json", {"finetune": NEEDED})).config.deepspeed is None
     shared_name = {**NEEDED, "gradient_accumulation_steps": 4}
     assert command(file("a.json", shared_name)).config.deepspeed is None
     keys = {ZERO: {"stage": 2}, "gradient_clipping": 0.5}
@@ -361,10 +280,7 @@ def test_where_deepspeeds_keys_may_be():
     by_path = command(file("a.yaml", {**NEEDED, "deepspeed": file("ds.json", keys)}))
     assert inside.config == by_path.config
     assert inside.config.deepspeed == keys | {"gradient_clipping": "auto"}
-    assert inside.config.max_grad_norm == 0.5
     assert inside.origins["max_grad_norm"] == "a.yaml: deepspeed: gradient_clipping"
-    both = {**NEEDED, "max_grad_norm": 0.1, "deepspeed": keys}
-    assert "given twice" in only_problem(file("a.yaml", both)).what
     on = file("a.yaml", {**NEEDED, "deepspeed": keys})
     off = command(on, file("b.yaml", {"deepspeed": None}))
     assert off.config.deepspeed is None and off.origins["deepspeed"] == "b.yaml"
@@ -375,7 +291,6 @@ def test_deepspeed_by_flag():
     run = file("run.yaml", {**NEEDED, "learning_rate": 1e-4})
     config = command(run, flags=f"--deepspeed {ds}").config
     assert config.deepspeed == {ZERO: {"stage": 2}} and config.learning_rate == 1e-3
-    assert command(run, flags=f"--deepspeed {ds} --learning-rate 1e-5").config.learning_rate == 1e-5
     assert command(deepspeed("c.json"), flags="--deepspeed none").config.deepspeed is None
     note = " ".join(command(run, flags=f"--deepspeed {deepspeed('c.json')}").notes)
     assert "finetune block of c.json is not read" in note
@@ -388,7 +303,6 @@ def test_notes_say_what_was_derived_and_what_it_replaces():
     four = {MICRO: 4, GLOBAL: 32}
     for own, flags, world_size, note in (
         ({MICRO: 1, GLOBAL: 32}, "", 5, "gradient_accumulation_steps 7: global_batch_size 32 / "),
-        ({MICRO: 1, GLOBAL: 32}, "", 5, "uneven: some devices have less to do"),
         ({ACCUMULATION: 8}, "", 16, "global_batch_size 128: micro_batch_size 1 x"),
         (four, f"--{ACCUMULATION} 2", 2, "global_batch_size 16 instead of 32 (ds.json: finetune."),
         (four | {ACCUMULATION: 2}, f"--{GLOBAL} 64", 2, "steps 8 instead of 2 (ds.json: finetune."),
@@ -396,8 +310,6 @@ def test_notes_say_what_was_derived_and_what_it_replaces():
         assert note in " ".join(
             command(deepspeed(own=own), flags=flags, world_size=world_size).notes
         )
-    later = command(deepspeed(own=four), file("b.yaml", {ACCUMULATION: 2}))
-    assert "global_batch_size 8 instead of 32 (ds.json: finetune." in " ".join(later.notes)
 
 
 @given(
@@ -409,9 +321,7 @@ def test_notes_say_what_was_derived_and_what_it_replaces():
 )
 @_quiet
 def test_batch_numbers_agree_whatever_is_given(levels, micro, accumulation, size, world_size):
-    """Any two sources, any world: it agrees with itself and with the two highest, or is refused
-    with a reason.
-    """
+    """It agrees with itself and with the two highest sources, or is refused with a reason."""
     values = dict(zip((MICRO, ACCUMULATION, GLOBAL), (micro, accumulation, size), strict=True))
     level = dict(zip(values, levels, strict=True))
     files = [
@@ -425,11 +335,9 @@ def test_batch_numbers_agree_whatever_is_given(levels, micro, accumulation, size
         assert "nearest that agree" in str(error)
         return
     final = {name: getattr(config, name) for name in values}
-    if level[MICRO] == level[ACCUMULATION] == 0:
-        assert final[MICRO] == "auto" and final[ACCUMULATION] is None
-        return
-    if final[GLOBAL] == "auto":
-        assert level[GLOBAL] == level[ACCUMULATION] == 0 and final[ACCUMULATION] is None
+    if "auto" in final.values():  # the model decides
+        assert level[ACCUMULATION] == 0 == min(level[MICRO], level[GLOBAL])
+        assert final[ACCUMULATION] is None
         return
     assert final[GLOBAL] % final[MICRO] == 0
     assert final[ACCUMULATION] == ceil(final[GLOBAL] / (final[MICRO] * world_size))
@@ -449,19 +357,15 @@ DEEPSPEEDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("own", "keys", "world_size", "words"),
-    [
+def test_batch_numbers_that_do_not_agree():
+    for own, keys, world_size, words in (
         ({MICRO: 3, GLOBAL: 32}, {}, 1, "32 is not a multiple|size 3|30 or 33|2 or 4"),
-        ({MICRO: 64, GLOBAL: 32}, {}, 1, "32 is not a multiple|size 64|micro_batch_size 32"),
         ({MICRO: 4, ACCUMULATION: 2, GLOBAL: 64}, {}, 2, "2 x 2 processes is 16|not global"),
         ({ACCUMULATION: 3, GLOBAL: 32}, {}, 2, "not a whole micro-batch|30 or 36"),
         ({}, DEEPSPEEDS, 2, "ds.json: train_batch_size|is 16, not global_batch_size 128"),
-    ],
-)
-def test_batch_numbers_that_do_not_agree(own, keys, world_size, words):
-    text = str(only_problem(deepspeed(own=own, **keys), world_size=world_size))
-    assert all(word in text for word in ["nearest that agree", *words.split("|")]), text
+    ):
+        text = str(only_problem(deepspeed(own=own, **keys), world_size=world_size))
+        assert all(word in text for word in ["nearest that agree", *words.split("|")]), text
 
 
 # Other rules
@@ -476,14 +380,12 @@ def test_max_steps_and_num_epochs():
     assert both.config.max_steps == 5
     assert "num_epochs 2.0 (--num-epochs) is not used" in " ".join(both.notes)
     assert command(deepspeed(own={"max_steps": 3, "num_epochs": 2})).config.max_steps == 3
-    assert command(ds, flags="--max-steps none").config.max_steps is None
 
 
 def test_sources_and_their_weights():
     """Of weights from several places the higher count; run.yaml says the same sources again."""
     plain = file("a.yaml", {**NEEDED, "data": ["x.jsonl", "d/x.jsonl", "y.json", "y.json"]})
     config = command(plain).config
-    assert all(source.weight is None for source in config.sources) and config.data[0] == "x.jsonl"
     names = ("x.jsonl", "d/x.jsonl", "y.json (1)", "y.json (2)")
     assert source_names(config.sources) == names
     own = {"columns": {"prompt": "question"}, "difficulty": "explain", "max_samples": 5}
@@ -496,12 +398,9 @@ def test_sources_and_their_weights():
     written = yaml.safe_load(to_yaml(found))
     assert written["data"] == [entries[0], {**entries[1], "weight": 2.0}]
     assert resolve_object(written, 1).config == resolve_object(found, 1).config == found
-    assert format_config(command(mixed)).count("data[1].weight") == 1
     by_flag = command(mixed, flags="--data-weights natural 1e-1")
     assert [source.weight for source in by_flag.config.sources] == ["natural", 0.1]
     assert "the weights in data (b.yaml: data) are not used" in str(by_flag.notes)
-    one = file("d.yaml", {**NEEDED, "data": {"path": "p", "weight": 2}})
-    assert command(one, flags="--data-weights 1").config.sources[0].weight == 1.0
     old = file("c.yaml", {**NEEDED, "data": ["p", "q"], "data_weights": [3, 1]})
     assert [source.weight for source in command(old).config.sources] == [3.0, 1.0]
     other = command(old, flags="--data r")
@@ -509,22 +408,16 @@ def test_sources_and_their_weights():
     assert "data_weights (c.yaml: data_weights) is dropped" in str(other.notes)
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "words"),
-    [
-        *(
-            ({}, f"--data-weights {bad}", "a weight is")
-            for bad in ["0", "nan", "inf", "x", "3,1", "true"]
-        ),
+def test_sources_that_are_refused():
+    for content, flags, words in (
+        *(({}, f"--data-weights {bad}", "a weight is") for bad in ["0", "inf", "3,1", "true"]),
         ({}, "--data-weights 3 1", "data_weights has 2 weights for 1 entries of data"),
         ({"data": [{"path": "p", "weight": 1}], "data_weights": [1]}, "", "entry of data has a"),
         ({"data": ["p", {"path": "q", "weight": 1}]}, "", "p in data has no weight, and others"),
         ({"data": {"path": "p", "difficulty": "hard"}}, "", "p has the difficulty 'hard'"),
         ({"valid_data": {"path": "p", "weight": 1}}, "", "valid_data has a weight"),
-    ],
-)
-def test_sources_that_are_refused(content, flags, words):
-    assert words in only_problem(file("a.yaml", {**NEEDED, **content}), flags=flags).what
+    ):
+        assert words in only_problem(file("a.yaml", {**NEEDED, **content}), flags=flags).what
 
 
 def test_data_by_flag_drops_the_files_validation_data():
@@ -534,21 +427,16 @@ def test_data_by_flag_drops_the_files_validation_data():
     assert "valid_data (ds.json: finetune.valid_data) is dropped" in str(dropped.notes)
     assert command(ds, flags="--data other --valid-data w").config.valid_data == ("w",)
     assert command(ds, file("b.yaml", {"data": "other"})).config.valid_data == ("v",)
-    assert command(ds).config.valid_data == ("v",)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_what_is_probably_wrong_is_said():
+    for flags, words in (
         ("--warmup-steps 10 --max-steps 10", "warning: warmup_steps 10 is not below max_steps 10"),
         ("--valid-data d.jsonl", "warning: d.jsonl is in data and in valid_data"),
         ("--finetuning full --lora-r 3", "not used, because finetuning is full: lora_r (--lora-r)"),
-        ("--use-curriculum false --curriculum-seed 3", "because use_curriculum is false: curr"),
-    ],
-)
-def test_what_is_probably_wrong_is_said(flags, words):
-    assert words in " ".join(command(deepspeed(), flags=flags).notes)
-    assert words not in " ".join(command(deepspeed()).notes)
+    ):
+        assert words in " ".join(command(deepspeed(), flags=flags).notes)
+        assert words not in " ".join(command(deepspeed()).notes)
 
 
 def test_problems_of_all_sources_come_together():
@@ -576,18 +464,16 @@ def test_resolve_object_takes_a_config_a_dict_and_a_path():
     assert a.config.max_grad_norm == 0.5 and a.config.gradient_accumulation_steps == 4
     origins = [each.origins["model"] for each in (a, b, c)]
     assert origins == ["RunConfig", "the dict", "a.yaml"]
-    assert "gradient_accumulation_steps" not in to_yaml(a.config), "it is of the machine"
     changed = a.config.model_copy(update={"micro_batch_size": 4})
     assert resolve_object(changed, world_size=2).config.gradient_accumulation_steps == 1
-    for wrong in (3, None, ["a"], {"modle": 1}, {1: 2}, {}, "nowhere.yaml"):
+    for wrong in (3, {"modle": 1}, {1: 2}, {}, "nowhere.yaml"):
         with pytest.raises(FinetuneError) as caught:
             resolve_object(wrong, world_size=1)
         assert caught.value.exit_code == 2, wrong
 
 
 def test_format_config_shows_every_value_with_its_origin():
-    resolved = command(deepspeed(own={"seed": 7}), flags="--data a b --print-config", world_size=2)
-    assert resolved.print_config
+    resolved = command(deepspeed(own={"seed": 7}), flags="--data a b", world_size=2)
     text = format_config(resolved)
     lines = {line.split()[0]: line for line in text.splitlines() if line and line[0] not in "#-"}
     for name, origin in resolved.origins.items():
@@ -595,10 +481,7 @@ def test_format_config_shows_every_value_with_its_origin():
         assert shown and all(line.endswith(origin) for line in shown), name
     assert lines["data"].split() == ["data", "a", "b", "--data"]
     assert lines["deepspeed.zero_optimization.stage"].split()[1:] == ["3", "ds.json"]
-    columns = {
-        line.rindex(line.split()[-1]) for line in map(lines.get, ("seed", "packing", "data"))
-    }
-    assert len(columns) == 1 and all(note in text for note in resolved.notes)
+    assert all(note in text for note in resolved.notes)
 
 
 def test_the_example_in_the_docs_works():
@@ -624,22 +507,18 @@ def test_check_paths():
 
     for right in (
         {"valid_data": "valid.jsonl", "template": "chat.jinja", "cache_dir": "c", "resume": "base"},
-        {"model": "Qwen/Qwen3-8B", "template": "chatml"},
-        {"model": "gpt2", "resume": "never"},
-        {"data": ["*.jsonl", "base"]},  # what is in a folder is read where data is
+        {"model": "Qwen/Qwen3-8B", "template": "chatml", "data": ["*.jsonl", "base"]},
     ):
         assert found(**right) == "", right
     assert is_hub_id("base/other") and not is_hub_id("base") and not is_hub_id("base/inner")
     for wrong, words in (
         ({"data": "tran.jsonl"}, "did you mean train.jsonl?"),
         ({"data": "train.jsonl,valid.jsonl"}, "write --data train.jsonl valid.jsonl"),
-        ({"data": "*.parquet"}, "does not exist"),
         ({"model": "weights.safetensors"}, "is a file, not a folder"),
-        *(({"model": bad}, "does not exist") for bad in ("./bas", "/nowhere/base", "base/inner/x")),
+        *(({"model": bad}, "does not exist") for bad in ("./bas", "base/inner/x")),
         ({"output_dir": "train.jsonl"}, "must be a folder"),
         ({"resume": "o/checkpoint-3"}, "no such folder"),
         ({"template": "chat.jnja"}, "template file"),
     ):
         assert words in found(**wrong), wrong
-    both = check_paths(RunConfig(model="./no", data=("a", "b"), output_dir="train.jsonl"))
-    assert len(both) == 4
+    assert found(model="./no", data=("a", "b")).count("does not exist") == 3, "all are named"
