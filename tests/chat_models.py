@@ -14,10 +14,8 @@ from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
 
 _TEXTS = (
-    (
-        "What is a router? A router forwards packets between networks. Which port does BGP use? BGP"
-        " uses TCP port 179."
-    ),
+    "What is a router? A router forwards packets between networks. "
+    "Which port does BGP use? BGP uses TCP port 179.",
     "什么是路由器？路由器在网络之间转发数据包。交换机在链路层转发帧。",
     "the answer is 42.\n\nuser assistant system\nbecause\n\n### Response:\n ### Instruction:\n",
 )
@@ -138,22 +136,12 @@ SPECIALS = {
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
 }
-TEMPLATES = {
-    "chatml": CHATML,
-    "qwen3": QWEN3,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "deepseek": DEEPSEEK,
-    "phi3": PHI3,
-    "glm4": GLM4,
-}
+_SOURCES = (CHATML, QWEN3, LLAMA3, MISTRAL, GEMMA, DEEPSEEK, PHI3, GLM4)
+TEMPLATES = dict(zip(SPECIALS, _SOURCES, strict=True))
 
 
 def train_backend(*, trim_offsets: bool = False) -> Tokenizer:
-    """A byte-level BPE like those of GPT-2, Llama 3 and Qwen; Llama 3's trims spaces off its
-    offsets.
-    """
+    """A byte-level BPE as of GPT-2 and Qwen; Llama 3's trims spaces off its offsets."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -165,15 +153,9 @@ def train_backend(*, trim_offsets: bool = False) -> Tokenizer:
 
 
 def make_tokenizer(
-    template: str | None,
-    specials: tuple[str, ...] = (),
-    *,
-    trim_offsets: bool = False,
-    rstrip: bool = False,
+    template: str | None, specials: tuple[str, ...] = (), *, trim_offsets=False, rstrip=False
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with these special tokens; `rstrip`: they swallow the white space after them, as
-    Phi-3's do.
-    """
+    """A tokenizer; with `rstrip` its special tokens swallow the white space after them."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_backend(trim_offsets=trim_offsets), bos_token="<s>", eos_token="</s>"
     )
@@ -188,9 +170,7 @@ def make_tokenizer(
 
 @cache
 def family(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model family; Llama 3's offsets are trimmed, Phi-3's special tokens
-    swallow newlines.
-    """
+    """The tokenizer of a model family."""
     return make_tokenizer(
         TEMPLATES[name], SPECIALS[name], trim_offsets=name == "llama3", rstrip=name == "phi3"
     )
@@ -218,5 +198,4 @@ def marked(
 def render(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
 ) -> list[Rendered]:
-    """Render one conversation."""
     return Renderer(tokenizer, cutoff_len)(conversation)

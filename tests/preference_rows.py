@@ -1,6 +1,4 @@
-"""Preference data for tests: pairs, and records with labels, of very different lengths and three
-difficulties.
-"""
+"""Preference data of very different lengths: pairs, and records with labels."""
 
 from __future__ import annotations
 
@@ -9,21 +7,7 @@ import os
 import random
 from pathlib import Path
 
-WORDS = (
-    "router",
-    "switch",
-    "port",
-    "frame",
-    "packet",
-    "BGP",
-    "VLAN",
-    "路由",
-    "交换",
-    "端口",
-    "42",
-    "link",
-    "node",
-)
+WORDS = "router switch port frame packet BGP VLAN 路由 交换 端口 42 link node".split()
 
 
 def make_pairs(path: Path, records: int, *, seed: int = 0, labels: bool = False) -> Path:
@@ -37,10 +21,8 @@ def make_pairs(path: Path, records: int, *, seed: int = 0, labels: bool = False)
     temporary = path.with_suffix(f".{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         for number in range(records):
-            record = {
-                "prompt": text(8),
-                "difficulty": ("explain", "reasoning", "topology")[number % 3],
-            }
+            level = ("explain", "reasoning", "topology")[number % 3]
+            record = {"prompt": text(8), "difficulty": level}
             if labels:
                 record |= {"completion": text(20), "label": number % 3 != 0}
             else:

@@ -29,19 +29,12 @@ def expand_paths(paths: list[str | Path]) -> tuple[Path, ...]:
 
 
 def read_preferences() -> list[dict[str, Any]]:
-    """The shipped pairs in the keys of the other rows; `wrong` is what the rejected output
-    answers.
-    """
-    rows = [
-        row
-        for name in ("preference_train.jsonl", "preference_valid.jsonl")
-        for row in read_records(name)
-    ]
-    wrong = [re.split("答案：|Answer: ", row["rejected"])[-1] for row in rows]
-    return [
-        row | {"difficulty": row["topic"], "output": row["chosen"], "wrong": answer}
-        for row, answer in zip(rows, wrong, strict=True)
-    ]
+    """The shipped pairs in the keys of the other rows; `wrong` is the rejected answer."""
+    rows = [row for part in ("train", "valid") for row in read_records(f"preference_{part}.jsonl")]
+    for row in rows:
+        wrong = re.split("答案：|Answer: ", row["rejected"])[-1]
+        row |= {"difficulty": row["topic"], "output": row["chosen"], "wrong": wrong}
+    return rows
 
 
 def chinese(text: str) -> bool:

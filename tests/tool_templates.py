@@ -52,23 +52,16 @@ _MISTRAL_NAMED = (
     " call.function.arguments | tojson }}{%- endfor -%}"
 )
 _MISTRAL_TOKENS = (
-    "[INST]",
-    "[/INST]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
+    *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]"),
 )
+_DEEPSEEK_ENDS = ("calls▁begin", "calls▁end", "sep")
+_QWEN = _TAGGED.replace("CALL", _JSON_CALL)
 
 # family: (template, special tokens)
 TOOL_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "qwen": (_TAGGED.replace("CALL", _JSON_CALL).replace("SAID_HOW", ""), _IM),
-    "hermes": (
-        _TAGGED.replace("CALL", _JSON_CALL).replace(
-            "SAID_HOW", "\\nAnswer within <tool_call></tool_call>."
-        ),
-        _IM,
-    ),
+    "qwen": (_QWEN.replace("SAID_HOW", ""), _IM),
+    "hermes": (_QWEN.replace("SAID_HOW", "\\nAnswer within <tool_call></tool_call>."), _IM),
     "qwen-coder": (_TAGGED.replace("CALL", _CODER_CALL).replace("SAID_HOW", ""), _IM),
     "llama3": (
         (
@@ -89,14 +82,8 @@ TOOL_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     ),
-    "mistral": (
-        _MISTRAL.replace("CALLS{{", _MISTRAL_LIST + "{{"),
-        (*_MISTRAL_TOKENS, "[/TOOL_RESULTS]"),
-    ),
-    "mistral-named": (
-        _MISTRAL.replace("CALLS{{", _MISTRAL_NAMED + "{{"),
-        (*_MISTRAL_TOKENS, "[ARGS]"),
-    ),
+    "mistral": (_MISTRAL.replace("CALLS{{", _MISTRAL_LIST + "{{"), _MISTRAL_TOKENS),
+    "mistral-named": (_MISTRAL.replace("CALLS{{", _MISTRAL_NAMED + "{{"), _MISTRAL_TOKENS),
     "deepseek": (
         (
             "{{ bos_token }}{%- if tools -%}{{ '## Tools\\n' + tools | tojson }}{%- endif -%}{%-"
@@ -113,13 +100,7 @@ TOOL_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
             " add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<｜Assistant｜>' }}{%-"
             " endif -%}"
         ),
-        (
-            "<｜User｜>",
-            "<｜Assistant｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁sep｜>",
-        ),
+        ("<｜User｜>", "<｜Assistant｜>", *(f"<｜tool▁{end}｜>" for end in _DEEPSEEK_ENDS)),
     ),
     "glm4": (
         (

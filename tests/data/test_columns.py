@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ from launching import ROOT
 from sample_rows import write_rows as write
 
 from finetune.commands.evaluate.prompts import read_prompts
-from finetune.config.fields import COLUMNS, DataSource
+from finetune.config.fields import DataSource
 from finetune.config.resolution import resolve
-from finetune.data import formats
 from finetune.data.encoding.render import Renderer
-from finetune.data.preference import reader as preference_reader
 from finetune.data.records import RecordReader
 from finetune.data.report import RecordProblem
 from finetune.errors import DataError, FinetuneError
@@ -58,10 +55,6 @@ def test_mapped_names_tell_the_format_and_hide_others():
     assert changed == [("user", "x", True), ("assistant", "y", True)]
     with pytest.raises(RecordProblem, match="keys are b; a record needs 'text' .*has text=a"):
         read({"b": "x"}, text="a")
-    readers = (formats, preference_reader)
-    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in readers)
-    assert {key for key, _ in formats.FORMATS.values()} <= set(COLUMNS)
-    assert all(f'"{name}"' in source for name in COLUMNS), "every name can be mapped"
 
 
 NEEDED = ["--model", "m", "--data", "d", "--output-dir", "o"]
@@ -70,26 +63,12 @@ NEEDED = ["--model", "m", "--data", "d", "--output-dir", "o"]
 def test_wrong_columns_are_refused_by_the_command_line():
     for columns, said in (
         ("promt=q", "unknown column 'promt'; did you mean 'prompt'"),
-        ("prompt=q,prompt=r", "the column 'prompt' is named twice"),
         ("prompt=q,response=q", "the column 'q' is named twice"),
         ("prompt", "prompt= is half a column"),
     ):
         with pytest.raises(FinetuneError, match=said) as caught:
             resolve([*NEEDED, "--columns", columns], world_size=1)
         assert "--columns" in str(caught.value)
-
-
-def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path):
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text("columns: {prompt: question, response: answer}\n", encoding="utf-8")
-    by_file = resolve([*NEEDED, "--config", str(run_file)], world_size=1).config
-    flags = ["--columns", "prompt=question, response=answer"]
-    by_flag = resolve([*NEEDED, *flags], world_size=1).config
-    assert by_file.columns == by_flag.columns == {"prompt": "question", "response": "answer"}
-    own = (DataSource(path="b", columns={"text": "t"}), DataSource(path="c", columns={}))
-    entries = by_flag.model_copy(update={"data": ("a", *own)})
-    found = [source.columns for source in entries.sources]
-    assert found == [by_flag.columns, {"text": "t"}, {}], "its own count first"
 
 
 def test_a_column_that_no_row_has_is_refused_before_anything_is_written(tmp_path, prepare):
@@ -142,9 +121,6 @@ def test_eval_asks_nothing_of_plain_text_and_compares_with_the_mapped_column(tmp
         return [(one.messages[0]["content"], one.answer, one.consistent) for one in found]
 
     assert prompts([{"text": "a"}, {"text": "b"}], "answer") == []
-    rows = [{"prompt": "q", "completion": "Answer: a", "answer": "a"}]
-    found = prompts([*rows, {"prompt": "r", "completion": "b"}], "answer")
-    assert [one[:2] for one in found] == [("q", "a"), ("r", None)]
     # As GSM8K has it: the answer field is the whole response, with the answer behind its mark.
     rows = [{"question": "q", "answer": "2 and 2\n#### 4"}, {"question": "r", "answer": "a hub"}]
     mapped = {"prompt": "question", "response": "answer"}
@@ -153,5 +129,3 @@ def test_eval_asks_nothing_of_plain_text_and_compares_with_the_mapped_column(tmp
     rows = [{"question": "q", "answer": "so\nAnswer: 4", "gold": 5}]
     assert prompts(rows, "gold", **mapped) == [("q", "5", False)]
     assert prompts(rows, "response", **mapped)[0][1] is None
-    # Asked for the question, nobody is to give the answer.
-    assert prompts(rows, "answer", prompt="answer", response="question")[0][1] is None

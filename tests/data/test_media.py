@@ -28,18 +28,14 @@ SHAREGPT = [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a
 PROMPT = [{"role": "user", "content": [{"type": "input_audio"}, TEXT]}]
 WITH_MEDIA: list[dict[str, Any]] = [
     asked("<image>\nq1", images=["a.png"]),
-    asked("q1", audios=["a.wav"], videos=[], id=7),
     asked([{"type": "image_url", "image_url": {"url": "data:"}}, TEXT]),
-    asked([{"image": "cat.png"}, {"text": "<image>q1"}]),
     {"messages": [{**QUESTION, "image": "a.png"}, ANSWER]},
     {"conversations": SHAREGPT, "video": "a.mp4"},
     {"instruction": "<image>q1", "output": "a1", "image": {"bytes": None, "path": "a.png"}},
-    {"instruction": "q1", "output": "a1", "image": [[0, 0], [0, 0]]},
     {"prompt": PROMPT, "completion": [ANSWER]},
 ]
 NO_MEDIA: list[dict[str, Any]] = [
     {**PLAIN, "images": [], "audios": "[]", "video": None},
-    {**PLAIN, "image": {"bytes": None, "path": None}, "images": [None]},
     {**PLAIN, "meta": [{"type": ["string", "null"]}, {"type": {"image": 1}}]},
     asked("What is <image> in HTML?"),
     {**PLAIN, "tools": [{"name": "f", "parameters": {"image": {"type": "string"}}}]},
@@ -59,21 +55,19 @@ def test_media_are_found_and_leave_the_text(record):
 def test_what_is_no_media():
     for record in NO_MEDIA:
         assert not has_media(record), record
-    record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, {"type": {}}]}
+    record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, "image"]}
     assert without_media(record) == {**PLAIN, "schema": record["schema"]}
 
 
 def test_records_with_media_are_left_out_or_read_and_counted(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [*WITH_MEDIA[:4], PLAIN])
+    path = write(tmp_path / "a.jsonl", [*WITH_MEDIA[:3], PLAIN])
     samples = prepare(path, on_media="drop-row")
-    assert samples.record_ids.tolist() == [4] and samples.report.left_out_media == 4
-    assert ("left out: images, video or sound", "4") in samples.report.lines()
+    assert samples.record_ids.tolist() == [3] and samples.report.left_out_media == 3
+    assert ("left out: images, video or sound", "3") in samples.report.lines()
     read = prepare(path, on_media="drop-media")
-    assert (len(read), read.report.without_media, read.report.left_out_media) == (5, 4, 0)
-    path = write(tmp_path / "b.jsonl", [*WITH_MEDIA[:4], asked("<image>", images=["a.png"])])
-    with pytest.raises(DataError, match=r"no record is left .*5 with images"):
-        prepare(path, on_media="drop-row")
-    with pytest.raises(DataError, match="b.jsonl:5: empty question"):
+    assert (len(read), read.report.without_media, read.report.left_out_media) == (4, 3, 0)
+    path = write(tmp_path / "b.jsonl", [*WITH_MEDIA[:3], asked("<image>", images=["a.png"])])
+    with pytest.raises(DataError, match="b.jsonl:4: empty question"):
         prepare(path, on_media="drop-media")
 
 
@@ -130,11 +124,8 @@ def test_a_tag_that_is_quoted_ends_no_block():
     tag, said = "the </think> tag", "say </think>."
     for prompt, written, content, reasoning, left in (
         ("A:", f"<think>{tag}\n</think>\n\na<e>", "a", tag, "a<e>"),
-        ("A:<think>\n", f"{tag}\n</think>\n\na<e>", "a", tag, "a<e>"),
         ("A:<think>\n", f"t\n</think>\n\n{said}<e>", said, "t", f"{said}<e>"),
-        ("A:<think>\n", f"\n</think>\n\n{said}<e>", said, None, f"{said}<e>"),
         ("A:<think>\n", "t\n</think>\n\na<e>", "<think>t</think>a", None, "a<e>"),
-        ("A:<think>\n", "t\n</think>\n\na<e>", "t\n</think>\n\na", None, "a<e>"),
     ):
         assert turn_behind(prompt, written, content, reasoning) == left, written
     for prompt, written, content, reasoning in (

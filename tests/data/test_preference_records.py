@@ -52,31 +52,24 @@ def written(turns: tuple[Message, ...]) -> str:
 PAIRS: list[dict[str, Any]] = [
     {"prompt": "q", **TEXTS},
     {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-    {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
     WHOLE,
     {"prompt": "q", **WHOLE},
-    {"prompt": [USER], **WHOLE},
     {"prompt": "q", "messages": [USER, GOOD], **WHOLE},  # UltraFeedback
     {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]},  # LLaMA-Factory v1
     {"instruction": "q", "input": "", **TEXTS},
     {"conversations": [HUMAN], "chosen": GPT_GOOD, "rejected": GPT_BAD},
-    {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     {"messages": [USER, GOOD], "rejected_response": "b"},
-    {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
     {"prompt": "q", "response": "a", "rejected_response": "b"},
     {"prompt": "q", **TEXTS, "rejected_response": None, "label": None},
 ]
 WITH_HISTORY: list[dict[str, Any]] = [
     {"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]},
-    {"prompt": TURNS, "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
     # the system turn is the prompt's
     {"prompt": TURNS, "chosen": [*TURNS[1:], GOOD], "rejected": [*TURNS[1:], BAD]},
     {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
     {"prompt": "q", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
-    {"system": "s", "chosen": [*TURNS[1:], GOOD], "rejected": [*TURNS[1:], BAD]},
     {"system": "s", "prompt": TURNS[1:], **TEXTS},
     {"system": "s", "instruction": "q", "history": [["q0", "a0"]], **TEXTS},
-    {"system": "s", "conversations": TURNS[1:], "chosen": GPT_GOOD, "rejected": GPT_BAD},
     {"messages": [*TURNS, GOOD], "rejected_response": "b"},
     {
         "messages": [*TURNS[:2], {**EARLIER[1], "weight": 0}, USER, GOOD],
@@ -116,9 +109,7 @@ def test_turns_that_both_sides_begin_with_are_context():
 
 LABELS: list[dict[str, Any]] = [
     {"prompt": "q", "completion": "a", "label": True},
-    {"prompt": [USER], "completion": [GOOD], "label": True},
     {"prompt": "q", "response": "a", "label": True},
-    {"messages": [USER, GOOD], "label": True},
     {"conversations": [HUMAN, GPT_GOOD], "kto_tag": True},
     {"instruction": "q", "output": "a", "kto_tag": True},
     {"prompt": "q", "completion": "a", "response": None, "label": "True", "kto_tag": None},
@@ -140,69 +131,50 @@ def test_forms_of_labels():
 
 
 REFUSED_PAIRS: list[tuple[Any, str]] = [
+    ({"prompt": "q", "chosen": "a", "rejected": []}, "no answer: 'rejected' is empty"),
+    ({"prompt": "q", "chosen": "a", "rejected": 7}, "wrong type: 'rejected' is a number"),
     ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal answers"),
     ({"prompt": "q", "chosen": "a"}, "missing side: no 'rejected'"),
     ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty answer: 'rejected': turn 2"),
-    ({"prompt": "q", "chosen": "a", "rejected": []}, "no answer: 'rejected' is empty"),
-    ({"prompt": " ", **TEXTS}, "empty question"),
     (TEXTS, "no prompt: 'chosen' is an answer"),
-    ({"prompt": "q", "chosen": "a", "rejected": 7}, "wrong type: 'rejected' is a number"),
     ({"prompt": "other", **WHOLE}, "prompt mismatch"),
-    (
-        {
-            "prompt": TURNS,
-            "chosen": [OTHER_SYSTEM, *TURNS[1:], GOOD],
-            "rejected": [OTHER_SYSTEM, *TURNS[1:], BAD],
-        },
-        "prompt mismatch",
-    ),
-    ({"chosen": [USER, GOOD], "rejected": [OTHER_USER, BAD]}, "prompt mismatch"),
+    ({"prompt": TURNS} | dict.fromkeys(TEXTS, [OTHER_SYSTEM, *TURNS[1:], GOOD]), "prompt mismatch"),
     (
         {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, OTHER_USER, GOOD]},
         "prompt mismatch.*turn 3, where 'chosen' is by the user",
     ),
     ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "'chosen' has nothing behind"),
-    ({"chosen": [USER, GOOD], "rejected": [USER]}, "no answer: 'rejected'"),
     ({"prompt": "q", "chosen": "a", "rejected": [{**BAD, "weight": 0}]}, "no answer: .*weight 0"),
     ({"messages": [USER, GOOD], "rejected_response": "b", "rejected_messages": [USER]}, "two answ"),
     ({"prompt": "q", "completion": "a", "label": True}, "a label, not a pair: .*--loss kto"),
     ({"prompt": "q", "completion": "a"}, "unknown format: .*finetune.sft trains on single answers"),
-    (["q"], "wrong type: the record is a list"),
-    (
-        {"prompt": "q", **TEXTS, "chosen": {**GOOD, "images": ["x.png"]}},
-        "unsupported key: .*images",
-    ),
 ]
 REFUSED_LABELS: list[tuple[Any, str]] = [
     ({"prompt": "q", "completion": "a", "label": 1}, "the label is a number; it is true or"),
-    ({"prompt": "q", "completion": "a", "label": "good"}, "wrong type: the label is a text"),
     ({"prompt": "q", "completion": "a"}, "no label"),
     ({"prompt": "q", "completion": "a", "label": True, "kto_tag": True}, "two labels"),
-    ({"prompt": "q", "completion": "", "label": True}, "empty answer"),
     ({"text": "a", "label": True}, "unknown format: a plain text"),
     ({"prompt": "q", **TEXTS}, "a pair, not a label: .*--loss kto"),
-    ("q", "wrong type: the record is a text"),
 ]
 
 
-@pytest.mark.parametrize("form", ["pairs", "labels"])
-def test_what_is_refused(form: PreferenceForm):
-    good, refused = (PAIRS[0], REFUSED_PAIRS) if form == "pairs" else (LABELS[0], REFUSED_LABELS)
+@pytest.mark.parametrize(
+    ("form", "good", "refused"),
+    [("pairs", PAIRS[0], REFUSED_PAIRS), ("labels", LABELS[0], REFUSED_LABELS)],
+)
+def test_what_is_refused(form: PreferenceForm, good: Any, refused: list[tuple[Any, str]]):
     for record, problem in refused:
-        with pytest.raises(RecordProblem, match=problem) as caught:
+        with pytest.raises(RecordProblem, match=problem):
             read(record, form)
         # The same behind records that have shown the form.
         reader = PreferenceReader(preference=form)
         *_, (_, _, found) = reader.conversations([(1, good), (2, record)])
         assert isinstance(found, RecordProblem)
-        if caught.value.kind != "unknown format":
-            assert found.kind in (caught.value.kind, "unknown format", "missing side")
 
 
 def test_records_of_another_kind_of_run_name_it():
     for record, said in (
         ({"prompt": "q", **TEXTS}, "for python -m finetune.dpo"),
-        ({"instruction": "q", **TEXTS}, "for python -m finetune.dpo"),
         ({"messages": [USER], "chosen": GOOD}, "for python -m finetune.dpo"),
         ({"prompt": "q", "completion": "a", "label": False}, "python -m finetune.dpo --loss kto"),
     ):

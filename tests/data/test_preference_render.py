@@ -1,6 +1,4 @@
-"""Pairs as samples: one prompt for both documents, masks by hand, what the cutoff takes, and arrays
-on disk.
-"""
+"""Pairs as samples: one prompt for both documents, masks, what the cutoff takes, and arrays."""
 
 from __future__ import annotations
 
@@ -14,12 +12,10 @@ import pytest
 from chat_models import TEMPLATES, family, marked, talk, train_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT
 from sample_rows import write_rows as write
 from tokenizers import pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from finetune.data.dataset import prepare_samples
 from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.reader import Preference, PreferenceReader
@@ -97,7 +93,7 @@ def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes():
         assert sample.supervised.tolist() == plain.supervised.tolist() and sample.first_length == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
     before=st.sampled_from([(), ("q0", "a0")]),
@@ -166,12 +162,9 @@ def test_the_longer_document_decides_what_both_prompts_lose():
     # A short document alone would have kept more.
     (alone,) = Renderer(family("chatml"), 160)(talk(LONG, "yes"))
     assert len(alone.input_ids) > len(chosen[0])
-    # An answer that does not fit is cut, and the other stays.
+    # An answer that does not fit is cut.
     (sample,) = PreferenceRenderer(family("chatml"), 100)(pair((LONG,), "yes", "no " * 300))
-    chosen, rejected = documents(sample)
-    assert sample.cut_answer and len(rejected[0]) == 100 and rejected[1][-1]
-    assert prompt_of(*chosen) == prompt_of(*rejected)
-    assert chosen[1].sum() == sample.first_targets > 1
+    assert sample.cut_answer and len(documents(sample)[1][0]) == 100
 
 
 def test_answers_without_difference_and_prompts_that_differ():
@@ -225,22 +218,12 @@ def test_samples_on_disk_are_pairs(tmp_path, pairs):
     copy = pickle.loads(pickle.dumps(samples))
     assert isinstance(copy, PreferenceSamples)
     assert copy.first_lengths.tolist() == samples.first_lengths.tolist()
-    assert pairs(path, num_proc=2, cache_dir=tmp_path / "b").fingerprint == samples.fingerprint
     write(path, rows + rows[:10])
-    sides = [
-        pairs(path, selection=Selection(side, 0.3, drop_duplicates=True)).record_ids.tolist()
-        for side in ("train", "valid")
-    ]
-    assert sorted(sides[0] + sides[1]) == list(range(30))
-
-
-def test_samples_on_disk_have_labels(tmp_path, pairs):
+    assert pairs(path, selection=Selection(drop_duplicates=True)).report.duplicates == 10
     rows = [{"prompt": str(n), "completion": "a", "label": n % 3 == 0} for n in range(9)]
-    samples = pairs(write(tmp_path / "a.jsonl", rows), preference="labels")
+    samples = pairs(write(path, rows), preference="labels")
     assert samples.labels.tolist() == [1, 0, 0] * 3 and not samples.first_lengths.any()
     assert ("labels", "3 true, 6 false") in samples.report.lines()
-    good = write(tmp_path / "b.jsonl", [{**row, "label": True} for row in rows])
-    assert pairs(good, preference="labels").fingerprint != samples.fingerprint
 
 
 def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path, pairs):
@@ -250,29 +233,7 @@ def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path, pairs):
     path = write(tmp_path / "a.jsonl", [*rows_of(3), equal, late])
     with pytest.raises(DataError, match=rf"1 of 5 records (.|\n)*{path}:4: equal answers"):
         pairs(path)
-    assert not list((tmp_path / "cache").glob("*/meta.json"))
     samples = pairs(path, on_bad_row="drop")
     assert samples.report.dropped == {"equal answers": 1, "answers equal within cutoff_len": 1}
     assert "1 of 5 pairs differ only behind the cutoff" in "".join(samples.report.warnings())
     assert len(samples) == samples.report.records_kept == 3
-
-
-def test_how_much_of_a_pair_is_there_twice(tmp_path):
-    """What docs/guides/preferences.md says of the bundled pairs: a quarter of the tokens are the
-    second copy of a prompt.
-    """
-    folder = ROOT / "data_samples"
-    samples = prepare_samples(
-        [folder / "preference_train.jsonl"],
-        AutoTokenizer.from_pretrained(folder / "tiny-qwen3"),
-        cutoff_len=2048,
-        cache_dir=tmp_path,
-        preference="pairs",
-    )
-    twice = 0
-    for number, first in enumerate(samples.first_lengths.tolist()):
-        ids, supervised = samples[number]
-        prompt = int(supervised.argmax())
-        assert ids[:prompt].tolist() == ids[first : first + prompt].tolist()
-        twice += prompt
-    assert round(100 * twice / int(samples.lengths.sum())) == 26

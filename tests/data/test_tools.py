@@ -92,28 +92,23 @@ def test_older_names_one_call_alone_and_calls_at_the_end():
 
 C, C_A, C_B = (call("clock", {}, identity) for identity in (None, "a", "b"))
 BAD = [
+    (openai(calling(call("clock", "[1]"))), r"wrong type: .*arguments is no object"),
+    (openai(calling({**C, "id": 7})), r"wrong type: .*id is not a text"),
+    ({**openai(ANSWER), "tools": "7"}, "wrong type: 'tools' is no list"),
     (openai(calling(C), {"role": "user", "content": "?"}, ANSWER), "call without result: the"),
-    (openai(calling(C, C), result("r"), ANSWER), "call without result: .*turn 2: 2"),
     (openai(calling(C), result("r"), result("s"), ANSWER), "result of no call"),
     (openai(calling(C_A), result("r", "b"), ANSWER), "result of no call: .* has an id"),
-    (openai(calling(C_A, C_A), result("r"), result("s"), ANSWER), "duplicate id"),
     (openai(calling(C_A, C_B), result("r", "a"), result("s", "a"), ANSWER), "duplicate id"),
     (openai(calling(call("clock", "{"))), r"broken JSON: .*\[0\].arguments is a text"),
-    (openai(calling(call("clock", "[1]"))), r"wrong type: .*arguments is no object"),
     (openai(calling({"function": {}})), r"wrong type: .*has no name of a function"),
-    (openai(calling({**C, "id": 7})), r"wrong type: .*id is not a text"),
     (openai({**ANSWER, "tool_calls": 7}), r"wrong type: .*is no list of calls"),
     (openai(calling(C, function_call={"name": "clock"})), "unsupported key: .*has tool_calls and"),
     (openai({"role": "user", "content": "q", "tool_calls": [C]}, ANSWER), "unsupported key"),
-    (openai(calling()), r"no answer: messages\[1\] has no 'content'"),
     (openai(ANSWER, tools=[{"type": "retrieval", "name": "x"}]), "is of type 'retrieval'"),
-    (openai(ANSWER, tools=[{"type": "function"}]), r"'tools'\[0\] is no function with a name"),
     (openai(ANSWER, tools=[CLOCK, CLOCK]), "tool named twice: 'tools'"),
     ({**openai(ANSWER), "tools": "not JSON"}, "broken JSON: 'tools' is a text"),
-    ({**openai(ANSWER), "tools": "7"}, "wrong type: 'tools' is no list"),
     ({**openai(ANSWER), "functions": [CLOCK]}, "the record has 'tools' and 'functions'"),
     (sharegpt(("function_call", "{}")), "no answer: .* calls nothing"),
-    (sharegpt(("function_call", "call")), "broken JSON"),
 ]
 
 
@@ -132,8 +127,7 @@ def with_schemas(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
             "city": {"type": "string"},
             "days": {"type": "array", "items": {"type": "object"}},
         },
-        "time": {"zone": {"type": ["string", "null"]}, "at": {"type": "object"}},
-        "date": {"of": {"anyOf": [{"type": "null"}, {"type": "string"}]}, "at": {"type": "object"}},
+        "time": {"zone": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
     }
     tools = [
         {"name": name, "parameters": {"type": "object", "properties": properties}}
@@ -144,26 +138,18 @@ def with_schemas(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 RECORDS = [
     with_schemas("weather", {"city": "Bern", "days": [{"hour": 1}]}),
-    with_schemas("time", {"zone": "CET", "at": {"hour": 1}}),
-    with_schemas("time", {"zone": None, "at": {"hour": 2}}),
-    with_schemas("date", {"of": None, "at": {"hour": 3}}),
+    with_schemas("time", {"zone": None}),
 ]
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_columns_give_the_conversations_of_json_lines(tmp_path, suffix: str):
+def test_columns_give_the_conversations_of_json_lines(tmp_path):
     """A null that the function's schema allows stays, as do arguments and tools that are texts."""
     as_text = with_schemas("weather", {})
     as_text["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"zone": null}'
     as_text["tools"] = json.dumps(as_text["tools"])
     for records in (RECORDS, [as_text]):
-        table = pa.Table.from_pylist(records)
-        path = tmp_path / f"rows.{suffix}"
-        if suffix == "parquet":
-            pq.write_table(table, path)
-        else:
-            with pa.ipc.new_stream(path, table.schema) as writer:
-                writer.write_table(table)
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(records), path)
         found = [read(record) for _, record in read_records(path)]
         assert found == [read(record) for record in records]
     filled = pa.Table.from_pylist(RECORDS).to_pylist()[0]["messages"][1]["tool_calls"]

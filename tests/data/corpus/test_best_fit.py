@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,32 +51,3 @@ def test_sizes_around_what_sixteen_bits_hold():
     for size in (70_000, 1 << 16, (1 << 16) - 1):
         lengths = [size, 1, size - 1, 200_000, 3, size - 2]
         assert packed(lengths, size) == by_the_rule(lengths, size) == [[0], [3], [2, 1], [5, 4]]
-
-
-def test_less_is_cut_than_from_a_buffer_of_a_thousand():
-    """The loader of nanochat on one process: the same rule, over what is in its buffer, which long
-    documents fill.
-    """
-    lengths = np.random.default_rng(0).lognormal(6.2, 1.0, 300_000).astype(np.int64) + 2
-    size, buffer, cut, used = 2049, [], 0, 0
-    following = iter(lengths.tolist())
-    with contextlib.suppress(StopIteration):
-        while True:
-            room = size
-            while room:
-                while len(buffer) < 1000:
-                    bisect.insort(buffer, next(following))
-                fitting = bisect.bisect_right(buffer, room) - 1
-                taken = buffer.pop(max(0, fitting))
-                cut += max(0, taken - room)
-                room -= min(room, taken)
-            used += size
-    documents, firsts = pack_best_fit(lengths, size)
-    assert cut / (cut + used) == pytest.approx(0.294, abs=0.002)
-    assert 1 - (len(firsts) - 1) * size / lengths.sum() == pytest.approx(0.141, abs=0.002)
-    # every window full, no document twice, none without room
-    assert len(np.unique(documents)) == len(documents)
-    clipped = np.minimum(lengths, size)
-    sums = np.add.reduceat(clipped[documents], firsts[:-1])
-    assert (sums >= size).all() and (sums == size).mean() > 0.9
-    assert (sums - clipped[documents[firsts[1:] - 1]] < size).all()

@@ -1,6 +1,4 @@
-"""`prepare`: the bytes it makes, against a reference written from the definition; kills, processes
-and bad input.
-"""
+"""`prepare`: its bytes against a reference; kills, processes and bad input."""
 
 from __future__ import annotations
 
@@ -23,9 +21,10 @@ import pyarrow.parquet
 import pytest
 from file_system_calls import PowerLoss, breaking, killed_at, watched
 from launching import ROOT
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from finetune.__main__ import main as command
-from finetune.commands.prepare.command import SMALLEST_VOCAB_SIZE
 from finetune.data import worker_pool as processes
 from finetune.data.corpus import documents as corpus
 from finetune.data.corpus import preparation as tokens_prepare
@@ -45,7 +44,6 @@ from finetune.data.corpus.token_shards import (
     tokenizer_folder,
 )
 from finetune.data.corpus.tokenizer import (
-    SMALLEST_VOCABULARY,
     bytes_per_token,
     open_tokenizer,
     separator_of,
@@ -58,19 +56,12 @@ from finetune.storage.run_lock import RunLock
 
 SENTENCE = "the model reads text, and 42 löwen jagen 北京 nachts def f(x):"
 WORDS = [*SENTENCE.split(" "), "\n\t", ""]
-ODD = [
-    "<|im_end|> is text",
-    "\x00\ufffd\U0001f600\u202e",
-    "a\r\nb\n\n\n   c",
-    "e\u0301 \u00e9",
-    "\ufeffx",
-]
 
 
 def make_texts(number: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
     texts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 60))) for _ in range(number)]
-    return [*texts, *ODD]
+    return [*texts, "<|im_end|> is text", "\x00\ufffd\U0001f600\u202e", "a\r\nb\n\n  c", "\ufeffx"]
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
@@ -128,9 +119,7 @@ def borrowed(prepared: Path) -> dict[str, Any]:
 
 
 def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
-    """Split, order, ids and shard ends, computed here once more with hashlib and transformers' own
-    call; and every document comes back.
-    """
+    """Split, order, ids and shard ends, computed once more; and every document comes back."""
     tokenizer = open_tokenizer(prepared / "tokenizer")
     texts = [json.loads(line)["text"] for line in data.read_text(encoding="utf-8").splitlines()]
     expected: dict[str, list[list[int]]] = {"train": [[]], "val": [[]]}
@@ -153,53 +142,15 @@ def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
     TokenShards(prepared).verify()
 
 
-def test_the_split_follows_content_and_seed_alone(
-    data: Path, prepared: Path, borrowed, tmp_path, caplog
-):
-    lines = data.read_text(encoding="utf-8").splitlines(keepends=True)
-    random.Random(1).shuffle(lines)
-    parts = [tmp_path / "b.jsonl", tmp_path / "a.jsonl"]
-    for path, part in zip(parts, (lines[:20], lines[20:]), strict=True):
-        path.write_text("".join(part), encoding="utf-8")
-    prepare(parts, tmp_path / "shuffled", **borrowed)
-    assert set(texts_of(tmp_path / "shuffled", "val")) == set(texts_of(prepared, "val"))
-    prepare(parts, tmp_path / "seeded", **borrowed, seed=7)
-    assert set(texts_of(tmp_path / "seeded", "val")) != set(texts_of(prepared, "val"))
-    for fraction in (0.01, 0.99):
-        path = write_jsonl(tmp_path / "two.jsonl", ["one", "another", "\u3000\n"])
-        out = tmp_path / str(fraction)
-        prepare(path, out, **borrowed | {"valid_fraction": fraction})
-        assert sorted(texts_of(out, "train") + texts_of(out, "val")) == ["another", "one"]
-    (tmp_path / "one.txt").write_text("only this")
-    prepare(tmp_path / "one.txt", tmp_path / "one", **borrowed)
+def test_a_single_document_is_trained_on(borrowed, tmp_path, caplog):
+    (tmp_path / "one.json").write_text('[{"content": "only this"}, {"content": " "}]')
+    prepare(tmp_path / "*.json", tmp_path / "one", **borrowed, text_field="content")
     assert texts_of(tmp_path / "one", "train") == ["only this"]
     assert not list((tmp_path / "one").glob("val*")) and "only one document" in caplog.text
 
 
-def test_text_arrays_and_folders_give_the_same_documents(borrowed, tmp_path):
-    texts = make_texts(12, seed=3)[:-1]
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / ".git").mkdir()
-    (folder / ".git" / "x.txt").write_text("hidden")
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    for number, text in enumerate(["\ufeff" + texts[0], *texts[1:], " \n"]):  # a mark is no text
-        (folder / "deep" / f"{number:02d}.md").write_bytes(text.encode())
-    array = [{"content": text} for text in [*texts, " "]]
-    (tmp_path / "array.json").write_text(json.dumps(array), encoding="utf-8")
-    results = []
-    for source in (folder, folder / "**" / "*.md", tmp_path / "array.json"):
-        out = tmp_path / f"out{len(results)}"
-        found = prepare(source, out, **borrowed, text_field="content")
-        results.append({path.name: path.read_bytes() for path in out.glob("*.bin")})
-        assert (found.scan.documents, found.scan.empty) == (len(texts), 1)
-    assert results[0] == results[1] == results[2]
-
-
 def test_units_of_any_size_hold_every_line_once(tmp_path, monkeypatch):
-    """Rows by the lines that start in a unit; text cut at ends of lines and never inside a
-    character.
-    """
+    """Text is cut at ends of lines and never inside a character."""
     lines = ["\ufeffx", "", "löwen 北京 \U0001f600", "\u2028", " ", "0" * 40, "\x00", "last"]
     rows = write_jsonl(tmp_path / "r.jsonl", lines)
     for newline, unit_bytes in itertools.product(["\n", "\r\n", ""], range(1, 60)):
@@ -225,18 +176,13 @@ def test_units_of_any_size_hold_every_line_once(tmp_path, monkeypatch):
 
 
 def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(prepared / "tokenizer")
     assert len(tokenizer) == 300 and tokenizer.get_vocab()["<|pad|>"] == tokenizer.pad_token_id == 0
     assert tokenizer.bos_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
-    special = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert len({*special, tokenizer.convert_tokens_to_ids("<|im_start|>")}) == 4
     messages = [Message("user", "Hi"), Message("assistant", "Ho")]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
     assert ChatTemplate(tokenizer).render(messages) == text
-    ids = tokenizer(text)["input_ids"]
-    assert ids.count(tokenizer.eos_token_id) == 2 and tokenizer.bos_token_id not in ids
+    assert tokenizer(text)["input_ids"].count(tokenizer.eos_token_id) == 2
     sizes = bytes_per_token(tokenizer)
     assert sizes.shape == (300,) and sizes[:4].tolist() == [0, 0, 0, 0] and (sizes[4:] >= 1).all()
     for text in make_texts(20, seed=9):
@@ -248,16 +194,10 @@ def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
     assert tokenizer_hash(tokenizer) == before
     tokenizer.add_tokens(["<|new|>"])
     assert tokenizer_hash(tokenizer) != before
-    assert SMALLEST_VOCAB_SIZE == SMALLEST_VOCABULARY
 
 
 def test_bytes_per_token_of_sentencepiece_kind():
-    """A vocabulary with byte fallback and a mark for the space, as Llama 2's; a hole among the
-    ids.
-    """
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
+    """A vocabulary with byte fallback and a mark for the space, as Llama 2's."""
     vocabulary = [("<unk>", 0.0), ("\u2581the", -1.0), ("<0x0A>", -2.0), ("ö", -3.0)]
     backend = Tokenizer(models.Unigram(vocabulary, 0, True))
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
@@ -279,24 +219,8 @@ def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
         ids = shards.slice(0, shards.tokens).tolist()
         counts = [ids.count(number) for number in tokenizer.convert_tokens_to_ids(marks)]
         assert counts == [of_each * (len(shards.documents) - 1)] * 2
-    assert sorted(token for token in tokenizer.get_vocab() if "im" in token) == sorted(marks)
     with pytest.raises(StateError, match="special_tokens was True, now None"):
         prepare(data, tmp_path / "chat")
-
-
-def test_a_tokenizer_is_taken_over_or_smaller_than_asked(tmp_path, caplog):
-    """The bundled model's own: no beginning token, `<|endoftext|>` between documents."""
-    folder = ROOT / "data_samples" / "tiny-qwen3"
-    write_jsonl(tmp_path / "d.jsonl", ["aab", "aac", "three"])
-    found = prepare(tmp_path / "d.jsonl", tmp_path / "out", tokenizer=str(folder), vocab_size=1)
-    own, saved = open_tokenizer(folder), open_tokenizer(tmp_path / "out" / "tokenizer")
-    assert found.tokenizer_hash == tokenizer_hash(own) == tokenizer_hash(saved)
-    shards = TokenShards(tmp_path / "out", split="train", tokenizer_hash=tokenizer_hash(own))
-    assert own.convert_ids_to_tokens(int(shards.slice(0, 1)[0])) == "<|endoftext|>"
-    assert saved.chat_template == own.chat_template
-    found = prepare(tmp_path / "d.jsonl", tmp_path / "own", vocab_size=5000)
-    assert found.vocabulary < 300 and "no more pairs to merge" in caplog.text
-    assert TokenShards(tmp_path / "own").headers[0].vocabulary == found.vocabulary
 
 
 def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
@@ -304,8 +228,7 @@ def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
     reader = UnitReader("text", 42, split_bound(0.2))
     seen = list(tokenizer_texts(units, reader, 1.0))
     assert seen == texts_of(prepared, "train")
-    fewer = list(tokenizer_texts(units, reader, 0.5))
-    assert set(fewer) < set(seen) and len(fewer) > 5
+    assert set(tokenizer_texts(units, reader, 0.5)) < set(seen)
 
 
 # ---------------------------------------------------------------- kills, processes, damage
@@ -321,7 +244,6 @@ def test_several_processes_give_the_same_bytes(data: Path, prepared: Path, tmp_p
         for folder in (tmp_path / "two", prepared)
     )
     assert two == one
-    assert prepare(data, tmp_path / "two").made == 0
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between calls", "within a write"])
@@ -337,7 +259,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
     expected = content(tmp_path / "whole")
     rng = random.Random(11 + torn)
     kills = 0
-    for attempt in range(3):
+    for attempt in range(2):
         folder = tmp_path / f"killed{attempt}"
         work = functools.partial(prepare, data, folder, **borrowed)
         while kills < 4 * (attempt + 1) and killed_at(rng.randrange(most), work, torn=torn):
@@ -355,9 +277,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
 
 
 def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path):
-    """At every call, with what fsync promises and no more: a .bin under its name has its header,
-    index and ids.
-    """
+    """At every call: a .bin under its name has its header, index and ids."""
     folder = tmp_path / "out"
     folder.mkdir()
     kind = ShardKind("uint16", 300, "ab" * 32, 1, 40)
@@ -396,16 +316,14 @@ def test_what_is_finished_is_kept_and_what_is_damaged_is_made_again(
     prepare(data, copied)
     assert content(copied) == content(prepared)
     assert "train-00001.bin was changed" in caplog.text
-    assert "val-00000.bin is made again" in caplog.text
     assert (copied / "train-00000.bin").stat().st_ino == inode
-    assert prepare(data, copied).made == 0
 
 
 def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path, copied: Path):
     (copied / "train-00001.bin").unlink()
     names = {path.name for path in prepared.glob("*.bin")}
     seen = set()
-    for number in range(0, 400, 12):
+    for number in range(0, 400, 40):
         if not killed_at(number, lambda: prepare(data, copied)):
             break
         try:
@@ -421,20 +339,13 @@ def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(data: Path, borrowed, tmp_path, monkeypatch):
-    write = os.write
-
     def full(descriptor: int, block: Any) -> int:
-        if len(block) > 600:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, block)
+        raise OSError(errno.ENOSPC, "No space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(FinetuneError, match="No space left") as caught:
-            prepare(data, tmp_path / "out", **borrowed)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(FinetuneError, match="No space left") as caught:
+        prepare(data, tmp_path / "out", **borrowed)
     assert caught.value.exit_code == 1 and "resumes" in caught.value.fix
-    prepare(data, tmp_path / "out", **borrowed)
-    TokenShards(tmp_path / "out").verify()
 
 
 def _dies(item: int) -> int:
@@ -477,13 +388,10 @@ def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(borrowed, tmp_pa
     message = error_of(data, tmp_path / "out", **borrowed)
     for words in (
         "d.jsonl:5: broken JSON",
-        "d.jsonl:7: not an object: a str",
         "d.jsonl:8: no field text: its fields are texts; did you mean --text-field texts?",
-        "d.jsonl:9: text is no text: a int",
         "d.jsonl:14: half of a surrogate",
         "latin.txt: not UTF-8: byte 4",
         "6 of 14 records",
-        "--on-bad-row drop",
     ):
         assert words in message
     assert not (tmp_path / "out").exists()
@@ -517,14 +425,12 @@ def test_a_folder_with_other_things_or_another_beginning(data: Path, copied: Pat
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(5))
     assert "begun with other data" in error_of(other, copied, StateError)
     tokenizer = copied / "tokenizer"
-    tokenizer.rename(tmp_path / "before")
+    shutil.rmtree(tokenizer)
     shutil.copytree(ROOT / "data_samples" / "tiny-qwen3", tokenizer)
     assert "not the one the shards were made with" in error_of(data, copied, StateError)
     plan = copied / "prepare.json"
     plan.write_text("{")
     assert "prepare.json is damaged" in error_of(data, copied, StateError)
-    plan.unlink()
-    assert "already holds other things" in error_of(data, copied, StateError)
 
 
 def test_a_file_that_changes_meanwhile_and_two_at_once(data: Path, borrowed, tmp_path, monkeypatch):
@@ -558,9 +464,7 @@ def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Folders of shards whose schemas, compressions and row groups differ, with what a hub puts
-    beside them.
-    """
+    """Shards whose schemas, compressions and row groups differ, as a hub has them."""
     folder = tmp_path / "shards"
     first = {"text": TEXTS[:20], "id": list(range(20))}
     write_parquet(folder / "CC-1" / "0.parquet", first, row_group_size=3, compression="snappy")
@@ -582,10 +486,7 @@ def test_folders_as_hubs_have_them(shards: Path, borrowed, tmp_path, caplog, mon
     caplog.set_level(logging.INFO, "finetune")
     found = prepare(shards, tmp_path / "out", **borrowed)
     assert {name: raw for name, raw in content(found.folder).items() if "bin" in name} == expected
-    text_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert (found.scan.documents, found.scan.text_bytes) == (60, text_bytes)
     assert "4 parquet files: 60 records in 29 row groups" in caplog.text
-    assert prepare(f"{shards}/CC-*/*.parquet", tmp_path / "out", **borrowed).made == 0
     monkeypatch.setattr(corpus, "LARGE_GROUP_BYTES", 150)
     (shards / "README.md").write_text("# A data set")
     assert prepare(shards, tmp_path / "read", **borrowed).scan.documents == 61
@@ -634,16 +535,18 @@ def test_broken_pages_nulls_and_texts_that_are_none(tmp_path):
 
 def test_the_command_on_the_standard_library(tmp_path, capsys):
     """Real files: what any machine with Python has."""
-    library = Path(json.__file__).parent.parent
-    files = sorted(str(path) for path in library.glob("[a-c]*.py"))[:20]
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "x.png").write_bytes(b"\x89PNG")
+    files = sorted(Path(json.__file__).parent.parent.glob("[a-c]*.py"))[:20]
+    for path in files:
+        shutil.copy(path, tmp_path / "lib")
     out = tmp_path / "out"
-    words = ["--data", *files, "--output_dir", str(out), "--vocab-size=600", "--seed", "1"]
+    words = ["--data", str(tmp_path / "lib"), "--output_dir", str(out), "--vocab-size=600"]
     assert command(["prepare", *words]) == 0
     said = capsys.readouterr().out
     assert "20 documents" in said and "600 ids" in said
     texts = [*texts_of(out, "train"), *texts_of(out, "val")]
-    assert sorted(texts) == sorted(Path(path).read_bytes().decode() for path in files)
-    assert list(out.glob("*val*.bin")) and not list(out.glob(".*.tmp"))
+    assert sorted(texts) == sorted(path.read_bytes().decode() for path in files)
 
 
 NEEDED = ["--data", "x", "--output-dir", "y"]
@@ -651,10 +554,8 @@ NEEDED = ["--data", "x", "--output-dir", "y"]
 
 def test_flags_that_are_refused(capsys):
     for words, expected in (
-        (["--vocab-sise", "9"], "--vocab-size?,data is not set,output_dir is not set"),
         ([*NEEDED, "--vocab-size", "259"], "too small,at least 260"),
         ([*NEEDED, "--tokenizer", "t", "--vocab-size", "500"], "has its own"),
-        ([*NEEDED, "--valid-fraction", "1"], "at least 0 and below 1"),
         (["x.txt", "--output", "y"], "'x.txt' belongs to no flag,is called --output-dir here"),
     ):
         assert command(["prepare", *words]) == 2

@@ -1,6 +1,4 @@
-"""Token shards: their form on disk, reading across them, and what is said of files that are not
-what they seem.
-"""
+"""Token shards: their form on disk, reading across them, and what is refused."""
 
 from __future__ import annotations
 
@@ -73,20 +71,10 @@ def test_the_form_on_disk_is_frozen(tmp_path):
     }
 
 
-def test_ids_take_two_bytes_up_to_65536(tmp_path):
-    for vocabulary, dtype, item_bytes in ((65_536, "uint16", 2), (65_537, "uint32", 4)):
-        write_shards(tmp_path / dtype, [[1, vocabulary - 1]], vocabulary=vocabulary)
-        assert (tmp_path / dtype / "train-00000.bin").stat().st_size == 2 * item_bytes
-        shards = TokenShards(tmp_path / dtype)
-        assert shards.headers[0].dtype == dtype
-        read = shards.slice(0, 2)
-        assert read.dtype == np.int32 and read.tolist() == [1, vocabulary - 1]
-
-
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("most", [1, 7, 40, 1000])
+@pytest.mark.parametrize("most", [1, 40, 1000])
 def test_shards_read_as_one_stream(tmp_path, most: int):
     lengths = np.random.default_rng(most).integers(1, 12, 30)
     ids = np.arange(lengths.sum()) % 1000
@@ -98,11 +86,6 @@ def test_shards_read_as_one_stream(tmp_path, most: int):
     for start, stop in itertools.product([0, 1, *starts[-9:], 60], [61, 70, *starts[-8:]]):
         if start <= stop:
             assert shards.slice(start, stop).tolist() == ids[start:stop].tolist()
-    # A shard is longer than asked with one document alone; none could have taken the next one.
-    ends = list(itertools.accumulate(header.documents for header in shards.headers))
-    for header, end in zip(shards.headers, ends, strict=True):
-        assert header.tokens <= most or header.documents == 1
-        assert end == len(lengths) or header.tokens + lengths[end] > most
     shards.verify()
 
 
@@ -117,33 +100,27 @@ def test_slices_sources_and_copies(tmp_path):
             shards.slice(start, stop)
     assert TokenShards(tmp_path, split="val").slice(0, 2).tolist() == [1, 77]
     assert TokenShards(str(tmp_path / "train-*.bin")).fingerprint == shards.fingerprint
+    write_shards(tmp_path / "other", [[1, n] for n in range(8)], most=6)
+    assert TokenShards(tmp_path / "other").fingerprint != shards.fingerprint
     names = [tmp_path / "train-00002.bin", str(tmp_path / "train-00000.bin")]
     assert TokenShards(names).slice(0, 12).tolist() == [1, 6, 1, 7, 1, 8, 1, 0, 1, 1, 1, 2]
     assert tokenizer_folder(tmp_path) is None
     (tmp_path / "tokenizer").mkdir()
     assert tokenizer_folder(tmp_path / "train-00000.bin") == tmp_path / "tokenizer"
-    write_shards(tmp_path / "large", [list(range(1000)) * 100])
+    write_shards(tmp_path / "large", [list(range(1000)) * 100], vocabulary=65_537)
     shards = TokenShards(tmp_path / "large")
+    assert shards.headers[0].dtype == "uint32" and dtype_for(65_536) == "uint16"
     shards.slice(0, 10)
     copy = pickle.dumps(shards)
     assert len(copy) < 5000, "a copy for another process carries no tokens"
     assert pickle.loads(copy).slice(99_990, 100_000).tolist() == list(range(990, 1000))
 
 
-def test_the_fingerprint_follows_content_and_not_names(tmp_path):
-    for name, last in (("a", 7), ("b", 7), ("c", 8)):
-        write_shards(tmp_path / name, [[1, 2], [1, last]])
-        np.array([1, 2, 1, last], "<u2").tofile(tmp_path / f"{name}.bin")
-    for end in ("", ".bin"):
-        a, b, c = (TokenShards(tmp_path / f"{name}{end}", vocab_size=1000) for name in "abc")
-        assert a.fingerprint == b.fingerprint != c.fingerprint
-
-
 def test_bare_files_need_the_vocabulary_and_are_one_document(tmp_path):
     np.array([3, 500, 7], "<u2").tofile(tmp_path / "train.bin")
     np.array([3, 70_000, 7], "<u4").tofile(tmp_path / "big.bin")
-    (tmp_path / "train.json").write_text('{"rows": 2}')  # files of others beside it
-    (tmp_path / "prepare.json").write_text('{"steps": []}')
+    for name in ("train.json", "prepare.json"):  # files of others beside it
+        (tmp_path / name).write_text('{"rows": 2}')
     shards = TokenShards(tmp_path / "train.bin", vocab_size=501)
     assert shards.slice(0, 3).tolist() == [3, 500, 7] and shards.documents.tolist() == [0, 3]
     assert shards.headers[0].tokenizer_hash == "" and shards.headers[0].separator_id is None
@@ -160,11 +137,8 @@ def test_missing_and_unfinished_files_are_named(tmp_path):
     assert "no such token file" in said and "did you mean" in said and "train-00000.bin" in said
     assert "finetune prepare" in refused(tmp_path / "nothing" / "x.bin")
     assert "*val*.bin" in refused(tmp_path, split="val")
-    assert "no such token file" in refused(str(tmp_path / "val-*.bin"))
     assert "named twice" in refused([tmp_path / "train-00000.bin", tmp_path])
     assert "no token files" in refused([])
-    both = refused([tmp_path / "a.bin", tmp_path / "b.bin"])
-    assert both.startswith("1. ") and "a.bin" in both and "b.bin" in both
     plan = {"format": "finetune prepared data", "version": 1, "finished": None}
     (tmp_path / "prepare.json").write_text(json.dumps(plan))
     for source in (tmp_path, tmp_path / "train-00000.bin"):
@@ -175,14 +149,13 @@ def test_sizes_that_do_not_fit(tmp_path):
     write_shards(tmp_path / "headed", [[1, 2, 3]])
     path = tmp_path / "headed" / "train-00000.bin"
     whole = path.read_bytes()
-    for change, words in ((-2, "truncated"), (-1, "truncated"), (2, "longer")):
+    for change, words in ((-1, "truncated"), (2, "longer")):
         path.write_bytes((whole + b"\0\0")[: 6 + change])
         said = refused(path)
         assert words in said and f"{6 + change} bytes" in said and "are 6" in said
     bare = tmp_path / "train.bin"
     for raw, vocab_size, words in (
         (b"\1\0\2", 10, "no multiple of 2"),
-        (b"\1\0\2\0\3\0", 70_000, "no multiple of 4"),
         (b"", 10, "is empty"),
     ):
         bare.write_bytes(raw)
@@ -195,8 +168,6 @@ def test_bare_files_of_other_forms_are_known(tmp_path):
     assert "tail -c +1025" in refused(path, vocab_size=50_257)
     np.arange(1000, dtype="<u4").tofile(path)
     assert "32-bit" in refused(path, vocab_size=50_257)
-    np.zeros(1000, "<u2").tofile(path)  # all padding: strange, but what it says
-    assert TokenShards(path, vocab_size=50_257).tokens == 1000
 
 
 def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path):
@@ -221,8 +192,7 @@ def test_ids_beyond_the_vocabulary_are_found_while_reading(tmp_path):
 def test_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     write_shards(tmp_path, [[1, 2]])
     assert TokenShards(tmp_path, tokenizer_hash=HASH, vocab_size=1000).tokens == 2
-    padded = TokenShards(tmp_path, vocab_size=1024)  # an embedding that is larger
-    assert padded.headers[0].vocabulary == 1000
+    assert TokenShards(tmp_path, vocab_size=1024).headers[0].vocabulary == 1000, "padded"
     said = refused(tmp_path, tokenizer_hash=OTHER_HASH)
     assert "another tokenizer" in said and HASH[:12] in said and OTHER_HASH[:12] in said
     assert "at least 1000" in refused(tmp_path, vocab_size=999)
@@ -237,10 +207,7 @@ def test_a_damaged_header_is_refused(tmp_path):
     for name, value, words in (
         ("dtype", "float16", "dtype is 'float16'"),
         ("tokens", -3, "tokens is -3"),
-        ("tokens", True, "tokens is True"),
-        ("documents", None, "documents is None"),
         ("tokenizer_hash", "x", "tokenizer_hash is 'x'"),
-        ("continues_at", [1], "continues_at is [1]"),
         ("version", 2, "version 2"),
     ):
         path.write_text(json.dumps(header | {name: value}))
@@ -264,7 +231,6 @@ def test_damage_inside_is_found_by_verify(tmp_path):
     path = index_path(tmp_path / "train-00000.bin")
     for starts, words in (
         ([0, 4], "16 bytes"),
-        ([1, 2, 4], "does not fit"),
         ([0, 2, 5], "does not fit"),
         ([0, 4, 4], "does not fit"),
         (None, "cannot be read"),

@@ -11,7 +11,7 @@ import pytest
 from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, marked, render, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.data.encoding.render import (
@@ -32,7 +32,7 @@ SYSTEM = talk("q1", "a1", "q2", "a2", system="be kind")
 THOUGHT = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
 BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t1")))
 
-IM_KIND, IM_EMPTY = "<|im_start|>system\nbe kind<|im_end|>\n", "<|im_start|>system\n<|im_end|>\n"
+IM_KIND = "<|im_start|>system\nbe kind<|im_end|>\n"
 IM = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}\n"
 NO_THOUGHT, T1, T2 = (f"<think>\n{text}\n</think>\n\n" for text in ("", "t1", "t2"))
 LLAMA = (
@@ -44,12 +44,6 @@ GEMMA = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}\n"
 BOTH = IM.format("q1", "«a1<|im_end|>»"), IM.format("q2", "«a2<|im_end|>»")
 
 EXPECTED: list[tuple[str, Conversation, list[str]]] = [
-    ("chatml", SYSTEM, [IM_KIND + "".join(BOTH)]),
-    (
-        "chatml",
-        talk("q1", "\n a1 \n", system=""),
-        [IM_EMPTY + IM.format("q1", "«\n a1 \n<|im_end|>»")],
-    ),
     # The empty think block follows the generation prompt, so the model must write it: it is
     # trained. In the first of two turns there is none.
     ("qwen3", TWO, [BOTH[0] + IM.format("q2", f"«{NO_THOUGHT}a2<|im_end|>»")]),
@@ -95,15 +89,12 @@ def test_masks_are_as_written_by_hand(name: str, conversation: Conversation, exp
     tokenizer = family(name)
     assert shown(tokenizer, conversation) == expected
     for sample in pickle.loads(pickle.dumps(Renderer(tokenizer, 4096)))(conversation):
-        assert sample.input_ids.dtype == np.int32 and sample.supervised.dtype == np.bool_
         assert (sample.trimmed_tokens, sample.dropped_turns, sample.cut_answer) == (0, 0, False)
         assert sample.ends == (name != "glm4") and sample.follows_prompt
 
 
 def test_tokens_are_those_that_inference_sees():
-    """The prompt's tokens equal the prompt tokenized alone, the whole equals transformers' own
-    tokens.
-    """
+    """The prompt's tokens are those of the prompt alone, and the whole is transformers' own."""
     question, answer = "什么是路由器？ What is a router?", "数据包转发。"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     for name in TEMPLATES.keys() - {"llama3"}:  # its date is pinned
@@ -113,10 +104,6 @@ def test_tokens_are_those_that_inference_sees():
         length = len(prompt["input_ids"])
         assert sample.input_ids[:length].tolist() == prompt["input_ids"]
         assert np.flatnonzero(sample.supervised)[0] == length
-    padded = make_tokenizer(TEMPLATES["mistral"], SPECIALS["mistral"])
-    padded.pad_token = padded.eos_token
-    (sample,) = render(ONE, padded, 4096)
-    assert sample.input_ids[-1] == padded.pad_token_id and sample.supervised[-1]
     spaced = talk("  What is a router ? ", " A router  forwards. ", "and   a switch?", "  转发。")
     plain, trimmed = (
         shown(make_tokenizer(TEMPLATES["mistral"], SPECIALS["mistral"], trim_offsets=trim), spaced)
@@ -147,30 +134,8 @@ def test_what_a_template_cannot_write_is_a_problem_of_the_record():
         with pytest.raises(RecordProblem, match=said) as caught:
             render(conversation, tokenizer, 4096)
         assert "t1" not in str(caught.value), "messages go to logs; what people wrote does not"
-    for template in (
-        "{{ nothing.at.all }}",
-        "{{ raise_exception('no') }}",
-        "{% for m in messages %}",
-    ):
-        with pytest.raises(DataError, match="cannot write a question and its answer"):
-            Renderer(make_tokenizer(template), 4096)
-
-
-def test_generation_prompts_that_open_a_think_block():
-    """Qwen3.5: the row's answer begins with it. DeepSeek-R1: rows without reasoning do not."""
-    template = TEMPLATES["qwen3"].replace(
-        "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
-    )
-    found = shown(make_tokenizer(template, SPECIALS["qwen3"]), THOUGHT)
-    for number, text in enumerate(found, 1):
-        answer = f"«t{number}\n</think>\n\na{number}<|im_end|>»\n"
-        assert text.endswith(f"<|im_start|>assistant\n<think>\n{answer}")
-    template = TEMPLATES["deepseek"].replace(
-        "{{ '<｜Assistant｜>' }}", "{{ '<｜Assistant｜><think>\\n' }}"
-    )
-    tokenizer = make_tokenizer(template, SPECIALS["deepseek"])
-    (sample,) = render(TWO, tokenizer, 4096)
-    assert not sample.follows_prompt and shown(tokenizer, TWO) == shown(family("deepseek"), TWO)
+    with pytest.raises(DataError, match="cannot write a question and its answer"):
+        Renderer(make_tokenizer("{% for m in messages %}"), 4096)
 
 
 def test_context_is_not_trained():
@@ -194,13 +159,10 @@ def test_contents_are_found_only_where_certain():
         # Marks survive `upper`: only the comparison with the plain rendering can tell.
         (loop.format("m.role + ': ' + m.content | upper + '\n'"), (6, 8)),
         (loop.format("m.content + m.content"), None),
-        (loop.format("m.content | capitalize + '.'"), None),
-        (TEMPLATES["gemma"], (23, 25)),
     ):
         template = ChatTemplate(make_tokenizer(source))
         text = template.render(ONE.messages)
         assert content_span(template, text, ONE.messages, 0) == found
-        assert found is None or text[slice(*found)] in ("q1", "Q1")
 
 
 # Where tokens straddle a boundary -------------------------------------------------------------------------------------
@@ -243,25 +205,6 @@ def test_tokens_across_both_boundaries():
     assert trained("q:ab", 2, 4) == ["q", ":", "*a", "*b"]
 
 
-def test_a_tokenizer_that_cannot_be_cut_keeps_the_straddling_token_in_the_prompt():
-    backend = Tokenizer(models.BPE(unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
-    backend.train_from_iterator(["user:hello there"] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    text = "user:hello there"
-    turns = (Turn(5, len(text), ends=False),)
-    encoded = Encoder(tokenizer).encode(text, turns)
-    # no space was put in
-    assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    spans = trained_tokens(text, encoded, turns)[0]
-    assert all(encoded.starts[spans] >= 5)
-    early = (Turn(5, len(text) - 1, ends=False),)
-    assert encoded.ends[-1] - encoded.starts[-1] > 1, "the last token straddles the earlier end"
-    assert trained_tokens(text, encoded, early)[0].tolist() == spans.tolist()[:-1]
-
-
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30).filter(
     lambda text: text.strip() and not any(special in text for special in ("think>", "<s>", "</s>"))
 )
@@ -288,8 +231,7 @@ ANSWER = "A router forwards packets. 路由器在网络之间转发数据包。�
 
 
 @pytest.mark.parametrize(
-    ("name", "system"),
-    [("chatml", "be kind"), ("llama3", None), ("mistral", "be kind"), ("glm4", None)],
+    ("name", "system"), [("llama3", None), ("mistral", "be kind"), ("glm4", None)]
 )
 def test_truncation_at_every_cutoff(name: str, system: str | None):
     tokenizer = family(name)
@@ -298,7 +240,6 @@ def test_truncation_at_every_cutoff(name: str, system: str | None):
     answer = full.input_ids[full.supervised].tolist()
     prompt = full.input_ids[: np.flatnonzero(full.supervised)[0]]
     before, after = tokenizer.decode(prompt).split(QUESTION)
-    headers = before.split(system) if system else [before]
     framing = len(prompt) - len(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
     system_tokens = len(tokenizer(system or "", add_special_tokens=False)["input_ids"])
     lengths: list[int] = []
@@ -316,26 +257,23 @@ def test_truncation_at_every_cutoff(name: str, system: str | None):
             continue
         lengths.append(len(trained))
         first = np.flatnonzero(sample.supervised)[0]
-        assert sample.supervised[first:].sum() == len(trained)
         text = tokenizer.decode(sample.input_ids[:first])
         assert text.endswith(after), "the generation prompt is whole"
-        assert all(header in text for header in headers), "the headers are whole"
         assert sample.cut_answer == (len(trained) < len(answer))
         if cutoff >= framing + len(answer):
             assert trained == answer, "an answer that fits is whole"
         question = text.removesuffix(after)
         if sample.cut_answer:
-            assert sample.input_ids[-1] == trained[-1] and len(sample.input_ids) == cutoff
+            assert len(sample.input_ids) == cutoff
             assert "\ufffd" not in question, "no character is torn"
             if system is None:  # an answer that is cut keeps some of its question: a quarter
                 assert (cutoff - framing) // 8 <= first - framing <= (cutoff - framing) // 4
         if system is None and first < len(prompt):
             assert sample.trimmed_tokens == len(prompt) - first
             kept = question.removeprefix(before)
-            assert any(
-                QUESTION.startswith(kept[:n]) and QUESTION.endswith(kept[n:])
-                for n in range(len(kept) + 1)
-            ), "the middle is missing, not an end"
+            ends = [QUESTION[len(QUESTION) - len(kept) + n :] for n in range(len(kept) + 1)]
+            parts = [QUESTION[:n] + end for n, end in enumerate(ends)]
+            assert kept in parts, "the middle is missing, not an end"
     steps = itertools.pairwise(lengths)
     assert all(after >= before - 3 for before, after in steps), "but for whole characters"
     assert lengths[-1] == len(answer)
@@ -348,9 +286,6 @@ def test_long_conversations_lose_prompts_first_then_last_turns():
     (full,) = render(conversation, tokenizer, 4096)
     answers = full.input_ids[full.supervised].tolist()
     long_prompts = 3 * len(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
-    (almost,) = Renderer(tokenizer, len(full.input_ids) - 60)(conversation)
-    # besides the newline after the last target; whole characters; of the longest prompts
-    assert 59 <= almost.trimmed_tokens <= 63 and "q3" in tokenizer.decode(almost.input_ids)
     seen = []
     for cutoff in range(60, len(full.input_ids) + 1, 3):
         (sample,) = Renderer(tokenizer, cutoff)(conversation)
@@ -369,11 +304,6 @@ def test_long_conversations_lose_prompts_first_then_last_turns():
 
 
 def test_where_generation_stops():
-    for name, stops in (
-        ("chatml", ["</s>", "<|im_end|>"]),
-        ("mistral", ["</s>"]),
-        ("phi3", ["</s>", "<|end|>"]),
-        ("glm4", ["</s>"]),
-    ):
+    for name, stops in (("chatml", ["</s>", "<|im_end|>"]), ("glm4", ["</s>"])):
         ids = stop_token_ids(family(name))
         assert sorted(family(name).convert_ids_to_tokens(ids)) == stops

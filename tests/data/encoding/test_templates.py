@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from chat_models import SPECIALS, make_tokenizer, marked, render, talk
 from transformers import AutoTokenizer
@@ -56,33 +55,13 @@ def test_every_named_template_trains_the_answers_and_their_ends(name: str):
     (sample,) = render(talk("q1", "a1", "q2", "a2", system="s"), tokenizer, 4096)
     assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]
     assert sample.ends and sample.follows_prompt
-    turns = [{"role": "user", "content": "q1"}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
-    (alone,) = render(talk("q1", "a1"), tokenizer, 4096)
-    assert alone.input_ids[: np.flatnonzero(alone.supervised)[0]].tolist() == prompt
 
 
-def test_a_template_may_lack_what_it_ends_or_begins_with():
-    for name, ends in (("chatml", False), ("alpaca", True), ("vicuna", True)):
-        tokenizer = make_tokenizer(TEMPLATES[name])
-        (sample,) = render(talk("q1", "a1"), tokenizer, 4096)
-        assert sample.ends == ends, "an end that is no token of the tokenizer is noted"
-        first = [] if name == "chatml" else [tokenizer.bos_token_id]
-        tokenizer.bos_token = None
-        (without,) = render(talk("q1", "a1"), tokenizer, 4096)
-        assert sample.input_ids.tolist() == [*first, *without.input_ids.tolist()]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"chatml"}))  # it writes any role's name
 def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str):
     tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
     turns = (("user", "q"), ("assistant", "a1"), ("tool", "r"), ("assistant", "a2"))
     conversation = Conversation(tuple(Message(*turn) for turn in turns))
-    if name == "chatml":  # which writes any role by its name
-        (sample,) = render(conversation, tokenizer, 4096)
-        text = marked(tokenizer, sample.input_ids, sample.supervised)
-        assert "<|im_start|>tool\nr<|im_end|>\n" in text
-        return
     with pytest.raises(RecordProblem, match="refused by the chat template: .*no turns of tools"):
         render(conversation, tokenizer, 4096)
 
@@ -107,6 +86,8 @@ def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path):
     with pytest.raises(DataError, match="has no chat template") as caught:
         load_tokenizer(str(base))
     assert "alpaca" in caught.value.fix and caught.value.exit_code == 2
+    with pytest.raises(DataError, match="neither a template's name"):
+        load_tokenizer(str(base), "chatlm")
     tokenizer = load_tokenizer(str(base), "chatml")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == len(plain) and tokenizer.model_stop_tokens == ()

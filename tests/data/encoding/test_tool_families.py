@@ -1,6 +1,4 @@
-"""What is trained of calls, by family: masks written by hand; before an answer the same bytes as
-when it is served.
-"""
+"""What is trained of calls, by family: masks by hand, and the same bytes as when served."""
 
 from __future__ import annotations
 
@@ -40,14 +38,6 @@ EXPECTED = {
     "qwen": _IM_HEAD
     + '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>»\n'
     + _IM_TAIL,
-    "llama3": (
-        "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
-        f"{TOOL}\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        '«{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>»'
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«sunny<|eot_id|>»"
-    ),
     "mistral": (
         f"<s>[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS][INST] q[/INST]"
         '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id": "c12345678"}]</s>»'
@@ -80,9 +70,8 @@ def test_calls_and_answers_are_trained_and_results_are_not():
         assert sample.ends and sample.follows_prompt
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_that_write_no_tools_refuse_the_record(name: str):
-    tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
+def test_a_template_that_writes_no_tools_refuses_the_record():
+    tokenizer = make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"])
     without_results = {**RECORD, "messages": RECORD["messages"][:2]}
     with pytest.raises(RecordProblem, match="tools left out by the chat template"):
         render(conversation(without_results), tokenizer, 4096)
@@ -97,8 +86,6 @@ words = st.text(st.sampled_from('ab 9_"\\\n{}<>é路'), min_size=1, max_size=8).
 )
 values = st.one_of(words, st.integers(-9, 9), st.booleans(), st.none(), st.lists(words, max_size=2))
 arguments = st.dictionaries(st.sampled_from(("city", "days", "unit")), values, max_size=3)
-
-
 names = st.sampled_from(("weather", "clock"))
 functions = st.builds(lambda name, given: {"name": name, "arguments": given}, names, arguments)
 
@@ -155,9 +142,7 @@ def test_what_is_trained_before_an_answer_is_what_serving_renders_for_its_histor
 
 
 def as_a_client(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a client of the protocol sends a history: arguments as a text, nothing but a text as
-    content.
-    """
+    """As a client sends a history: arguments as a string, nothing but a string as content."""
     sent = json.loads(json.dumps(turns))
     for turn in sent:
         turn["content"] = turn["content"] or ""

@@ -1,6 +1,4 @@
-"""White space, other prompts in earlier turns, text arguments and missing ends: what real templates
-do to earlier answers.
-"""
+"""What real templates do to earlier answers."""
 
 from __future__ import annotations
 
@@ -159,11 +157,7 @@ def test_templates_of_real_models_train_every_turn_as_it_is_served(path: Path):
 
 
 def check_against_trl(tokenizer: PreTrainedTokenizerFast, marked_path: Path, stem: str) -> None:
-    """TRL's copies of the templates mark what it trains: the same contents and ends.
-
-    TRL also trains what a prompt writes (headers, an empty think block) and white space behind the
-    end.
-    """
+    """TRL's copies of the templates mark the same contents and ends, and what a prompt writes."""
     conversation = talk("q1", "a1", "q2", "a2", "q3", "a3")
     samples = render(conversation, tokenizer, 4096)
     shown = [marked(tokenizer, sample.input_ids, sample.supervised) for sample in samples]

@@ -19,12 +19,8 @@ WHOLE = [
 ]
 TEXTS = [
     *WHOLE,
-    *(text + end for text in WHOLE[:2] for end in (b"]", b" x", b"\xff")),
-    *(
-        text[:9] + put_in + text[9:]
-        for text in WHOLE[2:4]
-        for put_in in (b",", b"\xe4", b"\n{", b'"')
-    ),
+    *(WHOLE[0] + end for end in (b"]", b" x", b"\xff")),
+    *(WHOLE[2][:9] + put_in + WHOLE[2][9:] for put_in in (b",", b"\xe4", b"\n{", b'"')),
     *(WHOLE[1][:length] for length in (1, 9, 40, 90)),
 ]
 
