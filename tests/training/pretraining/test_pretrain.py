@@ -78,26 +78,23 @@ def one(settings: dict, tmp_path_factory) -> Path:
     return train(settings, tmp_path_factory.mktemp("runs") / "one")
 
 
-@pytest.mark.parametrize("optimizer", ["normuon", "adamw"])
-def test_a_plain_loop_does_the_same(optimizer, one, settings, tokens, tmp_path):
+def test_a_plain_loop_does_the_same(one, settings, tokens):
     """From the definition: whole batches, no accumulation.
 
-    How far rounding alone may carry equal trainings apart depends on kernels and optimizer: Muon
-    orthogonalizes in bfloat16, which makes small singular values large. So it is measured: further
-    plain loops differ from the first only in the order in which they sum over a batch.
+    How far rounding alone may carry equal trainings apart depends on the kernels: NorMuon orthogonalizes
+    in bfloat16, which makes small singular values large. So it is measured: further plain loops
+    differ from the first only in the order in which they sum over a batch.
     """
-    settings = {**settings, "optimizer": optimizer, "sample_every": 0}
-    ours = one if optimizer == "normuon" else train(settings, tmp_path / "run")
     config = resolve_object({**settings, "output_dir": "x"}, 1, PretrainConfig).config
-    batches = sample_ids(ours)
+    batches = sample_ids(one)
     model, expected = plain_loop(config, batches, tokens)
     twins = [plain_loop(config, batches, tokens, parts=parts) for parts in (2, 4, WINDOWS)]
     difference = run_helpers.largest_relative_difference
     rounding = max(difference(expected, twin) for _, twin in twins)
     assert rounding < 1e-3, "no yardstick"
-    assert difference(expected, losses(ours)) <= max(1e-5, ROUNDING_FACTOR * rounding)
+    assert difference(expected, losses(one)) <= max(1e-5, ROUNDING_FACTOR * rounding)
     assert expected[-1] < expected[0] - 0.1, "nothing was learned"
-    result = result_weights(ours)
+    result = result_weights(one)
     for name, parameter in model.named_parameters():
         size = parameter.norm()
         apart = [(twin.get_parameter(name) - parameter).norm() / size for twin, _ in twins]
@@ -140,7 +137,9 @@ def test_two_processes_are_the_same_training(one: Path, settings: dict, tmp_path
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     for a, b in zip(events(one, "eval"), events(two, "eval"), strict=True):
         assert a["step"] == b["step"] and a["eval_bpb"] == pytest.approx(b["eval_bpb"], rel=1e-4)
-    assert events(two, "start")[0]["world_size"] == 2
+    (start,), (sample,) = events(two, "start"), events(two, "sample")
+    assert (start["world_size"], start["gradient_accumulation_steps"]) == (2, 2)
+    assert sample["step"] == STEPS and len(sample["samples"]) == 3
 
 
 def test_bits_per_byte_by_definition(one: Path, tokens: Path):
@@ -163,18 +162,6 @@ def test_bits_per_byte_by_definition(one: Path, tokens: Path):
     assert last["eval_bpb"] == pytest.approx(nats / math.log(2) / total_bytes, rel=1e-5)
     # The first evaluation is the start's: every token equally likely.
     assert first["eval_loss"] == pytest.approx(math.log(320), abs=1e-2)
-
-
-def test_the_log_and_each_window_once_a_pass(one: Path, tokens: Path):
-    taken = [i for ids in sample_ids(one) for i in ids]
-    available = len(Windows(TokenShards(tokens, split="train"), LENGTH))
-    assert len(taken) == len(set(taken)) == STEPS * WINDOWS <= available > max(taken)
-    record = run_helpers.lines(one / "trainer_log.jsonl")[-1]
-    assert record["mfu"] is None  # a CPU's peak is unknown: not 0.00%
-    (start,), (sample,) = events(one, "start"), events(one, "sample")
-    assert start["gradient_accumulation_steps"] == 4 and start["flops_per_token"] > 0
-    assert start["total_batch_size"] == WINDOWS * LENGTH
-    assert sample["step"] == STEPS and len(sample["samples"]) == 3
 
 
 def test_killed_and_resumed_it_is_bit_identical(one, settings, tmp_path):
