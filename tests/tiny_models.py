@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -140,6 +141,18 @@ def outputs(
 
 def alone(model: torch.nn.Module, ids: np.ndarray) -> torch.Tensor:
     return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
+
+
+def attention_by_mask(query, key, value, bounds, left: int, scale: float) -> torch.Tensor:
+    """What flash kernels compute of documents, `(tokens, heads, width)`, by one masked product."""
+    place = torch.arange(len(query))
+    distance = place[:, None] - place[None, :]
+    document = torch.bucketize(place, bounds[1:], right=True)
+    mask = (distance >= 0) & ((left < 0) | (distance <= left))
+    mask &= document[:, None] == document
+    states = (states.transpose(0, 1)[None].double() for states in (query, key, value))
+    given = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+    return scaled_dot_product_attention(*states, **given)[0].transpose(0, 1).to(query.dtype)
 
 
 def other_tokens(ids: np.ndarray, positions: slice | int) -> np.ndarray:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -43,9 +43,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def cache(models, tmp_path, monkeypatch) -> Path:
-    """A cache of Hugging Face's form with two commits of a model; `main` is the first, `v2` the
-    second.
-    """
+    """A cache of Hugging Face's form with two commits: `main` is the first, `v2` the second."""
     home = tmp_path / "cache"
     repository = home / f"models--{NAME.replace('/', '--')}"
     for commit, model in models.items():
@@ -63,13 +61,8 @@ def config(output_dir: Path, model: str = NAME, **changes: Any) -> RunConfig:
 
 
 def test_a_name_stands_for_one_commit(cache, tmp_path):
-    for model, parts in (
-        ("owner/name@v1.0", ("owner/name", "v1.0")),
-        ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
-        ("./folder@home/model", ("./folder@home/model", None)),
-        ("/a/b@c", ("/a/b@c", None)),
-    ):
-        assert split_revision(model) == parts
+    assert split_revision("owner/name@refs/pr/3") == ("owner/name", "refs/pr/3")
+    assert split_revision("./folder@home/model") == ("./folder@home/model", None)
     for asked, commit in ((NAME, FIRST), (f"{NAME}@v2", SECOND), (f"{NAME}@{SECOND}", SECOND)):
         assert with_model_found(config(tmp_path / "run", asked)).model == f"{NAME}@{commit}"
     missing = with_model_found(config(tmp_path / "run", f"{NAME}@v9"))
@@ -91,7 +84,6 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
     assert with_model_found(wanted).model == f"{NAME}@{FIRST}"
     assert with_model_found(config(tmp_path / "other")).model == f"{NAME}@{SECOND}"
     assert with_model_found(config(run, resume="never")).model == f"{NAME}@{SECOND}"
-    # which has its weights of that commit
     elsewhere = config(tmp_path / "other", resume=str(run / "checkpoint-2"))
     assert with_model_found(elsewhere).model == recorded_model(run, NAME) == f"{NAME}@{FIRST}"
     # Asked for by another name it is another model, which the identity then refuses.
@@ -105,18 +97,12 @@ def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_pat
     expected = list(load_model(config(tmp_path, str(models[SECOND])), **given).parameters())
     assert all(map(torch.equal, model.parameters(), expected))
     assert len(read_tokenizer(found.model)) == len(read_tokenizer(str(models[SECOND])))
-    adapted, folder = add_adapter(model, found, one_dtype=False), tmp_path / "adapter"
-    folder.mkdir()
-    adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(
-        folder
-    )
-    source = Source(find_source(str(folder)).base, None)
+    adapted = add_adapter(model, found, one_dtype=False)
+    adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if "lora" in n})(tmp_path)
+    source = Source(find_source(str(tmp_path)).base, None)
     assert source.base == f"{NAME}@{SECOND}"
     again = load_weights(source, torch.device("cpu"), "float32", trust_remote_code=False)
     assert all(map(torch.equal, again.parameters(), expected))
-
-
-# ---------------------------------------------------------------- ModelScope
 
 
 @pytest.fixture
@@ -124,17 +110,11 @@ def modelscope(models, monkeypatch) -> list[tuple[str, str, bool]]:
     """A module that behaves as its documented `snapshot_download`; the calls that it got."""
     calls: list[tuple[str, str, bool]] = []
 
-    def snapshot_download(
-        model_id: str, revision: str = "master", *, local_files_only: bool = False
-    ) -> str:
+    def download(model_id: str, revision: str = "master", *, local_files_only: bool = False) -> str:
         calls.append((model_id, revision, local_files_only))
-        if revision not in ("master", "v2"):
-            raise LookupError(f"The specified branch or tag : {revision} not exist!")
-        return str(models[FIRST if revision == "master" else SECOND])
+        return str({"master": models[FIRST], "v2": models[SECOND]}[revision])
 
-    module = ModuleType("modelscope")
-    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "modelscope", module)
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=download))
     return calls
 
 
@@ -144,7 +124,7 @@ def test_a_model_of_modelscope_is_a_folder(modelscope, models, tmp_path, monkeyp
     for asked, folder in ((NAME, first), (f"{NAME}@v2", second), (first, first)):
         assert with_model_found(config(tmp_path, asked, hub="modelscope")).model == folder
     assert modelscope == [(NAME, "master", True), (NAME, "v2", True)]
-    with pytest.raises(ConfigError, match="ModelScope does not give owner/tiny@v9: .*not exist"):
+    with pytest.raises(ConfigError, match="ModelScope does not give owner/tiny@v9: 'v9'"):
         from_modelscope(f"{NAME}@v9", "modelscope")
     # where the setting is auto, the variable chooses
     assert from_modelscope(NAME) == NAME
@@ -152,15 +132,12 @@ def test_a_model_of_modelscope_is_a_folder(modelscope, models, tmp_path, monkeyp
     assert from_modelscope(NAME) == find_source(NAME).base == first
     assert from_modelscope(NAME, "huggingface") == NAME
     monkeypatch.setitem(sys.modules, "modelscope", None)
-    with pytest.raises(ConfigError, match="not installed") as caught:
+    with pytest.raises(ConfigError, match="not installed"):
         from_modelscope(NAME, "modelscope")
-    assert "pip install modelscope" in caught.value.fix
 
 
 def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
-    """Of a commit, a branch, what `main` is; without a record of that, of any; never of another
-    than is asked for.
-    """
+    """Of a commit, a branch, what `main` is; without a record of that, of any."""
     monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
     path = cache / "snapshots" / SECOND / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
@@ -177,12 +154,9 @@ def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
     assert width(NAME) in (64, 96)
 
 
-def test_a_name_that_is_nearly_a_folders_is_answered_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_name_that_is_nearly_a_folders_is_answered_with_it(tmp_path, monkeypatch, caplog):
     (tmp_path / "mymodel").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
         load_model_config("mymodle")

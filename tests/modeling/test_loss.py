@@ -1,6 +1,4 @@
-"""The loss against its definition: each sample alone, losses summed, divided by the targets of the
-global batch.
-"""
+"""The loss against its definition: each sample alone, summed, by the global batch's targets."""
 
 from __future__ import annotations
 
@@ -10,21 +8,23 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import run_helpers
+import tiny_models
 import torch
-import transformers
 from accelerate import Accelerator
+from tiny_models import CPU, VOCABULARY, tiny_config
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from finetune import run
-from finetune.batching.collate import Microbatch, collate
+from finetune.batching.collate import collate
 from finetune.batching.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.modeling import objective
-from finetune.modeling.attention import choose_attention
+from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import (
     ChunkedHead,
     make_chunked_head,
@@ -32,24 +32,19 @@ from finetune.modeling.loss import (
     sums_by_group,
     token_losses,
 )
+from finetune.modeling.preference_loss import WeighedHead
 from finetune.training.control import Control
 from finetune.training.executor import REHEARSAL, StepExecutor, largest_microbatch, microbatch_seed
 
-VOCABULARY = 50
-CPU = torch.device("cpu")
-
 
 class FakeSamples:
-    """Samples of random tokens: a question that is not trained, answers that are, sometimes in two
-    turns.
-    """
+    """Random tokens, of which some are trained; none in every fifth sample."""
 
     def __init__(self, count: int, seed: int) -> None:
         choose = np.random.default_rng(seed)
         self.items = []
         for number in range(count):
             length = int(choose.integers(2, 24))
-            # every fifth has no target
             supervised = choose.random(length) < (0.5 if number % 5 else 0.0)
             supervised[0] = False
             self.items.append((choose.integers(0, VOCABULARY, length).astype(np.int32), supervised))
@@ -65,19 +60,15 @@ class FakeSamples:
         return self.items[index]
 
 
-def make_model(attention: str) -> Qwen3ForCausalLM:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(
-        **sizes, initializer_range=0.3, tie_word_embeddings=True, attn_implementation=attention
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).double()
+def make_model(attention: str) -> torch.nn.Module:
+    config = tiny_config("qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    return tiny_models.make_model(config, attention).double().requires_grad_(True)
 
 
 @pytest.fixture
-def model() -> Qwen3ForCausalLM:
-    return make_model(choose_attention(Qwen3Config()))
+def model() -> torch.nn.Module:
+    choose_attention(tiny_config("qwen3"))
+    return make_model(ISOLATED)
 
 
 def plain_losses(model: torch.nn.Module, ids: np.ndarray, supervised: np.ndarray) -> torch.Tensor:
@@ -97,27 +88,17 @@ def defined_gradient(samples: FakeSamples) -> tuple[float, dict[str, torch.Tenso
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_gradients_equal(
-    model: torch.nn.Module, wanted: dict[str, torch.Tensor], tolerance: float = 1e-9
-) -> None:
+def assert_gradients_equal(model, wanted, tolerance=1e-09):
     for name, parameter in model.named_parameters():
         norm = wanted[name].norm()
         assert norm > 0, name
         assert (parameter.grad - wanted[name]).norm() < tolerance * norm, name
 
 
-def execute(
-    model: torch.nn.Module,
-    samples: FakeSamples,
-    execution: Execution,
-    *,
-    head: ChunkedHead | None = None,
-    rehearsal: bool = False,
-) -> tuple[float, torch.Tensor, int]:
-    """Run all samples as step 0 on every rank of the execution, one after the other.
+def execute(model, samples, execution, *, head=None, rehearsal=False):
+    """Run all samples as step 0 of every rank; gradients are added up, as an all-reduce would.
 
-    Returns loss, sums per difficulty and the number of microbatches. One process adds the gradients
-    up as the ranks' all-reduce would.
+    Returns loss, sums per difficulty and the number of microbatches.
     """
     loss, group_losses, count = 0.0, torch.zeros(2), 0
     for rank in range(execution.world_size):
@@ -148,7 +129,6 @@ def execute(
 EXECUTIONS = {
     "one packed sequence": Execution(0, 1, 10_000, None),
     "packed": Execution(0, 1, 40, None),
-    "one sample a packed sequence": Execution(0, 1, 24, None),
     "padded": Execution(0, 1, None, 4),
     "packed, 3 ranks": Execution(0, 3, 60, None),
     "padded, 2 ranks": Execution(0, 2, None, 4),
@@ -170,9 +150,12 @@ def test_gradient_is_that_of_the_definition(model, name, monkeypatch):
 
     monkeypatch.setattr(objective, "microbatch_losses", watched)
     samples, execution = FakeSamples(23, seed=3), EXECUTIONS[name]
-    rehearsal = name in ("packed", "padded")
+    rehearsal, head = name in ("packed", "padded"), None
+    if "ranks" not in name:
+        head = ChunkedHead(model.get_output_embeddings(), 3 * VOCABULARY)
     wanted_loss, wanted = defined_gradient(samples)
-    loss, group_losses, count = execute(model, samples, execution, rehearsal=rehearsal)
+    given = {"head": head, "rehearsal": rehearsal}
+    loss, group_losses, count = execute(model, samples, execution, **given)
     assert count % execution.world_size == 0 and len(earlier) == count + rehearsal
     if "more ranks" in name:  # so some microbatches are empty
         assert count > len(samples) // (execution.samples_per_microbatch or 1)
@@ -197,50 +180,6 @@ def test_without_targets_every_gradient_is_there_and_zero(model):
             assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def microbatch_of(count: int, *, packing: bool = True) -> Microbatch:
-    samples = FakeSamples(count, seed=5)
-    members = [(*samples[i], 0) for i in range(count)]
-    return collate(members, packing=packing, pad_token_id=0)
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_chunk", "name"), [(1, "packed"), (3, "padded"), (1000, "packed")]
-)
-def test_chunked_head_gives_the_same_loss_and_gradients(model, name, tokens_per_chunk):
-    samples, microbatch = FakeSamples(23, seed=4), microbatch_of(9)
-    wanted_loss, wanted = defined_gradient(samples)
-    plain = microbatch_losses(model, microbatch, CPU).detach()
-    head = ChunkedHead(model.get_output_embeddings(), tokens_per_chunk * VOCABULARY)
-    assert head.tokens_at_once(torch.zeros(1)) == tokens_per_chunk
-    losses = microbatch_losses(model, microbatch, CPU, head)
-    torch.testing.assert_close(losses, plain, rtol=1e-12, atol=0)
-    loss, _, _ = execute(model, samples, EXECUTIONS[name], head=head)
-    assert_gradients_equal(model, wanted)
-    assert loss == pytest.approx(wanted_loss, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "compiled"),
-    [("NanoChat", False), ("NanoChat", True), ("Gemma2", False), ("Gemma3", False)],
-)
-def test_a_chunked_head_squashes_as_the_model_does(kind: str, compiled: bool):
-    """A softcap small enough here that nothing is right without it."""
-    tiny = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
-    tiny |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    text = "Text" if kind == "Gemma3" else ""
-    config = getattr(transformers, f"{kind}{text}Config")(
-        **tiny, initializer_range=0.5, final_logit_softcapping=0.7
-    )
-    squashing = getattr(transformers, f"{kind}ForCausalLM")(config).double()
-    microbatch = microbatch_of(9, packing=False)
-    plain = microbatch_losses(squashing, microbatch, CPU)
-    head = make_chunked_head(squashing, compiled=compiled)
-    assert head is not None
-    head.logits_per_chunk = 4 * VOCABULARY
-    losses = microbatch_losses(squashing, microbatch, CPU, head)
-    torch.testing.assert_close(losses, plain, rtol=1e-9, atol=0)
-
-
 def test_every_microbatch_draws_its_own_dropout():
     """By seed, step, place in the schedule and rank; the rehearsal's draw is nobody else's."""
     keys = itertools.product((0, 1), range(3), (REHEARSAL, 0, 1, 2, 3), range(3))
@@ -248,25 +187,14 @@ def test_every_microbatch_draws_its_own_dropout():
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
 
 
-# --------------------------------------------------------------- gradients made in the forward pass
-
-
-def head_losses(
-    head: torch.nn.Linear,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    softcap: float | None = None,
-    rows: int = 4,
-) -> torch.Tensor:
+def head_losses(head, hidden, targets, softcap=None, made=ChunkedHead):
     config = None if softcap is None else SimpleNamespace(final_logit_softcapping=softcap)
-    chunked = ChunkedHead(copy.copy(head), rows * head.out_features, softcapped=config)
+    chunked = made(copy.copy(head), 4 * head.out_features, softcapped=config)
     with chunked.scoring(targets):
         return chunked._forward(hidden)
 
 
-def by_autograd(
-    head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
-) -> torch.Tensor:
+def by_autograd(head: Any, hidden: Any, targets: Any, softcap: float | None = None) -> Any:
     logits = head(hidden)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return cross_entropy(logits, targets, reduction="none")
@@ -279,19 +207,18 @@ def eleven_tokens(*, bias: bool = False) -> tuple[torch.nn.Linear, torch.Tensor,
     return head, hidden, torch.randint(0, VOCABULARY, (11,))
 
 
-@pytest.mark.parametrize(
-    ("bias", "softcap", "rows"),
-    [(False, None, 1), (True, 0.7, 4), (True, None, 5), (False, 0.7, 100)],
-)
-def test_the_heads_gradients_are_those_of_autograd(bias: bool, softcap: float | None, rows: int):
+@pytest.mark.parametrize("kind", [ChunkedHead, WeighedHead])
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 0.7)])
+def test_the_heads_gradients_are_those_of_autograd(bias: bool, softcap: float | None, kind: Any):
+    """With the same factor for every target, or with its own where preferences weigh the losses."""
     head, hidden, targets = eleven_tokens(bias=bias)
     trained = [hidden, *head.parameters()]
+    factors = torch.rand(11, dtype=torch.float64) if kind is WeighedHead else 0.03
     wanted = by_autograd(head, hidden, targets, softcap)
-    found = head_losses(head, hidden, targets, softcap, rows)
+    found = head_losses(head, hidden, targets, softcap, kind)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    gradients = (torch.autograd.grad(losses.sum() * 0.03, trained) for losses in (found, wanted))
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+    gradients = [torch.autograd.grad((x * factors).sum(), trained) for x in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
 
 
 def test_a_frozen_head_gives_each_target_its_own_factor_and_a_trained_one_says_that_it_cannot():
@@ -308,9 +235,7 @@ def test_a_frozen_head_gives_each_target_its_own_factor_and_a_trained_one_says_t
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(
-    weights: torch.dtype,
-):
+def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(weights):
     torch.manual_seed(0)
     exact = torch.nn.Linear(64, 500, bias=False).double()
     exact.weight.data = exact.weight.to(weights).double()
@@ -345,72 +270,44 @@ def test_logits_are_made_once_and_evaluation_makes_nothing_else():
         assert counter.get_total_flops() == products * 2 * 11 * 16 * VOCABULARY
 
 
-def test_chunks_have_the_rows_that_a_product_needs():
-    def rows(vocabulary: int, device: str = "cpu", *, trained: bool = True) -> int:
-        linear = torch.nn.Linear(4, vocabulary, bias=False, device="meta")
-        head = ChunkedHead(linear.requires_grad_(trained))
-        return head.tokens_at_once(torch.empty(0, device=device))
-
-    # larger where a trained head's gradient is added up for each
-    assert (rows(152_000, "meta"), rows(152_000, "meta", trained=False)) == (883, 441)
-    assert list(map(rows, (1024, 16_384, 152_000, 262_144))) == [7168, 448, 440, 256]
-
-
 def test_the_head_is_an_ordinary_head_again_afterwards(model):
     ids = torch.arange(6)[None]
     before = model(input_ids=ids).logits
     head = make_chunked_head(model)
-    assert head is not None
-    microbatch = microbatch_of(3)
-    head.logits_per_chunk = VOCABULARY
+    microbatch = collate([(*FakeSamples(2, seed=5)[1], 0)], packing=True, pad_token_id=0)
     microbatch_losses(model, microbatch, CPU, head)
-    assert head.targets is None
     assert torch.equal(model(input_ids=ids).logits, before)
-    with pytest.raises(ZeroDivisionError), head.scoring(microbatch.targets):
+    with pytest.raises(ZeroDivisionError), head.scoring(ids):
         raise ZeroDivisionError  # out of memory, say
     assert torch.equal(model(input_ids=ids).logits, before)
     assert set(model.state_dict()) == set(make_model("sdpa").state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_softmax_of_16_bit_logits_is_in_float32(dtype):
-    logits = (torch.arange(300.0).reshape(3, 100) / 17).to(dtype)
+def test_softmax_of_16_bit_logits_is_in_float32():
+    logits = (torch.arange(300.0).reshape(3, 100) / 17).bfloat16()
     losses = token_losses(logits, torch.tensor([0, 5, 99]))
     assert losses.dtype == torch.float32
     wanted = cross_entropy(logits.double(), torch.tensor([0, 5, 99]), reduction="none")
     torch.testing.assert_close(losses.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
-# ---------------------------------------------------------------- evaluation, in a run
-
-
-def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Path):
-    """13 validation samples in batches of 4: the last holds one; against each sample alone, per
-    difficulty too.
-    """
+def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path):
+    """13 validation samples in batches of 4, the last holds one; against each sample alone."""
     from finetune.data.dataset import prepare_samples
     from finetune.data.encoding.templates import load_tokenizer
 
     difficulties = ("explain", "reasoning", "topology")
-    data = run_helpers.make_data(tmp_path / "train.jsonl", 30)
-    valid = run_helpers.make_data(tmp_path / "valid.jsonl", 13, seed=1)
-    materials = run_helpers.Materials(tmp_path, tiny_model, data, valid)
-    changes = {"valid_data": str(valid), "global_batch_size": 4, "max_steps": 1, "warmup_steps": 0}
+    materials = run_helpers.make_materials(tmp_path)
+    valid, model = str(materials.valid), str(materials.model)
+    changes = {"valid_data": valid, "global_batch_size": 4, "max_steps": 1, "warmup_steps": 0}
     settings = materials.settings(tmp_path / "run", **changes)
     run(settings)
     first, last = run_helpers.events(tmp_path / "run", "eval")
     assert first["step"] == 0 and last["step"] == 1 and last["eval_loss"] != first["eval_loss"]
-    samples = prepare_samples(
-        (str(valid),),
-        load_tokenizer(str(tiny_model)),
-        cutoff_len=96,
-        difficulties=difficulties,
-        difficulty_field="difficulty",
-        on_bad_row="refuse",
-        cache_dir=settings["cache_dir"],
-        num_proc=1,
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").float()
+    reading = {"difficulties": difficulties, "difficulty_field": "difficulty", "cutoff_len": 96}
+    reading |= {"on_bad_row": "refuse", "cache_dir": settings["cache_dir"], "num_proc": 1}
+    samples = prepare_samples((valid,), load_tokenizer(model), **reading)
+    model = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa").float()
     with torch.no_grad():
         losses = [plain_losses(model, *map(np.array, samples[i])) for i in range(13)]
     assert first["eval_loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
@@ -418,29 +315,6 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
         members = np.flatnonzero(np.array(samples.difficulties) == number).tolist()
         mean = float(torch.cat([losses[i] for i in members]).mean())
         assert first[f"eval_loss/{difficulty}"] == pytest.approx(mean, rel=1e-5)
-
-
-def test_evaluation_sums_millions_of_targets_as_float64_does():
-    """5 million targets of two difficulties and none, in 20 microbatches on each of two ranks."""
-    from finetune.training.trainer import RunTrainer
-
-    generator = np.random.default_rng(0)
-    losses = generator.gamma(2.0, 1.0, 125_000).astype(np.float32)
-    difficulties = generator.choice([0, 1, -1], 125_000, p=[0.6, 0.3, 0.1])
-    microbatch = SimpleNamespace(groups=torch.from_numpy(difficulties))
-    counts = np.array([(difficulties == number).sum() for number in (0, 1)])
-    batch = SimpleNamespace(supervised_tokens=2 * 125_000, group_tokens=2 * counts)
-    scored = [(microbatch, torch.from_numpy(losses))]
-    control = SimpleNamespace(sum=lambda sums: [2 * value for value in sums])
-    trainer = SimpleNamespace(
-        scored=lambda _: ((batch, iter(scored)) for _ in range(20)),
-        session=SimpleNamespace(control=control),
-    )
-    found = RunTrainer.evaluation(trainer, SimpleNamespace(groups=LossGroups(("easy", "hard"))))
-    precise = losses.astype(np.float64)
-    expected = {"loss": precise.mean(), "loss/easy": precise[difficulties == 0].mean()}
-    expected["loss/hard"] = precise[difficulties == 1].mean()
-    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_losses_of_a_step_do_not_drift_with_its_targets():

@@ -1,6 +1,4 @@
-"""Layers in few bits compute as the linear layer of what they hold, alone and with an adapter, and
-hold little.
-"""
+"""Layers in few bits compute as the linear layer of what they hold, and hold little."""
 
 from __future__ import annotations
 
@@ -10,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_config
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from finetune.modeling.lora import fuse_lora
-from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import count_parameters
 from finetune.modeling.quantization import (
     compute_exactly,
     is_quantized,
-    parameter_count,
     quantized_loading,
     weight_of,
 )
@@ -32,11 +29,10 @@ LAYERS = 7 * 2
 def folder(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, initializer_range=0.1, attention_bias=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    more = {"num_hidden_layers": 2, "tie_word_embeddings": False, "attention_bias": True}
+    config = tiny_config("qwen3", **sizes, **more, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -64,7 +60,6 @@ def adapted(model: Any) -> Any:
 
 
 def results(model: Any, run: Any = None) -> list[torch.Tensor]:
-    """Logits, and the gradient of each trained parameter."""
     logits = (run or model)(ids()).logits
     logits.float().square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
@@ -73,7 +68,6 @@ def results(model: Any, run: Any = None) -> list[torch.Tensor]:
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert float((ours - theirs).norm()) <= tolerance * float(theirs.norm())
@@ -95,8 +89,7 @@ def test_it_is_the_linear_layer_of_what_it_holds(folder, kind: str) -> None:
     assert type(quantised.lm_head) is torch.nn.Linear
     before = quantised.train()(ids()).logits
     assert_same([before], [plain(ids()).logits], 1e-6)
-    # bitsandbytes repacks 4-bit weights, and rounds activations to 8 bits, in its own forward
-    # without gradients
+    # bitsandbytes' own forward without gradients repacks 4-bit weights and rounds activations
     with torch.no_grad():
         assert torch.equal(quantised.eval()(ids()).logits, before)
         alone = torch.cat([quantised(row[None]).logits for row in ids()])
@@ -121,7 +114,6 @@ def test_fused_adapters_are_those_of_peft(folder, kind: str, dtype: torch.dtype)
     assert_same(results(fused, lambda inputs: cast(inputs, fused)), expected, tolerance)
     again = results(fused, lambda inputs: checkpoint(cast, inputs, fused, use_reentrant=False))
     assert_same(again, expected, tolerance)
-    assert make_chunked_head(fused) is not None
 
 
 @pytest.mark.parametrize(
@@ -131,14 +123,10 @@ def test_it_holds_little_and_counts_all(folder, kind: str, each: float) -> None:
     model, plain = load(folder, kind, torch.bfloat16), AutoModelForCausalLM.from_pretrained(folder)
     assert count_parameters(model)["total"] == count_parameters(plain)["total"]
     weight = model.model.layers[0].mlp.gate_proj.weight
-    held = [weight.data]
     if kind == "nf4":
-        held += [weight.quant_state.absmax, weight.quant_state.state2.absmax]
+        held = [weight.data, weight.quant_state.absmax, weight.quant_state.state2.absmax]
         assert weight.dtype == torch.bfloat16  # as DeepSpeed wants it
     else:
-        held += [weight.SCB]
+        held = [weight.data, weight.SCB]
         assert weight.CB is None
-    assert sum(part.nbytes for part in held) == pytest.approx(
-        each * parameter_count(weight), rel=0.01
-    )
-    assert parameter_count(weight) == 64 * 128
+    assert sum(part.nbytes for part in held) == pytest.approx(each * 64 * 128, rel=0.01)

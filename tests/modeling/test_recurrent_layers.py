@@ -1,6 +1,4 @@
-"""The gated delta rule and Mamba-2 in chunks, of packed documents, beside the definition token by
-token in float64.
-"""
+"""The gated delta rule and Mamba-2 of packed documents, beside the definition token by token."""
 
 from __future__ import annotations
 
@@ -8,12 +6,9 @@ import random
 
 import pytest
 import torch
-from tiny_models import documents, make_microbatch, tiny_config
-from transformers import AutoModelForCausalLM
 
 from finetune.modeling import recurrent_layers
-from finetune.modeling.attention import can_pack, choose_attention, only_attends
-from finetune.modeling.recurrent_layers import RECURRENT_TYPES, gated_delta_rule, mamba2
+from finetune.modeling.recurrent_layers import gated_delta_rule, mamba2
 
 BORDERS = (1, 2, 3, 5, 17, 63, 64, 65, 127, 130)  # around the ends of chunks
 HEADS, KEYS, WIDTH = 4, 2, 8
@@ -55,7 +50,7 @@ def random_inputs(rule: str, tokens: int) -> list[torch.Tensor]:
     return [tensor.requires_grad_() for tensor in made]
 
 
-@pytest.mark.parametrize("count", [1, 2, 9, 40])
+@pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("rule", ["delta", "mamba2"])
 def test_packed_documents_are_each_the_definition_alone(rule: str, count: int) -> None:
     """Outputs and gradients within 1e-9, with any borders."""
@@ -74,34 +69,6 @@ def test_packed_documents_are_each_the_definition_alone(rule: str, count: int) -
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-9)
     for got, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("model_type", sorted(RECURRENT_TYPES))
-def test_a_whole_model_keeps_documents_apart_and_in_order(model_type: str) -> None:
-    """In float64: a document's logits do not depend on its neighbours, nor on later tokens."""
-    config = tiny_config(model_type)
-    assert can_pack(config) and not only_attends(config)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config,
-        attn_implementation=choose_attention(config),
-        experts_implementation="eager",
-    ).double()
-    docs = documents()
-
-    def logits(rows):
-        inputs = make_microbatch(rows, packing=True).model_inputs(torch.device("cpu"))
-        with torch.no_grad():
-            found = model(**{**inputs, "logits_to_keep": 0}).logits[0]
-        return found.split([len(ids) for ids in rows])
-
-    packed = logits(docs)
-    for ids, got in zip(docs, packed, strict=True):
-        (alone,) = logits([ids])
-        torch.testing.assert_close(got, alone, rtol=0, atol=1e-9)
-        half = max(1, len(ids) // 2)
-        (begin,) = logits([ids[:half]])
-        torch.testing.assert_close(begin, alone[:half], rtol=0, atol=1e-9)
 
 
 def test_other_functions_in_transformers_are_refused(monkeypatch) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, NanoChatConfig
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
@@ -22,25 +19,12 @@ from finetune.planning.workload import Computing, Sharding, Workload
 
 ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value")
 
-# depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and
-# d26 are its own.
-SHAPES = {
-    1: (64, 2, 32),
-    2: (128, 2, 64),
-    3: (256, 2, 128),
-    4: (256, 2, 128),
-    6: (384, 3, 128),
-    8: (512, 4, 128),
-    12: (768, 6, 128),
-    16: (1024, 8, 128),
-    20: (1280, 10, 128),
-    24: (1536, 12, 128),
-    26: (1664, 13, 128),
-}
-
 
 def test_shape_by_depth():
-    for depth, shape in SHAPES.items():
+    """Width, heads, head_dim; from 2 heads of 128 on as nanochat's base_train."""
+    shapes = {1: (64, 2, 32), 2: (128, 2, 64), 3: (256, 2, 128), 4: (256, 2, 128)}
+    shapes |= {12: (768, 6, 128), 20: (1280, 10, 128), 26: (1664, 13, 128)}
+    for depth, shape in shapes.items():
         width, heads = width_and_heads(depth)
         assert (width, heads, width // heads) == shape and width % heads == 0
 
@@ -52,26 +36,16 @@ def model(request):
 
 
 def test_every_token_trains(model):
-    """Trap: NanoChatConfig's default pad token 1 is a padding_idx, whose embedding gets no
-    gradient.
-    """
-    assert NanoChatConfig().pad_token_id == 1, "transformers has changed it: the trap may go"
+    """Trap: NanoChatConfig's pad token 1 is a padding_idx, whose embedding gets no gradient."""
     assert model.config.vocab_size == 128 and model.config.pad_token_id is None
-    assert model.get_input_embeddings().padding_idx is None
-    model.zero_grad()
     ids = torch.arange(32)[None]
     torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
-    gradient = model.get_input_embeddings().weight.grad
-    # The last token is never looked up as an input that matters; a head of 0.001 makes gradients
-    # small, never 0.
-    assert (gradient[:31].abs().sum(1) > 0).all()
+    assert (model.get_input_embeddings().weight.grad[:31].abs().sum(1) > 0).all()
     model.zero_grad()
 
 
 def test_the_start_is_nanochats(model):
-    """normal 0.8, normal 0.001, uniform of deviation 1/sqrt(width) (0.4 of it into the MLP), and
-    zero outputs.
-    """
+    """normal 0.8, normal 0.001, uniform of deviation 1/sqrt(width) (0.4 of it into the MLP)."""
     width = model.config.hidden_size
     seen = set()
     for name, parameter in model.named_parameters():
@@ -80,14 +54,11 @@ def test_the_start_is_nanochats(model):
             factor = 1.2 if re.search(r"\.[qk]_(layer)?norm\.", name) else 1.0
             assert (parameter == factor).all(), name
         elif "embed_tokens" in name or "lm_head" in name:
-            end = "embedding" if "embed_tokens" in name else "head"
-            assert deviation == pytest.approx({"embedding": 0.8, "head": 0.001}[end], rel=0.03)
-            seen.add(end)
-        elif re.search(r"\.(o_proj|out_proj|fc2|down_proj|w2)\.weight$", name):
+            wanted = 0.8 if "embed_tokens" in name else 0.001
+            assert deviation == pytest.approx(wanted, rel=0.03)
+        elif re.search(r"\.(o_proj|out_proj|fc2|down_proj|w2)\.weight$|value_gate$", name):
             assert not parameter.any(), name
             seen.add("output")
-        elif name.endswith("value_gate"):
-            assert not parameter.any(), name
         else:
             factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
             inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
@@ -96,7 +67,7 @@ def test_the_start_is_nanochats(model):
             bound = factor * math.sqrt(3 / inputs)
             assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
             seen.add("input")
-    assert seen == {"embedding", "head", "output", "input"}
+    assert seen == {"output", "input"}
 
 
 def test_the_start_depends_on_seed_and_name_only():
@@ -106,16 +77,13 @@ def test_the_start_depends_on_seed_and_name_only():
     assert torch.equal(state, torch.get_rng_state()), "the process's own generator was used"
     # adapters too
     given = {"model": "m", "data": "d", "output_dir": "o"}
-    adapted = [
+    for model, seed in zip(made, (3, 3, 4), strict=True):
         add_adapter(model, RunConfig(**given, seed=seed), one_dtype=True)
-        for model, seed in zip(made, (3, 3, 4), strict=True)
-    ]
-    weights = [dict(model.named_parameters()) for model in adapted]
-    assert any("lora_A" in name for name in weights[0])
-    for name, (a, b, c) in zip(
-        weights[0], zip(*(w.values() for w in weights), strict=True), strict=True
+    for (name, a), b, c in zip(
+        made[0].named_parameters(), *(m.parameters() for m in made[1:]), strict=True
     ):
         assert torch.equal(a, b) and (not a.any() or not torch.equal(a, c)), name
+    assert "lora_A" in str(made[0])
 
 
 @pytest.mark.frozen
@@ -133,9 +101,7 @@ def test_numbers_of_the_start_are_frozen():
 
 
 def test_lora_names(model):
-    """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and
-    all-linear finds all.
-    """
+    """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP."""
     kind, gated = model.config.model_type, ("gate_proj", "up_proj", "down_proj")
     mlps = {"nanochat": ("fc1", "fc2")} | dict.fromkeys(SHORT_CONVOLUTION_TYPES, ("w1", "w2", "w3"))
     names = mlps.get(kind, gated)
@@ -143,26 +109,6 @@ def test_lora_names(model):
     check_targets(linear_names(model), list(names))
     with pytest.raises(ConfigError, match=absent[0]):
         check_targets(linear_names(model), [*names, *absent])
-    config = scratch_config(kind, 1, vocab_size=64, max_seq_len=8)
-    lora = LoraConfig(r=2, target_modules="all-linear")
-    adapted = get_peft_model(make_model(config, seed=0), lora)
-    paths = [name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
-    output = "out_proj" if kind in SHORT_CONVOLUTION_TYPES else "o_proj"
-    assert {path.rpartition(".")[2] for path in paths} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        output,
-        *names,
-    }
-
-
-def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = torch.arange(20)[None]
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    assert again.get_input_embeddings().padding_idx is None
 
 
 def flops_of(model, sequence: int) -> int:
@@ -183,13 +129,10 @@ def test_flops_of_a_token_by_hand():
     assert empty.config.layer_types == ["conv", "full_attention"] * 2
     assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256
     assert flops_of(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
+    assert flops_utilisation(1000.0, 10**9, 1e13, 2) == pytest.approx(0.05)
+    assert flops_utilisation(1000.0, 10**9, None, 2) is None
     for arch in ARCHITECTURES[1:]:  # about as large as nanochat
         empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
         assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)
     with pytest.raises(ValueError, match="nanochat, qwen3, llama, lfm2 and lfm2_value"):
         scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
-
-
-def test_utilisation():
-    assert flops_utilisation(1000.0, 10**9, 1e13, 2) == pytest.approx(0.05)
-    assert flops_utilisation(1000.0, 10**9, None, 2) is None

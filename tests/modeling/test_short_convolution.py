@@ -26,9 +26,7 @@ def torchs(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_documents_are_as_alone_forward_and_backward(
-    lengths: list[int], taps: int, with_bias: bool, seed: int
-):
+def test_documents_are_as_alone_forward_and_backward(lengths, taps, with_bias, seed):
     torch.manual_seed(seed)
     states = torch.randn(1, 3, sum(lengths), dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
@@ -39,9 +37,8 @@ def test_documents_are_as_alone_forward_and_backward(
     wanted = torch.cat([torchs(part, weight, bias) for part in states.split(lengths, -1)], -1)
     torch.testing.assert_close(ours, wanted)
     upstream = torch.randn_like(wanted)
-    gradients = (torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted))
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(made, inputs, upstream) for made in (ours, wanted)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_lines_without_bounds_are_one_document_each_and_products_have_the_weights_dtype():
@@ -56,22 +53,18 @@ def test_lines_without_bounds_are_one_document_each_and_products_have_the_weight
 
 
 def test_transformers_calls_it_and_its_model_computes_the_same(monkeypatch: pytest.MonkeyPatch):
-    """Logits as with transformers' own function; the last of a prompt too, from the cache of an
-    answer.
-    """
+    """Logits as with transformers' own function; the last also from the cache of an answer."""
     from transformers.models.lfm2 import modeling_lfm2
 
     config = tiny_config("lfm2")
     choose_attention(config)
     model = make_model(config, "sdpa")
     ids = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours = model(ids, use_cache=False).logits
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        for place in range(6, 11):
-            step = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits
-            torch.testing.assert_close(step[:, 0], ours[:, place], rtol=1e-4, atol=1e-5)
-        assert modeling_lfm2.causal_conv1d_fn is convolve
-        plain = lambda states, weight, bias=None, **_: torchs(states, weight, bias)  # noqa: E731
-        monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", plain)
-        torch.testing.assert_close(model(ids, use_cache=False).logits, ours)
+    ours = model(ids, use_cache=False).logits
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    step = model(ids[:, 10:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(step[:, 0], ours[:, 10], rtol=1e-4, atol=1e-5)
+    assert modeling_lfm2.causal_conv1d_fn is convolve
+    plain = lambda states, weight, bias=None, **_: torchs(states, weight, bias)  # noqa: E731
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", plain)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, ours)

@@ -1,6 +1,4 @@
-"""Tokens that a base model never saw are told from those that it knows, by their vectors in its
-head.
-"""
+"""Tokens that a base model never saw are found by their vectors in its head."""
 
 from __future__ import annotations
 
@@ -33,29 +31,24 @@ def stops_of(model: Path) -> list[str]:
 
 
 def spoil(model: Path, change: float) -> str:
-    """Make the head's vector of the end of a turn that of another special token, but for a small
-    part; its name.
-    """
+    """Make the head's vector of the end of a turn nearly that of another special token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     (stop,) = trained_end_ids(tokenizer)
     (other, *_) = [number for number in tokenizer.added_tokens_decoder if number != stop]
     path = model / "model.safetensors"
     weights = load_file(path)
-    name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
-    vector = weights[name][other]
-    direction = torch.nn.functional.normalize(torch.ones_like(vector), dim=0)
-    weights[name][stop] = vector + change * vector.norm() * direction
+    head = weights["model.embed_tokens.weight"]  # tied
+    direction = torch.nn.functional.normalize(torch.ones_like(head[other]), dim=0)
+    head[stop] = head[other] + change * head[other].norm() * direction
     save_file(weights, path, metadata={"format": "pt"})
     return tokenizer.convert_ids_to_tokens(stop)
 
 
-@pytest.mark.parametrize(("change", "found"), [(0.01, True), (0.5, False)])
-def test_rows_that_are_alike_are_found(change: float, found: bool, materials):
-    assert stops_of(ROOT / "data_samples" / "tiny-qwen3") == []
+def test_rows_that_are_alike_are_found(materials):
     model = Path(materials.model)
-    assert stops_of(model) == []
-    name = spoil(model, change)
-    assert stops_of(model) == ([name] if found else [])
+    assert stops_of(ROOT / "data_samples" / "tiny-qwen3") == stops_of(model) == []
+    assert spoil(model, 0.5) and stops_of(model) == []
+    assert [spoil(model, 0.01)] == stops_of(model)
 
 
 def test_sharded_weights_and_names_of_a_hub(materials, tmp_path: Path, monkeypatch):
@@ -80,24 +73,15 @@ def test_sharded_weights_and_names_of_a_hub(materials, tmp_path: Path, monkeypat
     assert stops_of(model) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "warned"),
-    [
-        ({}, True),
-        ({"finetuning": "full"}, False),
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, False),
-    ],
-)
-def test_a_run_warns_once_where_lora_cannot_teach_the_end(
-    changes: dict, warned: bool, materials, tmp_path, caplog
-):
+def test_a_run_warns_once_where_lora_cannot_teach_the_end(materials, tmp_path, caplog):
     from finetune.config.resolution import resolve_object
     from finetune.training.prepare import prepare_fine_tuning
 
     spoil(Path(materials.model), 0.0)
-    settings = {**materials.settings(tmp_path / "out"), **changes}
-    with caplog.at_level(logging.WARNING, "finetune"):
-        prepare_fine_tuning(resolve_object(settings, 1).config)
-    said = [text for text in caplog.messages if "never trained in this base model" in text]
-    assert len(said) == warned
-    assert not warned or "--lora-target-modules with lm_head" in said[0]
+    targets = {"lora_target_modules": ["q_proj", "lm_head"]}
+    for changes, warned in (({}, 1), ({"finetuning": "full"}, 0), (targets, 0)):
+        caplog.clear()
+        settings = materials.settings(tmp_path / "out", **changes)
+        with caplog.at_level(logging.WARNING, "finetune"):
+            prepare_fine_tuning(resolve_object(settings, 1).config)
+        assert caplog.text.count("never trained in this base model") == warned
