@@ -67,6 +67,10 @@ def test_a_scale_moves_between_torch_and_deepspeed() -> None:
     assert other.optimizer.loss_scaler.cur_scale == scaler.get_scale()
     restore_scale(read_scale(None, other), back, None)
     assert read_scale(back, None) == read_scale(scaler, None)
+    # A scale that does not change is nothing to keep.
+    assert read_scale(torch.amp.GradScaler("cpu", enabled=False), None) is None
+    assert read_scale(None, engine(dynamic=False)) is None
+    restore_scale({"scale": 2.0, "good_steps": 1}, None, engine(dynamic=False))
 
 
 def test_a_checkpoint_has_it_from_its_first_step_on(tmp_path) -> None:

@@ -17,9 +17,12 @@ import torch
 from run_helpers import LAYOUTS, events
 from safetensors.torch import load_file
 
+import finetune
+from finetune.errors import FinetuneError
 from finetune.training import guards
 from finetune.training.guards import (
     NONFINITE_LIMIT,
+    NonFiniteGuard,
     SpikeDetector,
     StepOutcomes,
     StillGuard,
@@ -208,3 +211,12 @@ def test_a_constant_loss_is_reported_once(loss: float, words: str, caplog):
         guard.line(loss)
     (text,) = caplog.messages
     assert words in text and f"{loss:g}" in text
+
+
+def test_a_run_that_changes_nothing_is_warned_of(materials, tmp_path: Path):
+    changes = {"finetuning": "full", "learning_rate": 1e-30, "max_steps": 20, "warmup_steps": 0}
+    finetune.run(materials.settings(tmp_path / "run", **changes))
+    text = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    assert text.count("no trained weight has changed in 20 steps") == 1
+    with pytest.raises(FinetuneError, match="none: start again"):
+        NonFiniteGuard(limit=1).skipped(38, None)

@@ -101,6 +101,10 @@ def test_the_smallest_of_the_nodes_out_of_memory_notes_counts(run: Path) -> None
 def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run, tmp_path):
     """Its own of that step is not trusted for the other's sake: the two of one name are two."""
     backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
+    with session(run, str(run / "checkpoint-10")) as started:
+        started.agree_on_run(60)
+    found = [folder.name for folder in list_checkpoints(run)]
+    assert found == ["checkpoint-5", "checkpoint-10"], "a newer one is another training's"
     damage(run / "checkpoint-10")
     with session(run, str(backup)) as started:
         started.agree_on_run(60)
