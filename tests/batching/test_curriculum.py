@@ -57,7 +57,7 @@ def check_plan(schedule: Schedule, total_steps: int, global_batch_size: int) -> 
     return worst
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     st.one_of(schedules(), schedules(most_levels=12)),
     st.integers(1, 60),
@@ -79,6 +79,13 @@ def test_boundaries_are_decimals_inside_steps_too() -> None:
     assert plan_counts(schedule, 100, 4).tolist() == [[4, 0]] * 7 + [[0, 4]] * 93
     percent = [Stage(s.until, tuple(w / 100 for w in s.mix)) for s in GUIDE.stages]
     assert Schedule(GUIDE.difficulties, tuple(percent)).canonical() == GUIDE.canonical()
+
+
+def test_the_guides_stages_are_exact() -> None:
+    counts = plan_counts(GUIDE, 1000, 10)
+    stages = [counts[:300].sum(axis=0), counts[300:700].sum(axis=0), counts[700:].sum(axis=0)]
+    assert np.array(stages).tolist() == [[2400, 600, 0], [1600, 1600, 800], [750, 1050, 1200]]
+    assert max(check_plan(GUIDE, 100, batch) for batch in (1, 2, 3, 4, 7, 8)) <= Fraction(2, 3)
 
 
 def test_a_linear_ramp_starts_at_the_mix_before_and_ends_at_its_own() -> None:

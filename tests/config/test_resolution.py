@@ -88,7 +88,7 @@ def test_the_later_source_wins_and_says_so():
 
 
 _quiet = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
