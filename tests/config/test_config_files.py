@@ -84,6 +84,7 @@ def test_refused_files(tmp_path, monkeypatch):
         ("a.yaml", "a: \x00\n", "", "not valid YAML"),
         ("a.yaml", "a: 1\n  b: 2\n", ":2", "not valid YAML"),
         ("a.yaml", "a: !!python/object/apply:os.getcwd []\n", ":1", "not valid YAML"),
+        ("a.yaml", "a: !!bool x\n", ":1", "'x' is no bool"),
         ("a.yaml", "a: &x {b: *x}\n", "", "contain itself"),
         ("a.yaml", BOMB, "", "aliases stand for more than 100,000 values"),
         ("a.yaml", "on: 1\n", ":1", "is not a text"),

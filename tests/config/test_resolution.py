@@ -303,6 +303,7 @@ def test_notes_say_what_was_derived_and_what_it_replaces():
     four = {MICRO: 4, GLOBAL: 32}
     for own, flags, world_size, note in (
         ({MICRO: 1, GLOBAL: 32}, "", 5, "gradient_accumulation_steps 7: global_batch_size 32 / "),
+        ({ACCUMULATION: 2, GLOBAL: 32}, "", 2, "micro_batch_size 8 instead of 1 (1 with"),
         ({ACCUMULATION: 8}, "", 16, "global_batch_size 128: micro_batch_size 1 x"),
         (four, f"--{ACCUMULATION} 2", 2, "global_batch_size 16 instead of 32 (ds.json: finetune."),
         (four | {ACCUMULATION: 2}, f"--{GLOBAL} 64", 2, "steps 8 instead of 2 (ds.json: finetune."),

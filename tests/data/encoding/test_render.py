@@ -159,6 +159,7 @@ def test_contents_are_found_only_where_certain():
         # Marks survive `upper`: only the comparison with the plain rendering can tell.
         (loop.format("m.role + ': ' + m.content | upper + '\n'"), (6, 8)),
         (loop.format("m.content + m.content"), None),
+        (loop.format("m.content | capitalize + '.'"), None),
     ):
         template = ChatTemplate(make_tokenizer(source))
         text = template.render(ONE.messages)

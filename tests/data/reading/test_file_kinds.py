@@ -182,6 +182,7 @@ def test_a_key_given_twice_is_refused(tmp_path, form: str):
 def test_an_array_may_have_the_name_of_lines(tmp_path):
     path = raw_file(tmp_path / "a.jsonl", '\n[{"a": 1},\n\n  {"a":\n 2}\n,{"a": "]"} ]\n')
     assert list(read_records(path)) == [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]
+    assert list(read_records(raw_file(tmp_path / "b.json", ""))) == []
 
 
 def test_lines_of_plain_text(tmp_path, prepare):
