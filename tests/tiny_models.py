@@ -22,46 +22,20 @@ LENGTHS = (9, 1, 14, 5)
 
 # Every size that a model family calls by one of these names; a family takes those that its
 # configuration has.
-TINY: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "n_embd": 32,
-    "intermediate_size": 32,
-    "n_inner": 32,
-    "ffn_dim": 32,
-    "word_embed_proj_dim": 32,
-    "num_hidden_layers": 4,
-    "n_layer": 2,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "sliding_window": 4,
-    "initializer_range": 0.3,  # so that attention matters at this width
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "hidden_size_per_layer_input": 8,
-    "block_auto_adjust_ff_dim": False,
+_OF_SIZE = {
+    64: "vocab_size max_position_embeddings n_positions",
+    32: "hidden_size n_embd intermediate_size n_inner ffn_dim word_embed_proj_dim",
+    16: "moe_intermediate_size shared_expert_intermediate_size",
+    8: "head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
+    " hidden_size_per_layer_input",
+    4: "num_hidden_layers num_attention_heads n_head sliding_window num_experts num_local_experts"
+    " n_routed_experts",
+    2: "n_layer num_layers num_key_value_heads num_experts_per_tok eos_token_id",
+    1: "bos_token_id n_group topk_group first_k_dense_replace moe_layer_start_index",
+    0: "pad_token_id",
 }
+TINY: dict[str, Any] = {name: size for size, names in _OF_SIZE.items() for name in names.split()}
+TINY |= {"initializer_range": 0.3, "block_auto_adjust_ff_dim": False}  # so that attention matters
 # Layers with a state, and one of attention behind it; what their configurations call the sizes.
 _DELTA = {
     "num_hidden_layers": 2,

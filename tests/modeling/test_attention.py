@@ -217,6 +217,14 @@ def test_dropout_and_wide_heads_do_not_reach_the_flash_kernel(kernel):
         assert kernel.windows == windows
 
 
+@pytest.mark.parametrize(("generation", "flash"), [((7, 5), False), ((8, 0), True)])
+def test_before_ampere_there_is_no_flash_kernel(generation, flash, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: generation)
+    assert attention._cuda_has_flash.__wrapped__() is flash
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -229,6 +229,15 @@ def test_peft_stays_in_charge() -> None:
     assert torch.equal(plain(x), fused(x))
 
 
+def test_weights_that_are_gathered_by_their_modules_are_used_by_them() -> None:
+    """ZeRO-3 (a real run: test_grid_sample)."""
+    plain, fused = pair()
+    for module in fused.modules():
+        if hasattr(module, "base_layer"):
+            module.forward.func.__self__.partitioned = True
+    assert_same(results(fused, numbers()), results(plain, numbers()))
+
+
 def test_torch_compile_traces_through() -> None:
     plain, fused = pair(torch.float32)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
