@@ -1,9 +1,8 @@
 """For tests of whole runs: a tiny model and data, processes that train, and what they left behind.
 
-Ranks are forked from a server that has imported everything once, so that a run costs seconds: each
-is a process of its own with the environment that a launcher gives, and meets its peers in a store
-that the test holds (as torchrun's does). Where the launcher itself is what is tested,
-`launch_torchrun` starts a real one.
+Ranks are forked from a server that has imported everything once, so that a run costs seconds. Each
+has the environment that a launcher gives, and meets its peers in a store that the test holds, as
+torchrun's does. `launch_torchrun` starts a real launcher.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from launching import PATIENCE_SECONDS, THREADS
 
 from finetune.config.base_config import BaseConfig
@@ -175,7 +175,6 @@ class Ranks:
     processes: list[Any]
     log_paths: list[Path]
     store: Any
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def pids(self) -> list[int]:
@@ -259,14 +258,11 @@ def start(
     launched: bool | None = None,
     module: str = "finetune.sft",
 ) -> Ranks:
-    """Start `python -m MODULE --config SETTINGS` on so many ranks.
+    """Start `python -m MODULE --config SETTINGS ARGUMENTS` on so many ranks.
 
     Args:
-        patch: called in each rank before the run, with its rank and `patch_arguments`; a function
-            of a module.
-        arguments: further flags.
-        launched: whether the ranks have a launcher's environment; by default where there are
-            several.
+        patch: a function of a module, called in each rank first, with its rank and `patch_arguments`.
+        launched: whether ranks have a launcher's environment; by default if there are several.
     """
     from torch.distributed import TCPStore
 
@@ -274,24 +270,13 @@ def start(
     launched = processes > 1 if launched is None else launched
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
     logs = [config.with_name(f"{config.stem}-rank{rank}.log") for rank in range(processes)]
-    context = _fork_context()
-    made = [
-        context.Process(
-            target=_rank,
-            args=(
-                _environment(rank, processes, store.port) if store is not None else {},
-                ["--config", str(config), *arguments],
-                str(logs[rank]),
-                patch,
-                (rank, *patch_arguments),
-                module,
-            ),
-            daemon=True,
-        )
-        for rank in range(processes)
-    ]
-    for process in made:
-        process.start()
+    made = []
+    for rank, log in enumerate(logs):
+        given = _environment(rank, processes, store.port) if store is not None else {}
+        words = ["--config", str(config), *arguments]
+        started = (given, words, str(log), patch, (rank, *patch_arguments), module)
+        made.append(_fork_context().Process(target=_rank, args=started, daemon=True))
+        made[-1].start()
     return Ranks(made, logs, store)
 
 
@@ -410,8 +395,6 @@ def launch_torchrun(
 
 def descendants(pid: int) -> set[int]:
     """Process ids of all children, theirs included, that are alive now."""
-    import psutil
-
     try:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     except psutil.NoSuchProcess:
@@ -420,16 +403,12 @@ def descendants(pid: int) -> set[int]:
 
 def workers(launcher_pid: int) -> list[int]:
     """Process ids of the launcher's own children that train."""
-    import psutil
-
     children = psutil.Process(launcher_pid).children()
     return [child.pid for child in children if "finetune" in " ".join(child.cmdline())]
 
 
 def alive(pids: Sequence[int]) -> list[int]:
     """Those of the processes that still run; one that ended and was not waited for does not."""
-    import psutil
-
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

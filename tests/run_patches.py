@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -85,9 +86,7 @@ def limit_microbatch_tokens(
     ) -> torch.Tensor:
         too_large = now[0] >= from_step and microbatch.tokens > limit_tokens
         if too_large and where == "forward":
-            raise torch.OutOfMemoryError(
-                f"test: out of memory: {microbatch.tokens} tokens where {limit_tokens} fit"
-            )
+            raise torch.OutOfMemoryError(f"test: out of memory: {microbatch.tokens} tokens")
         losses = original(model, microbatch, *arguments)
         return hooked(losses, exhausted) if too_large else losses
 
@@ -95,14 +94,10 @@ def limit_microbatch_tokens(
 
 
 def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20) -> None:
-    """The device's allocator refuses microbatches of more tokens: each token holds so many bytes
-    until its backward.
-
-    On a CPU, which has no such limit, the error is raised here. Products of float32 are without
-    TF32, so that losses of other microbatches can be compared.
+    """The device's allocator refuses microbatches of more tokens: each holds so many bytes until its
+    backward. On a CPU, which has no such limit, the error is raised here.
     """
-    true_float32(rank)
-
+    true_float32(rank)  # so that losses of other microbatches can be compared
     limited: list[bool] = []
 
     def wrap(
@@ -118,9 +113,8 @@ def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20
             torch.cuda.empty_cache()
             # Beside what tokens hold: room for the model's own activations, gradients and moments.
             bound = torch.cuda.memory_reserved() + limit_tokens * token_bytes + (128 << 20)
-            torch.cuda.set_per_process_memory_fraction(
-                bound / torch.cuda.get_device_properties(device).total_memory
-            )
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(bound / whole)
         memory = torch.empty(microbatch.tokens * token_bytes, dtype=torch.uint8, device=device)
         return hooked(losses, lambda gradient, memory=memory: gradient)  # holds it
 
@@ -185,20 +179,9 @@ def pause_steps(rank: int, seconds: float) -> None:
     follow_steps(lambda step: time.sleep(seconds))
 
 
-def signal_self(
-    rank: int, on_rank: int, step: int, number: int, again_after: float | None = None
-) -> None:
-    """Send this rank a signal in a step (1-based), and once more after some seconds."""
-    import time
-
-    def send(now: int) -> None:
-        if rank == on_rank and now == step:
-            os.kill(os.getpid(), number)
-            if again_after is not None:
-                time.sleep(again_after)
-                os.kill(os.getpid(), number)
-
-    follow_steps(send)
+def signal_self(rank: int, on_rank: int, step: int, number: int) -> None:
+    """Send this rank a signal in a step (1-based)."""
+    follow_steps(lambda now: rank == on_rank and now == step and os.kill(os.getpid(), number))
 
 
 def signal_while_asking(rank: int, on_rank: int, microbatch: int, number: int) -> None:
@@ -233,13 +216,11 @@ def fill_disk(rank: int, folder: str, step: int, leave_bytes: int) -> None:
 
     def fill(now: int) -> None:
         if rank == 0 and now == step:
-            path = Path(folder) / "filler"
-            with path.open("wb", buffering=0) as file:
-                try:
+            with Path(folder, "filler").open("wb", buffering=0) as file:
+                with contextlib.suppress(OSError):
                     while True:
                         file.write(bytes(4096))
-                except OSError:
-                    file.truncate(max(0, file.tell() - leave_bytes))
+                file.truncate(max(0, file.tell() - leave_bytes))
 
     follow_steps(fill)
 
@@ -345,7 +326,6 @@ def exchange(rank: int, folder: str) -> None:
 
 def note_collectives(rank: int, benchmarks: str, record: str) -> None:
     """Write down what rank 0 sends in each microbatch and in the rest of each step but the last."""
-    import contextlib
     import sys
 
     if rank:

@@ -42,9 +42,8 @@ class ToyConfig(BaseConfig):
 
 
 def check(config: ToyConfig) -> list[FinetuneError]:
-    if Path(config.text).is_file():
-        return []
-    return [ConfigError(f"there is no text {config.text}", "--text", "name a file")]
+    missing = ConfigError(f"there is no text {config.text}", "--text", "name a file")
+    return [] if Path(config.text).is_file() else [missing]
 
 
 def describe(settings: Mapping[str, Any]) -> str:
@@ -54,14 +53,6 @@ def describe(settings: Mapping[str, Any]) -> str:
 def probe(config: ToyConfig) -> Iterator[Check]:
     size = Path(config.text).stat().st_size
     yield Check("data").ok("{text}: {size} bytes", text=config.text, size=size)
-
-
-def _model_config() -> Any:
-    from finetune.modeling.scratch import scratch_config
-
-    return scratch_config(
-        "qwen3", 1, vocab_size=BYTES, max_seq_len=WINDOW_TOKENS, bos_token_id=0, eos_token_id=0
-    )
 
 
 def shape(config: ToyConfig) -> Any:
@@ -124,7 +115,7 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
     from safetensors.torch import save_file
 
     from finetune.batching.steps import LossGroups, StepBatches
-    from finetune.modeling.scratch import make_model
+    from finetune.modeling.scratch import make_model, scratch_config
     from finetune.training.build import make_execution
     from finetune.training.trainer import RunParts, RunTrainer, training_arguments
 
@@ -139,7 +130,9 @@ def build(config: ToyConfig, data: Any, session: Any) -> Any:
             save_file(weights, folder / "model.safetensors")
 
     arguments = training_arguments(config, data, learning_rate=config.learning_rate)
-    model = make_model(_model_config(), seed=config.seed)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    shape = scratch_config("qwen3", 1, vocab_size=BYTES, max_seq_len=WINDOW_TOKENS, **ends)
+    model = make_model(shape, seed=config.seed)
     step_batches = StepBatches(
         data.train,
         data.batches,
