@@ -18,7 +18,7 @@ from finetune.runtime.ports import LOOPBACK, hold_port
 
 sys.path.append(str(ROOT / "exhaustive" / "scale"))
 import start_cases as start
-from gloo_store import CountingStore, gloo_traffic, real_groups
+from gloo_store import CountingStore, real_groups
 
 
 def test_nodes_that_wait_for_a_late_one_ask_each_second_and_it_is_named():
@@ -32,17 +32,15 @@ def test_nodes_that_wait_for_a_late_one_ask_each_second_and_it_is_named():
 
 
 def test_ten_dead_nodes_are_named_on_all_others_when_the_time_is_over():
-    dead = [3, 17, *range(40, 48)]
-    made = start.come(64, absent=dead, timeout=120.0)
-    assert made.results.keys() == set(range(64)) - set(dead)
-    for error in made.results.values():
-        assert "node(s) 3, 17, 40-47 of 64 did not come within 120.0 s" in str(error)
-    assert made.seconds < 120.0 + 2
+    dead = [3, 17, *range(24, 32)]
+    made = start.come(48, absent=dead, timeout=120.0)
+    assert made.results.keys() == set(range(48)) - set(dead) and made.seconds < 120.0 + 2
+    said = "node(s) 3, 17, 24-31 of 48 did not come within 120.0 s"
+    assert all(said in str(error) for error in made.results.values())
 
     made = start.come(32, absent=[0], timeout=120.0)  # without node 0 the others knock seldom
-    assert len(made.results) == 31
-    for error in made.results.values():
-        assert "no launch of this run answered at node-0000 port 29500" in str(error)
+    said = "no launch of this run answered at node-0000 port 29500"
+    assert [said in str(error) for error in made.results.values()] == [True] * 31
     assert made.server.requests["connect"] <= 31 * (120 + 5)
 
 
@@ -80,13 +78,6 @@ def test_late_ranks_are_waited_for_and_dead_ones_end_it_at_the_timeout():
 
 
 # ---------------------------------------------------------------- real groups, sockets and limits
-
-
-def test_gloo_connects_on_demand_and_asks_the_store_less():
-    every, lazy = gloo_traffic(12, lazy=False), gloo_traffic(12, lazy=True)
-    assert (every.connections, lazy.connections) == (12 * 11 / 2, 11)
-    assert (every.requests, lazy.requests) == (3 * 12**2 + 12, 7 * 12 - 6)
-    assert lazy.bytes < every.bytes / 4
 
 
 def test_real_groups_find_the_largest_and_give_out_rank_0s_value():

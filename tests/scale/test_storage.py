@@ -32,12 +32,13 @@ from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
 from finetune.training.resume import decide_resume
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+SAMPLE = (("flock: ENOLCK", "run lock"), ("rename done, ENOENT reported, each time", "save"))
 
 
-def test_a_sample_of_the_table(tmp_path: Path) -> None:
-    name = "rename done, ENOENT reported, each time"
+@pytest.mark.parametrize(("name", "operation"), SAMPLE)
+def test_a_sample_of_the_table(tmp_path: Path, name: str, operation: str) -> None:
     misbehaviour = next(each for each in MISBEHAVIOURS if each.name == name)
-    cell = try_one(misbehaviour, "save", tmp_path / "cell")
+    cell = try_one(misbehaviour, operation, tmp_path / "cell")
     assert cell.holds, cell.text
 
 
@@ -165,6 +166,8 @@ def test_an_error_of_a_close_is_not_lost(shared, runs) -> None:
     with pytest.raises(FinetuneError, match="model.safetensors was written, and is not whole"):
         put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
     assert not (run / "model.safetensors").exists()
+    shared.set(quota_bytes=1e18)
+    put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
 
 
 def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_record_that_others_may_have_written_is_not_believed(place, start, cle
         (0o646, os.getuid(), writable),
         (0o644, 65534, "the record belongs to another user"),
     ):
-        if owner in (0, os.getuid()) or os.getuid() == 0:
+        if os.getuid() in (0, owner):
             path.chmod(mode)
             os.chown(path, owner, -1)
             code, report = clean(*NOW)

@@ -37,7 +37,6 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("pre", "prepare pretrain"),
         ("sft --lora-alp", "--lora-alpha"),
         ("sft --dtype b", "bfloat16"),
-        ("monitor --lang z", "zh"),
         ("chat --lora-alp", ""),
         # these take the flags of a run too
         ("plan --lora-alp", "--lora-alpha"),

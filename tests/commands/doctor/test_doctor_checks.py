@@ -174,6 +174,7 @@ FP8 = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
         ("fail", "without CUDA", lambda: cuda(None, "12.4", wanted=True)),
         ("ok", "", lambda: cuda("12.8", "")),  # the driver does not say
         ("skip", "", lambda: versions.check_cuda_build("2.13.0", None, None, requested=False)),
+        ("ok", "2.12.0.post2", lambda: pair(torch_npu="2.12.0.post2")),
         ("fail", "belongs to torch 2.12.0", lambda: pair(torch="2.13.0")),
         ("fail", "refuses", lambda: pair(torch="2.12.0", torch_cuda="12.8")),
         ("fail", "is made for CANN 9.1; CANN 9.0.0 is older", lambda: pair(cann="9.0.0")),

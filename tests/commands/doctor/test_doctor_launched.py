@@ -87,10 +87,8 @@ def configured(name: str, words: str) -> tuple[RunKind, BaseConfig | None]:
     ("name", "words"),
     [
         ("sft", ""),
-        ("pretrain", WINDOWS),
         ("pretrain", f"{WINDOWS} --model m --num-iterations 9 --finetuning lora"),
         ("dpo", PREFERENCES),
-        ("dpo", f"{PREFERENCES} --loss kto"),
         # resumed with the reference of the first run
         ("dpo", f"{PREFERENCES} --loss ipo --finetuning full"),
     ],

@@ -111,17 +111,6 @@ def test_the_sides_of_a_split_are_compared(rows: Rows, audited: Any, tmp_path: P
     assert overlap["found"] == 0 and overlap["records"] > 10
 
 
-def test_rows_with_media_are_read_as_training_reads_them(rows: Rows, audited: Any, tmp_path: Path):
-    pictured = [{**row, "image": "a.png"} for row in rows[:5]]
-    path = write(tmp_path / "train.jsonl", [*rows[5:20], *pictured, pictured[0]])
-    valid = write(tmp_path / "valid.jsonl", [{**pictured[1], "image": "b.png"}, rows[30]])
-    found = audited(path, f"--on-media drop-media --valid-data {valid}")
-    assert found["exact_duplicates"] == 1 and found["unusable"] == {}
-    assert found["overlap"][0]["found"] == 1
-    found = audited(path, "--on-media drop-row")
-    assert found["exact_duplicates"] == 0 and found["unusable"] == {"images, video or sound": 6}
-
-
 def test_options_of_the_audit_belong_to_it():
     with pytest.raises(FinetuneError, match="--benchmark belongs to --audit"):
         main(["--model", "m", "--data", "d", "--benchmark", "b.jsonl"])

@@ -149,6 +149,7 @@ def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
     assert (reader.poll().state, reader.poll().eta_seconds) == ("done", 0.0)
     alone = open_run(None, folder / "trainer_log.jsonl").poll()
     assert (alone.step, alone.state) == (31, "running") and alone.values("learning_rate")
+    assert shown(alone, 100, 30) and monitor.plain_line(alone, Machine())
 
 
 def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
@@ -204,17 +205,6 @@ def test_the_stage_is_the_schedules(tmp_path: Path):
         assert view.stage.number == stage + 1
         shares = [weight / 100 for weight in MIXES[stage]]
         assert view.stage.shares == pytest.approx(dict(zip(DIFFICULTIES, shares, strict=True)))
-
-
-def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
-    folder = make_run(tmp_path / "one", steps=3)
-    for name in ("run.yaml", "status.json", "run_identity.json", ".lock"):
-        (folder / name).write_bytes(b"\xff\xfe{[")
-    append(folder, "trainer_log.jsonl", 'not json\n[1]\n{"step": "x"}\n{"step": 5, "loss": "x"}\n')
-    append(folder, "events.jsonl", '{"event": 1}\n', '{"event": "eval", "time": 1}\n\x00\n')
-    view = open_run(folder).poll()
-    assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
-    assert shown(view, 100, 30) and monitor.plain_line(view, Machine())
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 1), ("stopped", 3)])

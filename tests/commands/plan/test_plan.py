@@ -140,18 +140,6 @@ def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(capsys):
     assert "each device:" in text and "not judged" in text
 
 
-def test_a_mixture_of_experts_is_planned_and_its_experts_are_not_adapted(tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "mixtral"}))
-    words = f"{PRESET} --model-config {path} {NODES} {HOSTS} --lang en"
-    found = plan(capsys, f"{words} --lora-target-modules q_proj v_proj")
-    assert found["model"]["parameters"] == 46_702_792_704
-    text = printed(capsys, f"{words} --lora-target-modules q_proj")
-    assert "46.70 B (12.88 B of them for each token) parameters" in text
-    with pytest.raises(ConfigError, match="where a mixture has its experts"):
-        main(words.split())
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,19 +14,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
-from fake_runs import DIFFICULTIES, line, make_preference_run, make_run, start_event, step
+from fake_runs import DIFFICULTIES, line, make_run, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.__main__ import main as finetune
-from finetune.commands.report import charts, figures
+from finetune.commands.report import charts
 from finetune.commands.report.charts import Series, area_svg, line_svg
 from finetune.commands.report.command import build_report
 from finetune.runs.reader import open_run
-from finetune.runs.step_table import Points
 from finetune.runtime.language import speaking
 
 TAGS = (
@@ -163,14 +161,6 @@ def test_a_run_of_several_starts(tmp_path: Path):
     assert all(re.search(r"[\u4e00-\u9fff]", heading) for heading in headings)
 
 
-def test_preferences_have_figures_and_rows(tmp_path: Path):
-    page = report(make_preference_run(tmp_path / "one"))
-    for title in ("Accuracy", "Margin", "Reference point"):
-        assert re.search(rf"{title}: training [^;]+; validation ", page.html), title
-    assert page.after("accuracy", 5) == ["2.0%", "60.0%", "↑58.0%", "60.0%", "40"]
-    assert page.after("margin", 5) == ["0.025", "0.750", "↑0.725", "0.750", "40"]
-
-
 def test_sources_have_figures_and_rows(tmp_path: Path):
     folder = make_run(tmp_path / "one", steps=0)
     own = {"source_tokens/books": 30, "source_share/books": 0.75, "source_loss/books": 1.5}
@@ -258,15 +248,6 @@ def test_nothing_out_of_the_ordinary_is_thinned_away(tmp_path: Path):
     assert re.findall(r'class="(spike|nonfinite)"', svg) == ["nonfinite", "spike"]
     assert "step 7001 was skipped" in svg and "step 12345: loss 1.9000 is a spike" in svg
     assert "spikes at the top (1), skipped steps at the bottom (1)" in page.text
-
-
-def test_the_last_mean_is_of_as_many_steps_as_the_others():
-    """Of 20,021 steps, 21 would be left over; a spike among them is not the end of the curve."""
-    points = Points(np.arange(20_021), np.ones(20_021))
-    points.y[-1] = 500.0
-    smoothed = figures._smoothed(points)
-    assert len(smoothed) in (25, 26) and smoothed.y[-1] < 2
-    assert figures._smoothed(points[:7]) == points[:7] and not figures._smoothed(points[:0])
 
 
 # ---------------------------------------------------------------- what it must not do
