@@ -169,6 +169,7 @@ def test_rates_scale_by_width_and_batch():
 MATRIX_SCHEDULE = {
     0: (0.85, 1.0),
     350: (0.955, 0.5 * (1 + math.cos(0.35 * math.pi))),
+    380: (0.964, 0.5 * (1 + math.cos(0.38 * math.pi))),  # the warm-down begins before the top
     500: (0.97 - 0.07 * 150 / 650, 0.5),
     1000: (0.90, 0.0),
 }
