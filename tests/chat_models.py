@@ -1,14 +1,13 @@
-"""Tokenizers made here, and chat templates of real model families written out after their published
-prompt formats.
-"""
+"""Tokenizers made here, and chat templates of real families after their published formats."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
@@ -183,9 +182,7 @@ def talk(*contents: str, system: str | None = None) -> Conversation:
     return Conversation(tuple(([] if system is None else [Message("system", system)]) + turns))
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerFast, input_ids: np.ndarray, supervised: np.ndarray
-) -> str:
+def marked(tokenizer: Any, input_ids: np.ndarray, supervised: np.ndarray) -> str:
     """The text of tokens, with « and » around what is trained."""
     text, bounds = "", np.flatnonzero(np.diff(supervised.astype(int), prepend=0, append=0))
     edges = [0, *bounds.tolist(), len(input_ids)]
@@ -195,7 +192,5 @@ def marked(
     return text
 
 
-def render(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
-) -> list[Rendered]:
+def render(conversation: Conversation, tokenizer: Any, cutoff_len: int) -> list[Rendered]:
     return Renderer(tokenizer, cutoff_len)(conversation)
