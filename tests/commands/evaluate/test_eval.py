@@ -1,6 +1,4 @@
-"""eval against the run's own evaluation, transformers' own answers, hand-written answers, and what
-users get wrong.
-"""
+"""eval against the run's own evaluation, transformers' answers and hand-written ones."""
 
 from __future__ import annotations
 
@@ -20,8 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.commands.evaluate.prompts import find_answer, normalize, same_answer
 from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table, tables
-
-# ---------------------------------------------------------------- answers
 
 
 def test_where_the_answer_is():
@@ -67,17 +63,12 @@ def test_what_is_the_same_answer():
     st.sampled_from(["", "ms", "%", "kB"]),
 )
 def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
-    """Trailing zeros, thousands and the space before the unit do not count; the next number
-    does.
-    """
+    """Trailing zeros, thousands and the space before the unit do not count."""
     sign, whole, rest = "-" * (digits < 0), *divmod(abs(digits), 10**places)
     fraction = f".{rest:0{places}}" if places else ""
     plain = normalize(f"{sign}{whole}{fraction}{unit}")
     assert plain == normalize(f"{sign}{whole:,}{fraction}{'0' * zeros if places else ''} {unit}")
     assert plain != normalize(f"{sign}{whole + 1}{fraction}{unit}")
-
-
-# ---------------------------------------------------------------- sums
 
 
 def test_sums_and_table():
@@ -93,9 +84,6 @@ def test_sums_and_table():
     assert table[4].startswith("| all | m\\|1 | 4 | 40 | 0.8750 |") and len(table) == 5
     # beyond a float: JSON has no infinity
     assert Score(1, 1, 900.0).to_dict()["perplexity"] is None
-
-
-# ---------------------------------------------------------------- a run
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +107,11 @@ def run_folder(
     paths |= {"output_dir": folder / "run", "cache_dir": folder / "cache"}
     settings = {name: str(path) for name, path in paths.items()}
     settings |= {"device_type": "cpu", "dtype": "float32", "report_to": "none"}
-    settings |= {"learning_rate": 1e-2, "global_batch_size": 6, "cutoff_len": 110}  # some rows are longer
+    settings |= {
+        "learning_rate": 1e-2,
+        "global_batch_size": 6,
+        "cutoff_len": 110,
+    }  # some rows are longer
     before = dict(os.environ)
     run(settings | {"max_steps": 4, "save_steps": 2, "eval_steps": 2})
     os.environ.clear()
@@ -129,17 +121,9 @@ def run_folder(
 
 @pytest.mark.frozen
 def test_the_losses_are_the_runs_own_and_the_answers_transformers(
-    run_folder: Path,
-    rows_file: Path,
-    tiny_model: Path,
-    tmp_path: Path,
-    evaluate,
-    frozen,
-    plain_answer,
+    run_folder, rows_file, tiny_model, tmp_path, evaluate, frozen, plain_answer
 ):
-    """Losses before, after and in the middle of the run; answers token by token what plain
-    transformers and peft say to each prompt alone, batched or not.
-    """
+    """Losses of the run; answers of plain transformers and peft to each prompt alone."""
     out, checkpoint = tmp_path / "out", run_folder / "checkpoint-2"
     flags = ("--data", rows_file, "--base", "--generate", "all", "--max-new-tokens", 12)
     result = evaluate("--adapter", run_folder, checkpoint, *flags, "--output", out)
@@ -223,12 +207,7 @@ def test_a_part_of_the_rows_and_of_the_answers(
     assert "1 records have another 'answer' than their own output gives" in command(*flags)[1]
 
 
-# ---------------------------------------------------------------- refused
-
-
-def test_bad_input_is_refused_with_words(
-    tiny_model: Path, rows_file: Path, write_rows: Callable, tmp_path: Path, refused
-):
+def test_bad_input_is_refused_with_words(tiny_model, rows_file, write_rows, tmp_path, refused):
     model = ("--model", tiny_model)
     taken = tmp_path / "taken"
     taken.mkdir()

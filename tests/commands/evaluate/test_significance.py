@@ -1,6 +1,4 @@
-"""The paired bootstrap against all draws that there are, scipy's, exact tests of few records, and
-its own promise.
-"""
+"""The paired bootstrap against all draws, scipy's, and exact tests of few records."""
 
 from __future__ import annotations
 

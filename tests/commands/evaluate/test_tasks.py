@@ -1,6 +1,4 @@
-"""lm_eval's tasks on local data against log-likelihoods and answers computed here, and lm_eval's
-own loading.
-"""
+"""lm_eval's tasks on local data against log-likelihoods and answers computed here."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from launching import ROOT
-from peft import LoraConfig, PeftModel, get_peft_model
-from shell_blocks import blocks
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.commands.evaluate.scores import paired_bootstrap
@@ -72,9 +69,7 @@ def plain(tiny_model: Path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, plain) -> Path:
-    """Tasks of choices, of the same with examples and with filters, and of writing: the last ten
-    answers are what the model says.
-    """
+    """Tasks; the last ten answers are what the model says."""
     place = tmp_path_factory.mktemp("tasks")
     rows = questions()
     for row in rows[20:]:
@@ -92,18 +87,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, plain
     return place
 
 
-def save_adapter(base: Path, place: Path, std: float) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    wrapped = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=std)
-    wrapped.peft_config["default"].base_model_name_or_path = str(base)
-    wrapped.save_pretrained(place)
-    return place
-
-
 def plain_answer(model: torch.nn.Module, tokenizer, question: str) -> str:
     ids = tokenizer(question, return_tensors="pt")
     found = model.generate(**ids, do_sample=False, max_new_tokens=6, pad_token_id=0)
@@ -111,9 +94,7 @@ def plain_answer(model: torch.nn.Module, tokenizer, question: str) -> str:
 
 
 def log_likelihood(model: torch.nn.Module, tokenizer, question: str, choice: str) -> float:
-    """As lm_eval has it: the white space that ends a question is part of the choice, after the
-    delimiter ' '.
-    """
+    """The white space that ends a question is part of the choice, as in lm_eval."""
     whole = tokenizer(question + " " + choice)["input_ids"]
     start = len(tokenizer(question.rstrip())["input_ids"])
     with torch.no_grad():
@@ -127,10 +108,10 @@ def by_metric(model: dict) -> dict[tuple[str, str], dict]:
 
 @pytest.mark.frozen
 def test_choices_by_their_log_likelihoods_and_answers_by_transformers(
-    folder: Path, tiny_model: Path, plain, tmp_path: Path, evaluate, frozen
+    folder, make_adapter, plain, tmp_path, evaluate, frozen
 ):
     """And filters, a group, and the mean of centered accuracies."""
-    adapter, out = save_adapter(tiny_model, tmp_path / "adapter", 0.3), tmp_path / "out"
+    adapter, out = make_adapter(), tmp_path / "out"
     asked = ("--tasks", "both,written,filtered", "--tasks-path", folder, "--batch-size", 7)
     result = evaluate("--adapter", adapter, "--base", *asked, "--output", out)
     base, adapted = map(by_metric, result["models"])
@@ -219,9 +200,6 @@ def test_cut_prompts_and_failures_are_said(folder: Path, tiny_model: Path, tmp_p
     assert not out and "lm_eval failed: AssertionError" in err
 
 
-# ---------------------------------------------------------------- refused
-
-
 @pytest.fixture
 def refused_early(tiny_model: Path, refused, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Before any weights are read."""
@@ -260,33 +238,3 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, refused_early):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = refused_early("--tasks", "arc_easy")
     assert "lm_eval cannot be imported" in said and "fix:   pip install lm_eval" in said
-
-
-# ---------------------------------------------------------------- the page about it
-
-COMMANDS = [
-    line
-    for block in blocks(ROOT / "docs" / "guides" / "evaluation.md", "bash")
-    for line in block.replace("\\\n", "").splitlines()
-    if "runs/demo-TIME" in line or "data_samples/tiny-qwen3" in line
-]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter on the bundled model, as the demo's is."""
-    return save_adapter(ROOT / "data_samples" / "tiny-qwen3", tmp_path_factory.mktemp("demo"), 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.partition(" eval ")[2][:70])
-def test_the_commands_of_the_page(line: str, demo: Path, monkeypatch, command):
-    monkeypatch.chdir(ROOT)
-    words = line.replace("runs/demo-TIME", str(demo)).split()
-    assert words[:4] == ["python", "-m", "finetune", "eval"]
-    if "--data" in words:
-        words += ["--generate", "1", "--max-samples", "6"]
-    if "--tasks" in words:
-        words += ["--limit", "2"]
-    out, _err = command(*words[4:], "--max-new-tokens", 2)
-    assert out.startswith(("| measure | of |", "| difficulty |"))

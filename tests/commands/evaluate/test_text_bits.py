@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 
 def naive_nats(model: torch.nn.Module, ids: Sequence[int], window: int, stride: int) -> float:
-    """In float64, one forward for each window: what precedes a target is as long as a window
-    allows.
-    """
+    """In float64, one forward for each window."""
     nats, scored = 0.0, 1
     while scored < len(ids):
         end = min(len(ids), scored + (window if scored == 1 else stride))
@@ -30,9 +28,7 @@ def naive_nats(model: torch.nn.Module, ids: Sequence[int], window: int, stride: 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable) -> tuple[Path, Path]:
-    """Records, one of them white space; and a long document in two languages with what looks like
-    special tokens.
-    """
+    """Records, one of them white space; and a long document with special tokens as text."""
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"text": row["output"]} for row in make_records(12)]
     records = write_rows(folder / "records.jsonl", [*rows, {"text": " \n"}])

@@ -1,6 +1,4 @@
-"""Answers generated while a run evaluates: transformers' own, counted whole, and without a trace in
-the training.
-"""
+"""Answers generated while a run evaluates: transformers' own, without a trace."""
 
 from __future__ import annotations
 
@@ -37,13 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LEVELS = ("explain", "reasoning", "topology")
 RUN = "--model m --data d --output-dir o"
 
-# ---------------------------------------------------------------- the answers
-
 
 def test_the_tokens_are_those_of_generate_on_each_prompt_alone(tiny_model: Path):
-    """Under the attention of training, for prompts and rooms of several lengths; and all is put
-    back.
-    """
+    """Prompts and rooms of several lengths, under the attention of training."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     choose_attention(model.config)
     choose, tokens = random.Random(1), range(20, model.config.vocab_size)
@@ -76,9 +70,7 @@ def test_the_tokens_are_those_of_generate_on_each_prompt_alone(tiny_model: Path)
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "deepseek_v3", "bloom", "qwen3_next"])
 def test_other_kinds_of_attention_answer_as_generate_does(kind: str):
-    """Learned positions, a softcap with windows, latents, a bias by distance, a state that is
-    carried along.
-    """
+    """Learned positions, softcap and windows, latents, a bias by distance, a carried state."""
     config = tiny_config(kind)
     model = as_trained(config)
     let_choose_logits(model)
@@ -143,9 +135,6 @@ def test_prompts_without_room_count_as_wrong_and_ranks_share_the_others():
     assert [one.max_new_tokens for one in short.asked] == [5] * 3
 
 
-# ---------------------------------------------------------------- in a run
-
-
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -153,9 +142,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    """Twelve questions with short answers that a run learns by heart; those of the validation have
-    an `answer`.
-    """
+    """Twelve questions with short answers that a run learns by heart."""
     made = run_helpers.make_materials(tmp_path_factory.mktemp("asked"), records=1)
     rows = []
     for number in range(12):
@@ -191,12 +178,8 @@ def asked(materials: Materials) -> Path:
     return materials.folder / "asked"
 
 
-def test_the_run_says_what_transformers_answers_and_keeps_the_best(
-    materials: Materials, asked: Path, plain_answer
-):
-    """Of the output, by plain transformers, prompt by prompt, judged by the last line of the text
-    alone.
-    """
+def test_the_run_says_what_transformers_answers_and_keeps_the_best(materials, asked, plain_answer):
+    """By plain transformers, prompt by prompt, judged by the last line alone."""
     lines = {line["step"]: line for line in evaluations(asked)}
     assert list(lines) == [0, 10, 20, 30, 40]
     shares = {step: line["eval_exact_match"] for step, line in lines.items() if step}
@@ -242,9 +225,7 @@ def test_answers_to_other_settings_are_not_compared(caplog: pytest.LogCaptureFix
 
 
 def test_it_leaves_no_trace(materials: Materials, tmp_path: Path):
-    """Weights and every loss are those of the run that asks nothing, to the bit: with dropout and
-    recomputation. The field and the room are those of the settings.
-    """
+    """To the bit those of the run that generates nothing, with dropout and recomputation."""
     rows = run_helpers.lines(materials.valid)
     truths = write(tmp_path / "v.jsonl", [{**row, "truth": row.pop("answer", 0)} for row in rows])
     model = AutoModelForCausalLM.from_pretrained(materials.model)
@@ -272,9 +253,7 @@ def test_it_leaves_no_trace(materials: Materials, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "zero3"])
 def test_ranks_answer_together(materials: Materials, tmp_path: Path, layout: str):
-    """Answers of several lengths on two ranks that gather weights, or not: as one process
-    answers.
-    """
+    """On two ranks that gather weights, or not: as one process answers."""
     changes = {**FOLLOWED, **run_helpers.LAYOUTS[layout]}
     run_helpers.train(settings(materials, tmp_path / "run", **changes, eval_generate=7), 2)
     run_helpers.train(settings(materials, tmp_path / "one", eval_generate=7))
@@ -283,9 +262,6 @@ def test_ranks_answer_together(materials: Materials, tmp_path: Path, layout: str
         names = [name for name in other if "exact" in name or "answers" in name]
         assert [one[name] for name in names] == [other[name] for name in names]
     assert max(line["eval_exact_match"] for line in found) > 0.25
-
-
-# ---------------------------------------------------------------- refused before anything heavy
 
 
 def test_settings_that_cannot_be_are_refused_or_noted():

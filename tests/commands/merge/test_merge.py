@@ -1,6 +1,4 @@
-"""merge against peft's own adapted model: logits, tied embeddings, what is left behind, and what
-users get wrong.
-"""
+"""merge against peft's own adapted model."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ HEAD_OR_EMBEDDING = {
 
 @pytest.mark.parametrize("name", HEAD_OR_EMBEDDING)
 def test_tied_embeddings_stay_right(name: str, tiny_model: Path, make_adapter, tmp_path: Path):
-    """The tiny model's head is its embedding: what an adapter changes at one end must not come out
-    at the other.
-    """
+    """The tiny model's head is its embedding: a change of one must not change the other."""
     adapter, output = make_adapter(**HEAD_OR_EMBEDDING[name]), tmp_path / "merged"
     assert merge(adapter, output) == 0
     merged, expected = load(output), adapted_logits(tiny_model, adapter)
@@ -139,9 +135,7 @@ Logits differ by
 """  # noqa: W291
 
 
-def test_the_card_tells_of_the_run_and_nothing_of_the_machine(
-    make_adapter, tiny_model: Path, tmp_path: Path
-):
+def test_the_card_tells_of_the_run_and_nothing_of_the_machine(make_adapter, tiny_model, tmp_path):
     run = make_adapter(folder=tmp_path / "my-run")
     write_identity(run, {"kind": "sft", "total_steps": 4, "data": "ab12", "schedule": "cd34"})
     secret = "hf_" + "x" * 30
@@ -172,13 +166,8 @@ def test_the_card_tells_of_the_run_and_nothing_of_the_machine(
         assert private.encode() not in written
 
 
-# ---------------------------------------------------------------- what fails leaves nothing
-
-
 @pytest.mark.parametrize("added", [None, 1.0, float("nan")], ids=str)
-def test_a_wrong_number_in_the_files_is_found(
-    added: float | None, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_wrong_number_in_the_files_is_found(added, adapter, tmp_path, monkeypatch, capsys):
     """The adapter is lost, or one weight of the written file is off."""
     right = merging._merge
 
@@ -196,9 +185,7 @@ def test_a_wrong_number_in_the_files_is_found(
 
 
 def test_another_template_and_a_lost_adapter_are_found(make_adapter, tmp_path: Path, capsys):
-    """A file with Windows line ends is read with others: what is written is not the adapter's
-    template. And an adapter smaller than the rounding would be lost in silence.
-    """
+    """A template with Windows line ends, and an adapter smaller than the rounding."""
     adapter = make_adapter(scale=0.01)
     assert merge(adapter, tmp_path / "merged", "--dtype", "bfloat16") == 1
     said = capsys.readouterr().err
@@ -210,9 +197,7 @@ def test_another_template_and_a_lost_adapter_are_found(make_adapter, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_leaves_nothing(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_full_disk_leaves_nothing(adapter, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(merging.durable_files, "free_bytes", lambda path: 10)
         assert merge(adapter, tmp_path / "a") == 2
@@ -225,9 +210,6 @@ def test_a_full_disk_leaves_nothing(
     assert merge(adapter, tmp_path / "b") == 1
     assert "No space left" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
-
-
-# ---------------------------------------------------------------- refused
 
 
 def test_nothing_is_overwritten(adapter: Path, tmp_path: Path, capsys):

@@ -1,6 +1,4 @@
-"""`merge --format gguf`: the converter is run, its file compared, and what is wrong with it
-found.
-"""
+"""`merge --format gguf`: the converter is run, and its file compared."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def merge(adapter: Path, output: Path, *flags: object) -> int:
     return finetune(["merge", *map(str, words)])
 
 
-def test_the_file_is_whole_and_has_its_modelfile(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_file_is_whole_and_has_its_modelfile(adapter, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP", str(converter(tmp_path)))
     assert merge(adapter, tmp_path / "out") == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -75,9 +71,7 @@ def test_the_file_is_whole_and_has_its_modelfile(
         assert line in text
 
 
-def test_an_end_that_is_not_the_bases_eos_is_the_files(
-    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_end_that_is_not_the_bases_eos_is_the_files(documents, tmp_path, monkeypatch):
     """The converter knows the base's end alone."""
     from gguf import GGUFReader
 
@@ -139,9 +133,7 @@ def test_a_wrong_file_is_found(tmp_path: Path):
             making.check_gguf(folder, tokenizer, ends)
 
 
-def test_a_converter_that_fails_is_quoted_and_nothing_is_left(
-    adapter: Path, tmp_path: Path, capsys
-):
+def test_a_converter_that_fails_is_quoted_and_nothing_is_left(adapter, tmp_path, capsys):
     tools = tmp_path / "tools"
     for source, said in {
         "import os; os.kill(os.getpid(), 9)": "failed: ended by SIGKILL",
@@ -156,9 +148,7 @@ def test_a_converter_that_fails_is_quoted_and_nothing_is_left(
     assert os.listdir(tmp_path) == ["tools"]
 
 
-def test_without_converter_or_space_it_is_refused(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_without_converter_or_space_it_is_refused(adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", "")
     assert merge(adapter, tmp_path / "out") == 2

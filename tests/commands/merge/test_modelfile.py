@@ -1,6 +1,4 @@
-"""Ollama's template of a known family: only for chat templates that write the same; compared by Go
-itself where Go is installed.
-"""
+"""Ollama's template of a known family, compared by Go itself where Go is installed."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def write(source: str, *ends: str) -> str | None:
 
 
 def read(text: str | None) -> dict[str, list[str]]:
-    """A Modelfile as Ollama reads it (its parser/parser.go): all between the quotes, and no
-    escapes.
-    """
+    """A Modelfile as Ollama's parser/parser.go reads it: there are no escapes."""
     assert text is not None
     found: dict[str, list[str]] = {}
     form = r'^(TEMPLATE|PARAMETER \w+) """(.*?)"""$'
