@@ -1,6 +1,4 @@
-"""The terminal chat: its commands on a model that says what it is told, and the real command on a
-pseudo-terminal.
-"""
+"""The terminal chat, on a scripted model and on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -219,9 +217,6 @@ def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
         ChatSession.load(tmp_path)
 
 
-# ---------------------------------------------------------------- the command
-
-
 def test_one_question_on_the_command_line(capsys, monkeypatch):
     model = ["chat", "--model", str(MODEL), "--device-type", "cpu"]
     assert finetune([*model, "--prompt", "What is BGP?", "--max_new_tokens=5"]) == 0
@@ -237,9 +232,7 @@ def test_one_question_on_the_command_line(capsys, monkeypatch):
 
 
 def test_a_conversation_in_a_terminal():
-    """The real command on a pseudo-terminal: an answer streams, Ctrl-C stops it and not the chat,
-    Ctrl-D ends it.
-    """
+    """An answer streams, Ctrl-C stops it and not the chat, Ctrl-D ends it."""
     question = "写一页网络手册。"  # the bundled model goes on for 175 tokens
     pid, terminal = pty.fork()
     if pid == 0:  # the child, which becomes the command

@@ -1,6 +1,4 @@
-"""What requests are taken and refused, in the protocol's shape, and what the guard lets through. No
-sockets here.
-"""
+"""What requests are taken and refused, and what the guard lets through: no sockets."""
 
 from __future__ import annotations
 
@@ -10,8 +8,12 @@ import os
 from typing import Any
 
 import pytest
+from launching import ROOT
 
+from finetune.commands.chat.command import ChatOptions
 from finetune.commands.serve import options, protocol
+from finetune.commands.serve.answers import Metrics
+from finetune.commands.serve.app import create_app
 from finetune.commands.serve.command import _bind, run_server
 from finetune.commands.serve.guard import RESPONSE_HEADERS, Guard
 from finetune.commands.serve.options import (
@@ -23,6 +25,9 @@ from finetune.commands.serve.options import (
     worker_devices,
 )
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from finetune.commands.serve.workers import WorkerPool
+from finetune.config.fields import flag
+from finetune.config.options import flags_of, read_options
 from finetune.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -135,9 +140,6 @@ def test_a_body_of_many_wrong_things_is_one_error(monkeypatch: pytest.MonkeyPatc
     assert max(counted) < 20
 
 
-# ---------------------------------------------------------------- the guard
-
-
 def visit(
     method: str = "GET",
     path: str = "/v1/models",
@@ -146,9 +148,7 @@ def visit(
     token: str | None = None,
     **limits: Any,
 ) -> tuple[int, dict[str, str], bytes]:
-    """What a request gets; `body` are its parts, None: nothing more comes. The application echoes
-    it with 200.
-    """
+    """The answer; `body` are the request's parts, None: nothing more comes."""
     pairs = list(headers.items() if isinstance(headers, dict) else headers)
     if "host" not in dict(pairs):
         pairs.insert(0, ("host", "127.0.0.1:8000"))
@@ -248,9 +248,6 @@ def test_bodies():
         assert visit("POST", headers={"content-type": kind}, body=[b"{}"])[0] == 415
 
 
-# ---------------------------------------------------------------- who may listen where, and on what
-
-
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     file = tmp_path / "token"
@@ -294,3 +291,22 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch):
         assert found == ("cuda", [{"CUDA_VISIBLE_DEVICES": number} for number in numbers], None)
     with pytest.raises(ConfigError, match="3 workers on 2 cuda"):
         worker_devices("auto", 3, None)
+
+
+@pytest.mark.frozen
+def test_public_names_are_frozen():
+    """A name may be added (to the file too); one that is there stays."""
+    lines = []
+    for command, kind in (("chat", ChatOptions), ("serve", ServeOptions)):
+        lines += [f"{command} {flag(name)}" for name in ("help", *flags_of(kind))]
+        with pytest.raises(ConfigError, match="unknown flag --mod"):  # none may be shortened
+            read_options(kind, ["--model", "m", "--mod", "x"])
+    metrics = Metrics()
+    text = metrics.text(workers_ready=0, active=0, queued=0).decode()
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    lines += [f"metric {name}" for name in names if not name.endswith("_created")]
+    pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
+    routes = create_app(pool, ServeOptions(model="m"), None, metrics).app.routes
+    lines += [f"path {method} {route.path}" for route in routes for method in sorted(route.methods)]
+    frozen = ROOT / "tests" / "frozen" / "chat_names.txt"
+    assert lines == frozen.read_text(encoding="utf-8").splitlines()

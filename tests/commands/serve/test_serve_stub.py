@@ -1,6 +1,4 @@
-"""A server whose workers have no model: what clients get, clients that leave, are too many, send
-what is no request or never read, and the end.
-"""
+"""A server whose workers have no model: its clients, good and hostile, and its end."""
 
 from __future__ import annotations
 
@@ -73,9 +71,6 @@ def read_to_the_end(connection: socket.socket) -> bytes:
     return said
 
 
-# ---------------------------------------------------------------- what clients get
-
-
 def test_calls_of_tools_whole_and_streamed(stub: Served):
     function = {"name": "ping", "parameters": {"type": "object", "properties": {"host": {}}}}
     tools = [{"type": "function", "function": function}]
@@ -143,9 +138,6 @@ def test_errors_pages_and_metrics(stub: Served):
     assert linked[1]["content-type"] == plain[1]["content-type"] == "text/html; charset=utf-8"
 
 
-# --------------------------------------------------------- clients that leave, and too many of them
-
-
 def test_a_client_that_leaves_frees_the_worker(stub: Served):
     for stream in (True, False):
         with connect(stub) as connection:
@@ -171,9 +163,6 @@ def test_too_many_connections_is_an_answer(stub: Served):
         assert status == 503 and json.loads(body)["error"]["code"] == "too_many_connections"
         assert all(read_to_the_end(connection).startswith(b"HTTP/1.1 408 ") for connection in held)
     assert stub.health()["status"] == "ok"
-
-
-# ---------------------------------------------------------------- hostile sockets
 
 
 def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
@@ -247,9 +236,6 @@ def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing(monkeypat
         workers = [(worker["active"], worker["restarts"]) for worker in health["workers"]]
         assert (health["queued"], workers) == (0, [(0, 0)] * 2)
         assert "Traceback" not in "".join(server.lines)
-
-
-# ---------------------------------------------------------------- a public server, and the end
 
 
 def test_a_public_server_asks_for_its_token_and_stops_in_order():

@@ -1,6 +1,4 @@
-"""Workers that die, are full, or never start: each request ends, and only its own worker's death
-concerns it.
-"""
+"""Workers that die, hang, are full or never start."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ def test_workers_that_never_come_back_are_given_up(monkeypatch, tmp_path):
 
 
 def test_the_messages_of_a_worker_process():
-    """What it writes for a request, with an engine that a test holds; a cancelled answer is
-    cancelled there.
-    """
+    """With an engine that a test holds."""
     started: dict[str, Any] = {}
     cancelled = []
 

@@ -1,6 +1,4 @@
-"""The page in a real browser: what a user does, in both languages and sizes, and what an attacker's
-text cannot.
-"""
+"""The page in a real browser: what a user does, and what an attacker's text cannot."""
 
 from __future__ import annotations
 
@@ -162,9 +160,7 @@ def test_markdown_becomes_what_it_says(page: Page):
 
 
 def test_attacks_stay_text(page: Page, served: Served):
-    """Through the prompt and the model's answer, whole and as it streams; nothing runs, and nothing
-    is fetched.
-    """
+    """Of the prompt and the answer, whole and streamed: nothing runs or is fetched."""
     texts = json.dumps(CORPUS)
     for script in (
         f"for (const text of {texts}) state.turns.push({{role: 'user', content: text}}); drawAll()",
