@@ -311,6 +311,8 @@ def test_notes_say_what_was_derived_and_what_it_replaces():
         assert note in " ".join(
             command(deepspeed(own=own), flags=flags, world_size=world_size).notes
         )
+    later = command(deepspeed(own=four), file("b.yaml", {ACCUMULATION: 2}))
+    assert "global_batch_size 8 instead of 32 (ds.json: finetune." in " ".join(later.notes)
 
 
 @given(
@@ -465,6 +467,7 @@ def test_resolve_object_takes_a_config_a_dict_and_a_path():
     assert a.config.max_grad_norm == 0.5 and a.config.gradient_accumulation_steps == 4
     origins = [each.origins["model"] for each in (a, b, c)]
     assert origins == ["RunConfig", "the dict", "a.yaml"]
+    assert "gradient_accumulation_steps" not in to_yaml(a.config), "it is of the machine"
     changed = a.config.model_copy(update={"micro_batch_size": 4})
     assert resolve_object(changed, world_size=2).config.gradient_accumulation_steps == 1
     for wrong in (3, {"modle": 1}, {1: 2}, {}, "nowhere.yaml"):
