@@ -1,6 +1,4 @@
-"""Diagnosis: every example log gets its cause and no other, clean logs get none, and any log can be
-read.
-"""
+"""Every example log gets its cause and no other; clean logs get none; any log can be read."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ from finetune.commands.diagnose.command import diagnose_logs, main, render_findi
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.findings import Finding
 from finetune.commands.diagnose.knowledge import knowledge
-from finetune.commands.diagnose.log_facts import facts_in
 from finetune.commands.diagnose.prefilter import fixed_words
 from finetune.errors import ConfigError, DataError, ExitCode
 from finetune.plain_text import mask_secrets
@@ -44,9 +41,6 @@ TIMEOUT = (
     " Timeout(ms)=600000) ran"
 )
 BROKEN = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:41234"
-
-
-# ---------------------------------------------------------------- the examples
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +81,9 @@ def test_a_rule_is_never_missed_for_its_fixed_words():
         for symptom, patterns in rules:
             if any(pattern.search(line) for pattern in patterns):
                 assert symptom.found_in(line, line.lower()), (symptom.cause, line)
-
-
-def test_fixed_words():
-    pattern = r"\[Errno 24\]|abcdx?ef|(?P<x>disk (?:full|gone))$"
-    assert fixed_words(pattern) == ["[errno 24]", "abcd", "disk "]
+    assert fixed_words(r"\[Errno 24\]|abcdx?ef|(?P<x>disk (?:full|gone))$") == [
+        "[errno 24]", "abcd", "disk "
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="no 3 plain characters"):
         fixed_words(r"(?:error|failure)?\d+")
 
@@ -115,9 +107,7 @@ def begins_unbounded(parts) -> bool:
 
 
 def test_a_long_line_takes_no_quadratic_time():
-    """By the steps that patterns may take from one place: none may search to the end of a line, nor
-    begin in every place of a word.
-    """
+    """No pattern may search to the end of a line, nor begin in every place of a word."""
     patterns = [pattern.pattern for symptom in SYMPTOMS for _, pattern in symptom.words]
     assert not [pattern for pattern in patterns if re.search(r"(?<!\\)\.\*", pattern)]
     for path in (ROOT / "finetune" / "commands" / "diagnose" / "entries").glob("*.toml"):
@@ -132,9 +122,6 @@ def test_the_document_is_made_from_the_rules():
     command = "python -m finetune.commands.diagnose.document docs/reference/diagnosis.md"
     assert text == renewed(text), command
     assert all(f"### {cause}\n" in text for cause in CAUSES)
-
-
-# ---------------------------------------------------------------- roots and what follows from them
 
 
 def test_logs_of_several_ranks_are_merged_by_time_in_any_order(causes, diagnose):
@@ -152,24 +139,13 @@ def test_logs_of_several_ranks_are_merged_by_time_in_any_order(causes, diagnose)
     assert causes(rank0, later) == ["collective_timeout", "device_oom"]
 
 
-def test_a_lost_peer_comes_before_a_timeout_and_after_a_root(causes):
+def test_an_error_that_nobody_knows_is_a_root_on_another_rank_only(causes):
     assert causes(TIMEOUT, BROKEN) == ["peer_died"]
     assert causes(TIMEOUT, BROKEN, OOM) == ["device_oom"]
-
-
-def test_the_rank_that_was_killed_is_named_whatever_torchrun_says():
-    finding = diagnose_logs(LOGS / "peer_died" / "torchrun_blames_the_wrong_rank.log")[0]
-    assert finding.rank == 1 and "SIGKILL" in finding.explanation
-
-
-def test_an_error_that_nobody_knows_is_a_root_on_another_rank_only(causes):
     own = "Traceback (most recent call last):\nmine.OwnError: bad\n"
     assert causes(f"[rank0]: {TIMEOUT}\n", f"[rank1]: {own}") == ["unknown"]
     both = f"[rank0]: RuntimeError: {TIMEOUT}\n[rank0]: mine.OwnError: bad\n"
     assert causes(both) == ["collective_timeout"]
-
-
-# ---------------------------------------------------------------- texts
 
 
 def test_the_runs_own_numbers_are_in_the_remedy(diagnose):
@@ -202,17 +178,6 @@ def test_a_diagnosis_in_a_log_is_not_diagnosed_again(found, causes):
         assert causes(f"[INFO] all is well\n{shown}\n{OOM}\n") == ["device_oom"]
 
 
-def test_facts():
-    launched = "MASTER_ADDR=10.0.0.4 MASTER_PORT=29500 torchrun --nproc_per_node=8"
-    for text, facts in {
-        '  "train_micro_batch_size_per_gpu": 4,': {"micro_batch_size": "4"},
-        launched: {"master_addr": "10.0.0.4", "master_port": "29500", "nproc": "8"},
-        "'lr': 2e-05, max_seq_len 2048.": {"learning_rate": "2e-05", "cutoff_len": "2048"},
-        "learning rates matter": {},
-    }.items():
-        assert facts_in(text) == facts
-
-
 def test_memory_that_others_hold_or_nobody_uses_is_said(diagnose):
     for own, said in (("8.02 GiB", True), ("512.00 MiB", True), ("58.02 GiB", False)):
         sizes = f"(NPU 0; 60.97 GiB total capacity; {own} already allocated; 0 bytes free)"
@@ -234,8 +199,6 @@ def test_an_error_of_this_package_speaks_for_itself(diagnose):
 def test_secrets_are_masked(diagnose):
     for secret in (
         "hf_AbCdEfGhIjKlMnOpQrStUvWx",
-        "sk-proj-0123456789abcdef",
-        "ghp_0123456789abcdefghij",
         "0123456789abcdef0123456789abcdef01234567",
         "AKIA0123456789ABCDEF",
     ):
@@ -246,9 +209,6 @@ def test_secrets_are_masked(diagnose):
     assert mask_secrets("https://me:pass1234@host/x WANDB_API_KEY='abcdefgh'") == shown
     assert mask_secrets("Authorization: Bearer abc.def-ghi0123") == "Authorization: Bearer ***"
     assert mask_secrets("token 5 is 99999999, rank 3") == "token 5 is 99999999, rank 3"
-
-
-# ---------------------------------------------------------------- the command
 
 
 @pytest.mark.frozen
@@ -295,9 +255,6 @@ def test_the_command_loads_no_torch_and_reads_standard_input(monkeypatch):
     assert [finding.cause for finding in diagnose_logs("-")] == ["device_oom"]
 
 
-# ---------------------------------------------------------------- run folders
-
-
 def run_folder(folder: Path, **status: object) -> Path:
     (folder / "logs").mkdir(parents=True)
     (folder / "run_identity.json").write_text("{}")
@@ -342,15 +299,10 @@ def test_only_the_logs_of_the_last_start_are_read(tmp_path):
     assert diagnose_logs([folder]) == []
 
 
-# ---------------------------------------------------------------- what people give
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb18030"])
 def test_a_paste_is_read_as_its_program_wrote_it(encoding: str, tmp_path: Path):
     frame = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    x()\n'
-    lines = f"{frame}RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n".splitlines(
-        True
-    )
+    lines = f"{frame}{OOM}\n".splitlines(True)
     for text in (
         f"训练失败 with:\n```\n{''.join(lines)}```\n",
         "".join(f"> {line}" for line in lines),
@@ -363,15 +315,12 @@ def test_a_paste_is_read_as_its_program_wrote_it(encoding: str, tmp_path: Path):
 def test_text_that_speaks_of_an_error_is_quoted(causes):
     """And odd numbers end in no traceback."""
     for text in (
-        "foo: RuntimeError: something bad happened",
         "- RuntimeError: boom",
         "报错了：显存不足",
         "exit status 1",
-        "npu-smi: command not found",
         'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    x',
         f"Parameter indices which did not receive grad for rank {'1' * 5000}: 1 2",
         f"micro_batch_size={'1' * 5000}\n{OOM}",
         f"failed to listen port: {'1' * 5000}, EADDRINUSE",
-        f"{OOM} (GPU 0; 79.15GiB total capacity; 70.0GiB already allocated; 1 free)",
     ):
         assert causes(text + "\n") != [], text

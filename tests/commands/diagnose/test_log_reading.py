@@ -89,30 +89,21 @@ def test_bars_colours_and_broken_bytes():
 ERROR = "ValueError: x"
 PREFIXES = {
     "[rank3]: ValueError: x": (3, "", ERROR),
-    "[rank3]:     raise X": (3, "", "    raise X"),
     "[default1]:[rank1]:   File x": (1, "", "  File x"),
     "2026-11-21 13:14:05,123 ValueError: x": (None, "", ERROR),
     "[2026-11-21 13:14:05,123] [INFO] [launch.py:3] x": (None, "", "[INFO] [launch.py:3] x"),
     "(Worker pid=12, ip=10.0.0.4) ValueError: x": (None, "(Worker pid=12, ip=10.0.0.4)", ERROR),
     "5: ValueError: x": (5, "", ERROR),
     "[E1121 13:34:01.4 P.cpp:6] [Rank 2] x": (2, "", "[E1121 13:34:01.4 P.cpp:6] [Rank 2] x"),
-    "[ERROR] 2026-11-21-13:14:05 (PID:1, RankID:4) x": (
-        4,
-        "",
-        "[ERROR] 2026-11-21-13:14:05 (PID:1, RankID:4) x",
-    ),
     "[PG ID 0 PG GUID 0(default_pg) Rank 6] x": (6, "", "[PG ID 0 PG GUID 0(default_pg) Rank 6] x"),
     "no prefix: 5": (None, "", "no prefix: 5"),
-    "[7]: ValueError: x": (7, "", ERROR),
     "[1,3]<stderr>:ValueError: x": (3, "", ERROR),
     "[rank1] 2026-11-21T13:14:05.500Z ValueError: x": (1, "", ERROR),
     "11/21/2026 13:14:05 - [default2]:ValueError: x": (2, "", ERROR),
-    "[ERROR] ValueError: x": (None, "", "[ERROR] ValueError: x"),
     "ERROR 11-21 13:14:05 [core.py:7] ValueError: x": (None, "", ERROR),
     "2026-11-21 13:14:05.500 | ERROR    | train:main:7 - ValueError: x": (None, "", ERROR),
     "10.0.0.3: [rank1]: ValueError: x": (1, "10.0.0.3", ERROR),
     "node-1 | [rank1]: ValueError: x": (1, "node-1", ERROR),
-    "worker-0: [rank1]: ValueError: x": (1, "worker-0", ERROR),
     "[pod/train-worker-2/main] [rank1]: ValueError: x": (1, "train-worker-2/main", ERROR),
     "Nov 21 13:14:05 node7 kernel: [12.345678] ValueError: x": (None, "node7", ERROR),
 }
@@ -128,11 +119,9 @@ def test_times():
     for line in (
         "2026-11-21 13:14:05,500 x",
         "2026-11-21T13:14:05.500+08:00 x",
-        "[ERROR] HCCL(1,python):2026-11-21-13:14:05.500.436 [f.cc:1]",
         "EI0006: [PID: 1] 2026-11-21-13:14:05.500.436 Getting",
         "2026/11/21 13:14:05.5 x",
         "[rank0]:[E1121 13:14:05.500000000 ProcessGroupNCCL.cpp:683]",
-        "I1121 13:14:05.500000 4200 torch/x.py:1] y",
         "  time      : 2026-11-21_13:14:05.5",
     ):
         assert read_time(line, 2026) == wanted, line
@@ -168,9 +157,7 @@ def test_a_log_that_breaks_off():
     for last, cut in (
         (whole.partition(b"me:")[0], True),
         (whole.partition(b" time")[0], False),  # at the end of a word
-        (whole[:16], False),
         (whole, False),
-        (b"[2026-11-21 13:10:09] saved", False),
         (b"[2026", False),
     ):
         text = b" |\n".join([STEP % (1, 1), STEP % (2, 2), last + b"\n"])

@@ -45,17 +45,10 @@ def test_an_outer_place_counts_where_the_inner_ones_tell_nothing(causes):
     assert causes(traceback(loads, inner, end="RuntimeError: rope_ratio")) == ["loading_failed"]
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "RuntimeError: CUDA error: nobody knows",
-        "RuntimeError: it did not work",
-        "DistBackendError: NCCL error",
-    ],
-)
-def test_what_a_device_or_another_process_did_is_not_told_by_the_place(end, causes):
-    for frame in (("/home/user/train.py", "step"), (f"{LIBRARY}torch/nn/functional.py", "linear")):
-        assert causes(traceback(frame, end=end))[0] not in {place.cause for place in PLACES}
+def test_what_a_device_or_another_process_did_is_not_told_by_the_place(causes):
+    for end in ("RuntimeError: CUDA error: nobody knows", "DistBackendError: NCCL error"):
+        found = causes(traceback(("/home/user/train.py", "step"), end=end))
+        assert found[0] not in {place.cause for place in PLACES}
 
 
 def test_words_count_more_than_the_place(causes):

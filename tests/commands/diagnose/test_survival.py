@@ -1,6 +1,4 @@
-"""What a run survived is no failure, whichever of its logs tells that it went on; what it did not
-survive is one.
-"""
+"""What a run survived is no failure, whichever of its logs shows that it continued."""
 
 from __future__ import annotations
 
@@ -24,12 +22,9 @@ LATE = (
     " operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600032"
     " milliseconds before timing out.\n"
 )
-MEGATRON = " iteration 10/ 80 | lm loss: 2.3E+00 | number of nan iterations: 0 |\n"
 PPO = "ppo step 7/40 reward 0.5\nppo step 8/40 reward 0.6\nppo step 9/40 reward 1\n"
 LOSSES = "{'loss': 1.5}\n{'loss': 1.4}\n{'train_runtime': 55.0, 'train_loss': 1.4}\n"
 AGAIN = f"attempt 1\n{OOM}attempt 1 failed\nattempt 2\nattempt 2: left with 0\n"
-PODS = "0/16 nodes are available: 16 Insufficient cpu.\n"
-SAVED = "2025-06-01 10:20:31 INFO train: saved final checkpoint\n"
 RANK_3 = "[rank3]: step 1 loss 2.5\n[rank3]: "
 RETRIED = "python fetch.py\nshard 2: Connection reset by peer, try 1 of 5, wait 2 s\n"
 
@@ -50,18 +45,14 @@ SURVIVED = {
     "the machine's, without a time, of a run that ended": (UNTIMED_KILL, steps(1, 40) + DONE),
     "a launcher's that went on, of a run that ended well": (AGAIN, LOSSES),
     "one step and a good end": (f"{OOM}going on with 8\n{steps(1, 2)}Done.\n",),
-    "Megatron's steps, which count NaN iterations": (OOM + MEGATRON * 3,),
     "steps without a loss": (OOM + PPO,),
     "many steps of others": (RANK_3 + BAD_JSON + "step 1 loss 2.5\n" * 10,),
     "tests that all passed": (f"python -m pytest\n{OOM}{BAD_JSON}=== 12 passed in 3.1s ===\n",),
-    "tests under pytest's heading": (f"{PYTEST}{OOM}{BAD_JSON}3 passed, 1 warning in 2.2s\n",),
     "a node that was not up yet": (REFUSED + steps(1, 2),),
-    "a pod that waited for a node": (PODS + steps(1, 2),),
     "a connection that another takes up": (f"client_loop: send: Broken pipe\n{steps(1, 2)}",),
     "a limit after the end": (f"{steps(1, 20)}training done\nexit code: 0\n{LIMIT}",),
     "the end before any evidence": (f"{steps(1, 20)}training done\n{UNTIMED_KILL}exit code: 0\n",),
     "comments and quoted lines": (f"step 1 loss 2.5\n# {BAD_JSON}> {BAD_JSON}",),
-    "counts of nothing": ("cuda preflight\nXid 48 (double bit ECC error) : 0 lines\n",),
     "a try of several": (RETRIED,),
 }
 # Why it is a failure -> its first cause, and the logs.
@@ -76,29 +67,19 @@ FAILED = {
         "device_oom",
         f"{steps(1, 20)}{OOM}done\nTraining finished\nexit code 0\n",
     ),
-    "tests of which one failed": (
-        "device_oom",
-        f"python -m pytest\n{OOM}1 failed, 2 passed in 3s\n",
-    ),
     "after tests that passed": ("disk_full", f"{PYTEST}{OOM}=== 2 passed in 3s ===\n{DISK}"),
     "before tests that passed": (
         "device_oom",
         f"python\n{OOM}{PYTEST}{DISK}=== 2 passed in 3s ===\n",
     ),
     "tests that do not show where they began": ("device_oom", f"{OOM}=== 12 passed in 3.21s ===\n"),
-    "the same with a warning": ("device_oom", f"python\n{OOM}3 passed, 1 warning in 2.2s\n"),
-    "after other tests, ended": ("device_oom", f"{PYTEST}2 passed in 3s\n{OOM}2 passed in 3s\n"),
     "a node that no one can log in to": ("permission_denied", "python\n" + REFUSED),
-    "a pod that no node takes": ("scheduler_refused", "python\n" + PODS),
     "a limit, with no end told": ("preempted", f"{steps(1, 20)}training done\n{LIMIT}"),
     "after the training": ("disk_full", steps(1, 20) + DONE + DISK),
-    "in another log, after the training": ("device_oom", steps(1, 20) + DONE, OOM),
-    "a checkpoint saved at the limit": ("preempted", steps(1, 20) + LIMIT + SAVED),
     "the machine's, of a run that did not end": ("host_oom", UNTIMED_KILL, steps(1, 20)),
     "the end of what was denied": ("device_oom", f"{OOM}failed before training is done\n"),
     "again, after steps": ("disk_full", OOM + steps(1, 20) + DISK),
     "the same, more often than is kept": ("device_oom", OOM_LINE * 3 + steps(1, 20) + OOM_LINE),
-    "again, in another log": ("disk_full", XID.format("10:05:30"), steps(1, 40) + DISK),
     "another, after the first was got over": (
         "device_oom",
         f"nfs: server filer03 not responding, still trying\nnfs: server filer03 OK\npython\n{OOM}",

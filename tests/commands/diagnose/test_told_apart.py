@@ -1,6 +1,4 @@
-"""What is quoted, tried again, stopped by a person or still being prepared is told apart from a
-failure of its own.
-"""
+"""A quotation, a retry, a person's stop and a rank that still prepares are no failure."""
 
 from __future__ import annotations
 
@@ -43,14 +41,12 @@ QUOTES = (
         (STOPPED, "interrupted", ["No failure found", "A person stopped", "same command again"]),
         (f"{STEP}{{'train_runtime': 9.1}}\n{FRAME}KeyboardInterrupt\n", "", ["No failure found"]),
         (f"{STEP}{FRAME}ValueError: unknown\n{FRAME}KeyboardInterrupt\n", None, ["unknown"]),
-        (f"{STEP}OSError: [Errno 28]\n{FRAME}KeyboardInterrupt\n", None, ["disk"]),
         (STEP, "", ["No failure found"]),
         (
             f"{QUOTES}pass@1 = 0.616\nresults in x/merged.json\n",
             "got_over",
             ["goes on to a result"],
         ),
-        (f"{QUOTES}report saved to reports/rag.html\n$ \n", "got_over", ["goes on to a result"]),
         (f"{QUOTES}results in x/merged.json\nexited with code 3\n", None, ["out of memory"]),
         (f"{QUOTES}next one\n", None, ["out of memory"]),
     ],
@@ -99,7 +95,6 @@ def test_what_frames_and_batches_of_ranks_tell(diagnose):
     for name, words in (
         ("dataset_missing_field/collator", ["IndexError", "collate (/home/user/fit.py, line 31)"]),
         ("device_oom/evaluation", ["nested_concat", "eval_accumulation_steps"]),
-        ("device_oom/loaded_onto_one_device", ["map_location"]),
         ("device_oom/state_gathered", ["_zero3_consolidated_16bit_state_dict", "offload_to_cpu"]),
         ("collective_timeout/unequal_batches", ["unequal numbers of batches", "drop_last"]),
         ("permission_denied/read_only", ["read-only", "/models/.cache"]),
@@ -118,18 +113,13 @@ PIECES = {
     "step": STEP,
     "frame": FRAME,
     "field": "KeyError: 'text'\n",
-    "oom": OOM,
     "unknown": "ValueError: nothing is left\n",
     "reward": "Step 1: reward 0.1\nValueError: must be a number: 'abc'\n",
-    "type": "TypeError: unsupported operand type(s) for +: 'int' and 'str'\n",
     "labels": "TypeError: forward() got an unexpected keyword argument 'labels'\n",
     "attribute": "AttributeError: 'Tensor' object has no attribute 'foo'\n",
-    "shapes": "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x4)\n",
     "zero": "ZeroDivisionError: division by zero\n",
     "illegal": "[rank0]: RuntimeError: CUDA error: an illegal memory access was encountered\n",
-    "assert": "RuntimeError: CUDA error: device-side assert triggered\n",
     "xid": "NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n",
-    "timeout": f"[rank1]: {TIMEOUT}",
     "up": "INFO:     Application startup complete.\n",
     "answered": 'INFO:     10.0.0.2:5000 - "POST /v1/completions HTTP/1.1" 200 OK\n',
     "rate": "INFO 11-02 10:06:10 [metrics.py:455] Avg generation throughput: 1.3 tokens/s\n",
@@ -143,7 +133,6 @@ PIECES = {
     "unbuilt": "ERROR: Could not build wheels for flash-attn, which is required to install x\n",
     "instead": "flash-attn not installed, falling back to sdpa\n",
     "unbound": "./run.sh: line 4: NCCL_DEBUG: unbound variable\n",
-    "container": "docker: Error response from daemon: No such container: train\n",
     "tracker": "mlflow.exceptions.MlflowException: API request to http://localhost:5000 failed\n",
     "conda": "CommandNotFoundError: not configured\n",
     "finished": "All evaluations finished.\n",
@@ -151,36 +140,25 @@ PIECES = {
 # Pieces of a log -> its first cause.
 GOES_ON = """
 frame field exited up -> dataset_missing_field
-frame oom exited up answered -> device_oom
 up frame field rate -> dataset_missing_field
 up answered illegal answered -> illegal_memory_or_ecc
-frame assert exited answered -> illegal_memory_or_ecc
 up engine died answered -> device_oom
-up engine answered -> device_oom
 frame labels answered -> package_mismatch
 unknown answered -> nothing
 step unknown step unknown step -> nothing
 answered frame server unknown answered -> nothing
-answered frame server oom answered -> device_oom
 frame server unknown answered -> unknown
 answered frame server unknown exited answered -> unknown
 step unknown step slurm -> unknown
-step unknown step timeout -> unknown
 unbuilt frame attribute -> program_error
-unbuilt step frame attribute -> program_error
 unbuilt frame field -> dataset_missing_field
-unbuilt frame shapes -> shape_mismatch
 unbuilt instead step -> nothing
 unbuilt make -> missing_package
-unbound frame field -> dataset_missing_field
 unbound srun -> program_error
-container frame field -> dataset_missing_field
 tracker step frame field -> dataset_missing_field
 frame tracker step -> wandb_login
 reward step finished -> nothing
-step type step finished -> nothing
 up xid answered -> illegal_memory_or_ecc
-conda step -> nothing
 conda up answered -> nothing
 conda frame zero -> program_error
 """
@@ -209,18 +187,6 @@ def test_a_slow_device_is_the_cause_only_of_a_job_out_of_time(causes):
         assert causes(f"{STEP}{healthy}\n{late}")[0] == "preempted"
 
 
-def test_memory_that_gathering_a_checkpoint_took(diagnose):
-    for functions, gathered in (
-        (("_full_post_state_dict_hook", "_unshard"), True),
-        (("generate", "summon_full_params"), False),
-        (("load_state_dict", "x"), False),
-        (("_pre_load_state_dict_hook",), False),
-    ):
-        frames = [f'  File "/e/site-packages/torch/x.py", line 2, in {f}\n' for f in functions]
-        fix = diagnose("".join([FRAME, *frames, OOM]))[0].fix
-        assert ("SHARDED_STATE_DICT" in fix) == gathered, functions
-
-
 def test_the_port_of_an_http_server_is_no_rendezvous(diagnose):
     taken = "OSError: [Errno 98] Address already in use\n"
     server = '  File "/e/site-packages/vllm/entrypoints/openai/api_server.py", line 5, in run\n'
@@ -233,23 +199,3 @@ def test_the_port_of_an_http_server_is_no_rendezvous(diagnose):
     ):
         found = diagnose(text)[0]
         assert found.cause == "port_in_use" and ("rendezvous" in found.explanation) == rendezvous
-
-
-def test_packages_of_cann_are_not_installed_with_pip(diagnose):
-    for module in ["tbe", "te", "tbe.common", "hccl", "acl", "topi", "mspti"]:
-        text = f"{FRAME}ModuleNotFoundError: No module named '{module}'\n"
-        finding = diagnose(text)[0]
-        assert finding.cause == "torch_npu_missing_or_mismatch" and "set_env.sh" in finding.fix
-        other = module.replace(".", "x") + "nsor"
-        assert diagnose(text.replace(f"'{module}'", f"'{other}'"))[0].cause == "missing_package"
-
-
-def test_records_left_out_as_too_long_matter_where_none_is_left(diagnose):
-    dropped = "[WARNING|2025-06-02 18:20:41] llamafactory.data:148 >> Dropped lengthy example with"
-    dropped = f"{dropped} length 5120 > 1024.\n" * 2
-    none = (
-        f"{FRAME}RuntimeError: Cannot find valid samples, check `data/README.md` for the format.\n"
-    )
-    assert "1024" in diagnose(dropped + none)[0].explanation
-    assert "filtered out" in diagnose(none)[0].explanation
-    assert not diagnose(f"{dropped}{STEP}{{'train_runtime': 9.1}}\n")
