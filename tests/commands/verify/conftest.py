@@ -1,6 +1,4 @@
-"""A model with an adapter that changes what it says, merged; deployments of it, right ones and
-wrong ones.
-"""
+"""A model with an adapter that changes what it says, merged, and deployments of it."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ TRAINING = ROOT / "data_samples" / "train.jsonl"
 
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the
-    base.
-    """
+    """A LoRA adapter on the bundled model, trained until it answers otherwise."""
     from peft import LoraConfig, get_peft_model
 
     gc.freeze()  # what is imported stays: `verify` collects garbage before it loads a model
@@ -74,9 +70,7 @@ def merged(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
-    """`verify --json` of an adapter against a deployment: the report, with its exit code as
-    `code`.
-    """
+    """The report of `verify --json` against a deployment, with its exit `code`."""
 
     def run(adapter: Path, *flags: object) -> dict:
         words = ["--model", adapter, "--data", DATA, "--prompts", 5, "--max-new-tokens", 24]

@@ -1,6 +1,4 @@
-"""Servers that do with right answers what servers do: cut, draw, redirect, ask for a key. And the
-public names.
-"""
+"""Servers that cut, draw, redirect, or require a key; and the public names."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ from finetune.errors import ConfigError, FinetuneError
         (["路", "由", ""], 2, "stop", False),
     ],
 )
-def test_log_probabilities_must_be_one_per_token(
-    tokens: list[str], count: int | None, finish: str, expected: bool
-):
+def test_log_probabilities_must_be_one_per_token(tokens, count, finish, expected):
     logprobs = {"content": [{"token": token, "logprob": -1.0} for token in tokens]}
     given = {"message": {"content": "路由"}, "finish_reason": finish, "logprobs": logprobs}
     assert _is_one_per_token(_Choice.model_validate(given), count) == expected
@@ -61,9 +57,7 @@ def test_a_right_server_passes(way: str, verify, adapter: Path, serve, monkeypat
     ("way", "name", "same"),
     [("stops", "unknown", 0), ("draws", "not_greedy", 0), ("reasons", "reasoning_parser", 5)],
 )
-def test_what_is_done_to_answers_is_found(
-    way: str, name: str, same: int, verify, adapter: Path, serve
-):
+def test_what_is_done_to_answers_is_found(way, name, same, verify, adapter, serve):
     report = verify(adapter, "--endpoint", serve(way).url)
     assert [finding["name"] for finding in report["findings"]] == [name], report
     assert (report["code"], report["same"]) == (1, same)

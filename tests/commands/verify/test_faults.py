@@ -1,6 +1,4 @@
-"""Each deliberate fault is found with its first difference, and a right deployment passes:
-transformers' own server, a folder through transformers, and llama.cpp's server.
-"""
+"""Each deliberate fault is found, and right deployments of three engines pass."""
 
 from __future__ import annotations
 
@@ -81,9 +79,6 @@ def names(report: dict) -> list[str]:
     return [finding["name"] for finding in report["findings"]]
 
 
-# ---------------------------------------------------------------- right deployments
-
-
 def test_right_folders_pass(verify, adapter: Path, merged: Path, tmp_path: Path):
     report = verify(adapter, "--merged", merged)
     assert names(report) == [] and report["code"] == 0, json.dumps(report)
@@ -101,9 +96,7 @@ def test_right_folders_pass(verify, adapter: Path, merged: Path, tmp_path: Path)
     not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("gguf")),
     reason="needs llama.cpp's server (pip install xllamacpp gguf)",
 )
-def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(
-    verify, adapter: Path, tmp_path: Path
-):
+def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(verify, adapter, tmp_path):
     """`merge --format gguf`, read by llama.cpp itself; then the base's file in its place."""
     import stand_in_converter
 
@@ -157,13 +150,8 @@ def test_transformers_server_is_right_and_each_fault_behind_it_is_found(
         assert name in names(report) and report["code"] == 1, (fault, json.dumps(report))
 
 
-# ---------------------------------------------------------------- wrong ones
-
-
 @pytest.mark.parametrize("fault", ["special_tokens_as_text", "end_ignored"])
-def test_a_folder_with_a_fault_is_found(
-    fault: str, verify, adapter: Path, merged: Path, tmp_path: Path
-):
+def test_a_folder_with_a_fault_is_found(fault, verify, adapter, merged, tmp_path):
     change, name = FAULTS[fault]
     report = verify(adapter, "--merged", deployment(merged, tmp_path / fault, change))
     assert names(report) == [name] and report["code"] == 1, json.dumps(report)
@@ -173,9 +161,7 @@ def test_a_folder_with_a_fault_is_found(
 
 
 def test_fewer_bits_than_asked_for_are_found(verify, adapter: Path, tmp_path: Path):
-    """A number added to all of the head's changes no answer, but takes so many bits of bfloat16
-    that it shows with the kernels of every CPU.
-    """
+    """Added to all of the head's weights, 8 changes no answer but takes bits of bfloat16."""
 
     def shifted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}

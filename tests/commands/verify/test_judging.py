@@ -1,6 +1,4 @@
-"""What passes as right, and what does not: answers that are empty, cut or repeat the prompt, and
-small differences. And which conversations are asked.
-"""
+"""What passes as right, and which conversations are asked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is refused: conversations by a deployment, and deployments, flags and folders by
-`verify`.
-"""
+"""What deployments and `verify` refuse."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def test_a_refused_conversation_is_a_difference(verify, adapter: Path, serve):
     assert report["deployment"]["refused"].startswith("400 System role not supported")
 
 
-def test_a_refusal_has_a_name_and_needs_no_model(
-    verify, adapter: Path, serve, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_refusal_has_a_name_and_needs_no_model(verify, adapter, serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setattr("finetune.commands.verify.reference.load_weights", None)
     fixes = {"401": "key", "404": "--served-model", "429": "limits requests", "503": "log"}
@@ -120,9 +116,7 @@ def test_folders_that_refuse_or_cannot_be_loaded(merged: Path, tmp_path: Path):
     assert "--endpoint" in caught.value.fix
 
 
-def test_what_cannot_be_verified_is_refused(
-    adapter: Path, serve, capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_verified_is_refused(adapter, serve, capsys, tmp_path, monkeypatch):
     def refused(code: int, said: str, *flags: object) -> None:
         words = ["--model", adapter, "--device-type", "cpu", *flags]
         assert finetune(["verify", *map(str, words)]) == code
