@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import run_helpers
 from launching import ROOT, environment
-from run_helpers import alive as alive
-from run_helpers import wait_for as wait_for
 
 STUB_WORKER = Path(__file__).with_name("chat_stub_worker.py")
 _START_SECONDS = 300
@@ -151,3 +150,8 @@ def real_server(
     words = f"-m finetune serve --device-type cpu --port 0 --model {model}".split()
     with _running([sys.executable, *words, *map(str, flags)], env) as served:
         yield served
+
+
+def wait_for(condition: Any, seconds: float = 60) -> Any:
+    """The condition's first true value; a server is expected to answer within a minute."""
+    return run_helpers.wait_for(condition, seconds)

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import ROOT
-from run_helpers import alive, wait_for
-from serve_helpers import Served, stub_server
+from run_helpers import alive
+from serve_helpers import Served, stub_server, wait_for
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
