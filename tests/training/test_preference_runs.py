@@ -1,4 +1,4 @@
-"""Runs on preferences: their logs, their reference, going on on another layout, and the commands around them."""
+"""Runs on preferences: their logs, their reference, a resume, and the commands around them."""
 
 from __future__ import annotations
 

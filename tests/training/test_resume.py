@@ -1,4 +1,4 @@
-"""Going on: on other devices, after changes, past damaged checkpoints, and never by way of a pickle."""
+"""Resuming: on other devices, after changes, after a kill, and never by way of a pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretraining that goes on from a model: against a plain loop, with sources mixed exactly, resumed; its result."""
+"""Pretraining that goes on from a model: against a plain loop, with sources mixed exactly."""
 
 from __future__ import annotations
 

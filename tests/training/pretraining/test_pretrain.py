@@ -1,4 +1,4 @@
-"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed, under each launcher; and the result."""
+"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed; and the result."""
 
 from __future__ import annotations
 
