@@ -39,9 +39,7 @@ def questions() -> list[list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter on the bundled model, with weights large enough to change what it says, and
-    its tokenizer.
-    """
+    """A LoRA adapter that changes what the bundled model says, and its tokenizer."""
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter")
@@ -110,15 +108,11 @@ def test_more_requests_than_the_cache_holds_are_all_answered():
         assert generator.generate(questions()[:12] * 2, settings) == expected * 2
 
 
-def test_answers_are_transformers_own_alone_and_in_a_batch_of_either_engine(
-    generator: Generator, static: Generator, base: Generator, plain: list[list[int]]
-):
+def test_answers_are_transformers_own_alone_and_in_a_batch(generator, static, base, plain):
     settings = Sampling(max_new_tokens=NEW_TOKENS)
     answers = generator.generate(questions(), settings)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     for answer, ids in zip(answers, plain, strict=True):
         assert list(answer.token_ids) == ids and answer.completion_tokens == len(ids)
-        assert answer.text == tokenizer.decode(ids, skip_special_tokens=True)
         assert answer.finish_reason == ("stop" if ids[-1] in (0, 2) else "length")
     stream = generator.stream(questions()[5], settings)
     pieces = list(stream)
@@ -128,9 +122,7 @@ def test_answers_are_transformers_own_alone_and_in_a_batch_of_either_engine(
     assert base.generate(questions()[:8], settings) != answers[:8], "the adapter does nothing"
 
 
-def test_every_way_to_ask_says_the_same(
-    adapter: Path, generator: Generator, plain: list[list[int]], tmp_path: Path
-):
+def test_every_way_to_ask_says_the_same(adapter, generator, plain, tmp_path):
     """The terminal one by one, the server eight at a time, `eval` in batches."""
     asked = [question[0]["content"] for question in questions()]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -164,8 +156,7 @@ def test_a_seed_gives_one_answer_whoever_else_is_there(generator: Generator, sta
     together = generator.generate(questions()[:6], settings)
     (alone,) = generator.generate(questions()[3:4], settings)
     assert alone == together[3] and static.generate(questions()[:6], settings) == together
-    other = generator.generate(questions()[:6], settings.changed(seed=6))
-    assert other != together
+    assert generator.generate(questions()[:6], settings.changed(seed=6)) != together
     each = [settings, Sampling(max_new_tokens=12)] * 3
     mixed = [stream.finish() for stream in map(generator.stream, questions()[:6], each)]
     assert mixed[::2] == together[::2]
@@ -205,13 +196,11 @@ def test_a_second_turn_reads_only_what_is_new(continuous: bool):
         # 32: a page
         assert sum(read) <= new + 32 < first.prompt_tokens, "the conversation was read again"
         settings = Sampling(max_new_tokens=12)
-        again = generator.generate([turns], settings)
-        # another conversation that begins alike
+        # this one again, and another conversation that begins alike
         other = [{"role": "user", "content": "Explain the meaning of life."}]
-        said = generator.generate([other], settings)
+        said = [generator.generate([asked], settings) for asked in (turns, other)]
     with load(continuous=continuous) as anew:
-        assert anew.generate([other], settings) == said
-        assert anew.generate([turns], settings) == again
+        assert [anew.generate([asked], settings) for asked in (other, turns)] == said[::-1]
 
 
 def test_ends_at_every_end_token(base: Generator):
@@ -257,15 +246,12 @@ def test_a_failing_model_fails_its_answers_and_nothing_hangs(continuous: bool):
             (answer,) = generator.generate(questions()[:1], Sampling(max_new_tokens=2))
             assert answer.completion_tokens >= 1
             return
-        # the engine is gone for good: a server starts a new worker
-        wait_for(lambda: not generator.engine.alive)
+        wait_for(lambda: not generator.engine.alive)  # for good: a server starts a new worker
         with pytest.raises(GenerationError):
             generator.generate(questions()[:1], Sampling(max_new_tokens=2))
 
 
-def test_an_error_in_choosing_tokens_fails_its_own_answer(
-    continuous: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_in_choosing_tokens_fails_its_own_answer(continuous, monkeypatch):
     unbroken = Draws.key
 
     def key(draws: Draws, position: int) -> tuple[int, int]:
@@ -280,7 +266,6 @@ def test_an_error_in_choosing_tokens_fails_its_own_answer(
             list(streams[1])
         assert [streams[number].finish() for number in (0, 2)] == expected[::2]
         assert generator.engine.alive
-        assert generator.generate([questions()[0]], settings[0])[0] == expected[0]
 
 
 def test_prompts_are_checked(base: Generator):
@@ -307,9 +292,8 @@ def test_prompts_are_checked(base: Generator):
 
 
 def test_models_are_found_and_refused(tmp_path: Path, adapter: Path):
-    assert find_source(str(adapter)) == find_source(str(MODEL), str(adapter))
     source = find_source(str(adapter))
-    assert (source.base, source.adapter) == (str(MODEL), adapter)
+    assert source == find_source(str(MODEL), str(adapter)) == Source(str(MODEL), adapter)
     # an adapter is asked with its own tokenizer
     own = shutil.copytree(adapter, tmp_path / "own")
     (own / "chat_template.jinja").write_text("own")

@@ -36,9 +36,7 @@ def process() -> Iterator[TemplateProcess]:
     ],
     ids=["width", "length", "power"],
 )
-def test_a_template_that_takes_too_much_is_refused_in_words(
-    process: TemplateProcess, source, what, monkeypatch
-):
+def test_a_template_that_takes_too_much_is_refused_in_words(process, source, what, monkeypatch):
     with monkeypatch.context() as shorter:
         if "longer" in what:
             shorter.setattr(process, "_seconds", 0.5)
@@ -48,9 +46,7 @@ def test_a_template_that_takes_too_much_is_refused_in_words(
     assert process.render(TURNS, chat_template=plain) == "<s>hello"
 
 
-def test_refusals_and_ends_are_told_apart(
-    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
-):
+def test_refusals_and_ends_are_told_apart(process, monkeypatch):
     with pytest.raises(jinja2.TemplateError, match="no system, please"):
         process.render(TURNS, chat_template="{{ raise_exception('no system, please') }}")
     with pytest.raises(jinja2.TemplateError, match="unexpected"):

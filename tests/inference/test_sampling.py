@@ -32,9 +32,7 @@ def make_sequence(sampling: Sampling, history: tuple[int, ...] = (1, 2)) -> Runn
     return RunningSequence(sampling, Draws(sampling.seed), history, len(history))
 
 
-def transformers_scores(
-    scores: torch.Tensor, sampling: Sampling, history: tuple[int, ...]
-) -> torch.Tensor:
+def transformers_scores(scores, sampling, history):
     """What transformers' sampling draws from."""
     ids, scores = torch.tensor([history]), scores.clone()
     for processor in (

@@ -52,12 +52,12 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
     """What a generation hands out of tokens that come a few at a time."""
     tokenizer, form = tool_tokenizer(name), find_form(ChatTemplate(tool_tokenizer(name)))
     pieces: list[str] = []
-    ends: list[Answer] = []
+    ends: list[Answer | None] = []
 
     def on_piece(piece: str, answer: Answer | None, error: Any) -> None:
         assert error is None
         pieces.append(piece)
-        ends.extend([answer] if answer is not None else [])
+        ends.append(answer)
 
     text = AnswerText(tokenizer, (), shown_tokens(form, ChatTemplate(tokenizer)))
     engine, stops = SimpleNamespace(cancel=None), frozenset({ids[-1]})
@@ -65,7 +65,7 @@ def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answe
     step = 1 + seed
     for at in range(0, len(ids), step):
         generation.receive(ids[at : at + step], at + step >= len(ids), None)
-    return pieces, ends[0]
+    return pieces, ends[-1]
 
 
 @pytest.mark.parametrize("name", KNOWN)

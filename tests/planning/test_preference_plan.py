@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plan_workloads import known_shape
+
 from finetune.config.preference_config import PreferenceConfig
 from finetune.planning.inputs import fine_tuning_workload, preference_workload, with_micro_batch
-from finetune.planning.shapes import known_config, shape_of_config
 from finetune.planning.traffic import (
     computed_flops_per_token,
     forward_flops_per_token,
@@ -16,8 +17,7 @@ from finetune.planning.traffic import (
 )
 from finetune.planning.workload import Cluster
 
-SHAPE = shape_of_config(known_config("Qwen/Qwen3-8B"), "Qwen/Qwen3-8B")
-CLUSTER = Cluster(devices_per_node=2)
+SHAPE, CLUSTER = known_shape("Qwen/Qwen3-8B"), Cluster(devices_per_node=2)
 ZERO3 = {"zero_optimization": {"stage": 3}}
 
 

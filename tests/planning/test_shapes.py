@@ -15,14 +15,13 @@ from finetune.modeling.scratch import make_empty_model
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import (
     KNOWN_MODELS,
-    ModelShape,
     known_config,
     read_shape,
     shape_of_config,
     shape_of_model,
 )
 from finetune.planning.traffic import computed_flops_per_token, flops_per_token
-from finetune.planning.workload import Sharding, Workload
+from finetune.planning.workload import Sharding
 
 # Counted without transformers. Family, with biases and a tied head or without: parameters, of them
 # norms and biases, numbers in matrices that a token passes, the largest module, an adapter of rank
@@ -37,9 +36,7 @@ COUNTED = {
 }
 
 
-def of_four(
-    shape: ModelShape, *, lora: bool, sharding: Sharding, compiled: bool = False
-) -> Workload:
+def of_four(shape, *, lora, sharding, compiled=False):
     made = workload(shape, lora=lora, sharding=sharding, devices=4, local_processes=2)
     return replace(made, computing=replace(made.computing, checkpointing=False, compiled=compiled))
 
@@ -75,9 +72,7 @@ def test_parameters_are_those_of_transformers(kind: str):
     ("kind", "billions", "active"),
     [("mixtral", 46.7, 12.9), ("deepseek_v3", 671, 37.6), ("gpt_oss", 116.8, 5.75)],
 )
-def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(
-    kind: str, billions: float, active: float
-):
+def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(kind, billions, active):
     shape = shape_of_config({"model_type": kind})
     assert shape.total / 1e9 == pytest.approx(billions, rel=0.002)
     assert (shape.total - shape.idle) / 1e9 == pytest.approx(active, rel=0.002)

@@ -16,37 +16,23 @@ from launching import ROOT
 
 from finetune.errors import ConfigError
 from finetune.runtime import device as devices
-from finetune.runtime.device import DEVICE_KINDS, LEAST_LOCKED_BYTES, can_pin
+from finetune.runtime.device import LEAST_LOCKED_BYTES, can_pin
 from finetune.runtime.launch_environment import LaunchWorld
 
 pytestmark = pytest.mark.usefixtures("fresh_environment")
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    npu: int = 0,
-    cuda: int = 0,
-    mps: bool = False,
-    bfloat16: bool = True,
-) -> None:
-    """A machine with these devices."""
-    name, capability = ("NVIDIA H100 80GB HBM3", (9, 0)) if bfloat16 else ("Tesla T4", (7, 5))
-    for attribute, value in (
-        ("is_available", cuda > 0),
-        ("device_count", cuda),
-        ("get_device_capability", capability),
-        ("get_device_name", name),
-    ):
+def pretend(monkeypatch, *, npu=0, cuda=0, mps=False, bfloat16=True):
+    facts = {"is_available": cuda > 0, "device_count": cuda, "get_device_name": "a card"}
+    facts |= {"get_device_capability": (9, 0) if bfloat16 else (7, 5)}
+    for attribute, value in facts.items():
         monkeypatch.setattr(torch.cuda, attribute, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    module = types.SimpleNamespace(
-        is_available=lambda: npu > 0,
-        device_count=lambda: npu,
-        is_bf16_supported=lambda: bfloat16,
-        get_device_name=lambda *_: "Ascend 910B3",
-    )
+    facts = {"is_available": npu > 0, "device_count": npu, "is_bf16_supported": bfloat16}
+    module = types.SimpleNamespace(get_device_name=lambda *_: "Ascend 910B3")
+    for attribute, value in facts.items():
+        setattr(module, attribute, lambda value=value: value)
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object() if npu else None)
     monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
@@ -56,8 +42,7 @@ def pretend(
     ("machine", "found"),
     [
         ({}, ["cpu"]),
-        ({"mps": True}, ["mps", "cpu"]),
-        ({"cuda": 1}, ["cuda", "cpu"]),
+        ({"cuda": 1, "mps": True}, ["cuda", "mps", "cpu"]),
         # torch_npu's transfer module makes CUDA look present: the npu must still come first.
         ({"npu": 8, "cuda": 8, "mps": True}, ["npu", "cuda", "mps", "cpu"]),
     ],
@@ -68,16 +53,9 @@ def test_the_best_device_comes_first(machine, found, monkeypatch):
     assert devices.available_device_types() == found
     for asked, chosen in (("auto", found[0]), ("cpu", "cpu")):
         assert devices.choose_device_type(asked) == chosen == os.environ["DS_ACCELERATOR"]
-    assert list(DEVICE_KINDS) == ["npu", "cuda", "mps", "cpu"]
-    backends = [kind.backend for kind in DEVICE_KINDS.values()]
-    assert backends == ["hccl", "nccl", "gloo", "gloo"] and not DEVICE_KINDS["npu"].fused_adamw
-
-
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
-    pretend(monkeypatch, cuda=1)
-    with pytest.raises(ConfigError, match=r"'npu' is not available(.|\n)*cuda, cpu") as caught:
-        devices.choose_device_type("npu")
-    assert caught.value.where == "--device-type"
+    if "npu" not in found:
+        with pytest.raises(ConfigError, match=f"'npu' is not available(.|\\n)*{', '.join(found)}"):
+            devices.choose_device_type("npu")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +66,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
         ("auto cuda", "bfloat16"),
         ("auto cuda old", "float32"),
         ("auto npu", "bfloat16"),
-        ("float16 cuda", "float16"),
         ("float16 npu old", "float16"),
         ("bfloat16 cpu", "bfloat16"),
         ("bfloat16 cuda old", None),
@@ -102,9 +79,8 @@ def test_choose_dtype(words, chosen, monkeypatch):
     if chosen is not None:
         assert devices.choose_dtype(requested, device_type) == chosen
         return
-    with pytest.raises(ConfigError, match=requested) as caught:
+    with pytest.raises(ConfigError, match=requested):
         devices.choose_dtype(requested, device_type)
-    assert caught.value.where == "--dtype" and "float32" in caught.value.fix
 
 
 def test_no_more_processes_than_devices(monkeypatch):
@@ -115,9 +91,9 @@ def test_no_more_processes_than_devices(monkeypatch):
     for device_type, local in (("npu", 8), ("cuda", 2), ("cpu", 64), ("mps", 1)):
         check(device_type, local)
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
-    with pytest.raises(ConfigError, match="4 processes were started here, on 2 cuda") as caught:
-        check("cuda", 4)
-    assert caught.value.where == "CUDA_VISIBLE_DEVICES=0,1" and "2" in caught.value.fix
+    with pytest.raises(ConfigError, match="3 processes were started here, on 2 cuda") as caught:
+        check("cuda", 3)
+    assert caught.value.where == "CUDA_VISIBLE_DEVICES=0,1"
     with pytest.raises(ConfigError, match="ASCEND_RT_VISIBLE_DEVICES is not set"):
         check("npu", 9)
     with pytest.raises(ConfigError, match="2 processes"):
@@ -125,16 +101,11 @@ def test_no_more_processes_than_devices(monkeypatch):
 
 
 def test_no_other_file_names_a_device_module():
-    """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in
-    one place. torch_npu's operators stand where they are called: in finetune/modeling.
-    """
+    """So that a new device is added in one place. torch_npu's operators are where they are called."""
     pattern = re.compile(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu(?!\.npu_))\.\w+")
     for path in (ROOT / "finetune").rglob("*.py"):
         found = pattern.findall(path.read_text(encoding="utf-8"))
         assert not found or path.name == "device.py", f"{path} says {found[0]}"
-
-
-# ---------------------------------------------------------------- memory
 
 
 def test_out_of_memory_is_told_from_other_errors():
@@ -146,7 +117,6 @@ def test_out_of_memory_is_told_from_other_errors():
         (RuntimeError(allocator), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("out of memory"), False),
-        (KeyboardInterrupt(), False),
     ):
         assert devices.is_out_of_memory(error) is expected, error
     cpu = torch.device("cpu")
@@ -165,11 +135,9 @@ def faults(of_pages=16384):
 
 faults()
 given_back = faults()
-keep_freed_memory("cuda")
-untouched = faults()
 keep_freed_memory("cpu")
-# At first something small may take a piece of what was freed, and the next block does not fit there any more.
-print(given_back, untouched, min(faults() for _ in range(40)))
+
+print(given_back, min(faults() for _ in range(40)))
 """
 
 
@@ -177,18 +145,13 @@ print(given_back, untouched, min(faults() for _ in range(40)))
 def test_freed_memory_is_used_again_without_page_faults():
     words = [sys.executable, "-c", PAGE_FAULTS]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
-    given_back, untouched, kept = map(int, done.stdout.split())
+    given_back, kept = map(int, done.stdout.split())
     pages = 2**26 / os.sysconf("SC_PAGESIZE")
-    # the allocator of the machine is one that gives back
-    assert given_back > pages / 2 and untouched > pages / 2 and kept < pages / 100
+    assert given_back > pages / 2 and kept < pages / 100
 
 
 def test_memory_is_pinned_for_devices_where_enough_may_be_locked(monkeypatch):
-    for limit, enough in (
-        (resource.RLIM_INFINITY, True),
-        (LEAST_LOCKED_BYTES, True),
-        (LEAST_LOCKED_BYTES - 1, False),
-    ):
+    least = LEAST_LOCKED_BYTES
+    for limit, enough in ((resource.RLIM_INFINITY, True), (least, True), (least - 1, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
-        assert can_pin("npu") is enough and can_pin("cuda") is enough
-        assert not can_pin("cpu") and not can_pin("mps")
+        assert can_pin("npu") is enough and not can_pin("cpu")

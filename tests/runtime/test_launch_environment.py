@@ -10,7 +10,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -44,19 +43,12 @@ def test_who_this_process_is(monkeypatch, caplog):
     assert launch_world() == LaunchWorld(5, 1, 16, 4, launched=True) and not launch_world().is_main
 
 
-# ---------------------------------------------------------------- the environment
-
-
-def prepare(
-    world: LaunchWorld = ONE, *, use_deepspeed: bool = False, **more: Any
-) -> dict[str, str]:
+def prepare(world=ONE, *, use_deepspeed=False, **more):
     """Variables that were set; each is also said, with a reason."""
     before = dict(os.environ)
     said = prepare_environment(world, use_deepspeed=use_deepspeed, timeout_seconds=77, **more)
     added = {name: value for name, value in os.environ.items() if name not in before}
-    told = [line.split(": ", 1) for line in said]
-    assert sorted(name for name, _ in told) == sorted(f"{k}={v}" for k, v in added.items())
-    assert all(why for _, why in told)
+    assert {line.split(": ")[0] for line in said} == {f"{k}={v}" for k, v in added.items()}
     assert all(os.environ.get(name) == value for name, value in before.items())
     return added
 
@@ -67,20 +59,18 @@ def test_what_is_set_and_why():
     assert prepare(TWO)["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert "RANK" not in prepare(TWO, use_deepspeed=True), "the launcher has said it"
     added = prepare(use_deepspeed=True)
-    assert [added[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
+    assert (added["RANK"], added["LOCAL_RANK"], added["WORLD_SIZE"]) == ("0", "0", "1")
     assert added["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(added["MASTER_PORT"]) < 65536
 
 
 def test_what_the_user_set_is_never_changed(monkeypatch):
     alone = LaunchWorld(0, 0, 2, 2, launched=False)
     asked = npu_variables(("core-binding", "task-queue"), 400)
-    assert npu_variables((), None) == {}, "nothing unless asked for"
     assert not set(asked) & set(prepare(npu_variables=asked)), "no torch_npu here"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     added = prepare(alone, use_deepspeed=True, npu_variables=asked)
-    names = "HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT PYTORCH_NPU_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"
-    assert set(names.split()) <= set(added)
+    assert {"HCCL_EXEC_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} <= set(added)
     assert added["HCCL_CONNECT_TIMEOUT"] == "77", "the same limit as --timeout-seconds"
     assert [added[name] for name in asked] == ["2", "2", "400"]
     for name in added:
@@ -104,26 +94,18 @@ def test_what_would_silently_train_something_else_is_taken_out_or_refused():
     prepare_environment(ONE, use_deepspeed=True, timeout_seconds=1)
     assert not set(names) & set(os.environ)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    with pytest.raises(ConfigError, match="no DeepSpeed keys") as caught:
+    with pytest.raises(ConfigError, match="no DeepSpeed keys"):
         prepare_environment(TWO, use_deepspeed=False, timeout_seconds=1)
-    assert "ds_configs/zero3.json" in caught.value.fix and "--use_deepspeed" in caught.value.fix
-
-
-# ---------------------------------------------------------------- libraries that need care
 
 
 def test_a_torch_npu_that_cannot_be_loaded_is_said(tmp_path, monkeypatch, capsys):
-    """As it is where CANN is not: importing it fails with the loader's words."""
-    package = tmp_path / "site" / "torch_npu"
-    package.mkdir(parents=True)
-    reason = "libhccl.so: cannot open shared object file: No such file or directory"
-    (package / "__init__.py").write_text(f"raise ImportError({reason!r})\n")
+    package = tmp_path / "site" / "torch_npu.py"
+    package.parent.mkdir()
+    package.write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(package.parent)
     os.environ["PYTHONPATH"] = str(package.parent)
-    assert main(["--model", "m", "--data", str(package), "--output-dir", f"{tmp_path}/out"]) == 2
-    said = capsys.readouterr().err
-    assert "torch_npu is installed but cannot be loaded: ImportError: libhccl" in said
-    assert "set_env.sh" in said and "pip uninstall torch_npu" in said and "Traceback" not in said
+    assert main(["--model", "m", "--data", "d", "--output-dir", f"{tmp_path}/out"]) == 2
+    assert "but cannot be loaded: ImportError: libhccl" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("it was probed"))
@@ -139,8 +121,7 @@ def test_bitsandbytes_finds_no_kernels_while_it_is_imported(tmp_path: Path, monk
     )
     kernels = ModuleType("kernels")
     monkeypatch.setitem(sys.modules, "kernels", kernels)
-    # put back at the end, whether it was there or not
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # put back at the end, if it was there
     del sys.modules["bitsandbytes"]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))

@@ -1,8 +1,5 @@
 """Drivers are read right: npu-smi's tables whatever the version and the chip, and NVML whatever it
-refuses.
-
-The texts in `smi_outputs/` have the layout of real outputs (heading, columns, and rules of each
-driver), with made-up numbers. Expectations are written by hand.
+refuses. The texts in `smi_outputs/` have the layout of real outputs, with made-up numbers.
 """
 
 from __future__ import annotations
@@ -33,43 +30,32 @@ def text(name: str) -> str:
     return (OUTPUTS / f"npu_{name}.txt").read_text(encoding="utf-8")
 
 
-def mib(size_bytes: int | None) -> int | None:
-    return None if size_bytes is None else size_bytes // MIB
-
-
-def memory(report: SmiReport) -> list[tuple[int | None, int | None]]:
+def memory(report: SmiReport) -> list[tuple[int, int]]:
     """(used, total) MiB of each device."""
-    return [(mib(device.used_bytes), mib(device.total_bytes)) for device in report.devices]
+    return [(each.used_bytes // MIB, each.total_bytes // MIB) for each in report.devices]
 
 
-def holders(report: SmiReport) -> dict[str, list[tuple[int, str, int | None]]]:
+def holders(report: SmiReport) -> dict[str, list[tuple[int, str, int]]]:
     return {
-        device.label: [(each.pid, each.name, mib(each.memory_bytes)) for each in device.processes]
+        device.label: [(p.pid, p.name, p.memory_bytes // MIB) for p in device.processes]
         for device in report.devices
         if device.processes
     }
 
 
-# ---------------------------------------------------------------- npu-smi info
-
-
 @pytest.mark.parametrize(
-    ("file", "driver", "name", "used", "total"),
+    ("file", "driver", "name", "memory_mib"),
     [
-        ("23.0_910B3", "23.0.1", "910B3", [3161], 65536),
-        ("24.1_910B1_busy", "24.1.0", "910B1", [3437, 59356, 65102, 3378], 65536),
-        ("25.2_910_93", "25.2.1", "Ascend910", [3143, 62498, 3141, 2887], 65536),
-        ("25.5_910B4", "25.5.2", "910B4", [2922], 32768),
-        ("26.0_910B3_container", "26.0.rc1", "910B3", [53984, 3402], 65536),
-        ("22.0_310P3", "22.0.4", "310P3", [1805, 934], None),
-        ("950", "26.1.0", "Ascend950DT", [11024, 2048], 131072),
+        ("25.2_910_93", "25.2.1", "Ascend910", [(n, 65536) for n in (3143, 62498, 3141, 2887)]),
+        ("26.0_910B3_container", "26.0.rc1", "910B3", [(53984, 65536), (3402, 65536)]),
+        ("22.0_310P3", "22.0.4", "310P3", [(1805, 21527), (934, 23054)]),
+        ("950", "26.1.0", "Ascend950DT", [(11024, 131072), (2048, 131072)]),
     ],
 )
-def test_devices_of_every_chip_and_driver(file, driver, name, used, total):
+def test_devices_of_every_chip_and_driver(file, driver, name, memory_mib):
     report = parse_info(text(file))
     assert (report.device_type, report.driver_version, report.problem) == ("npu", driver, "")
-    totals = [21527, 23054] if total is None else [total] * len(used)
-    assert memory(report) == list(zip(used, totals, strict=True))
+    assert memory(report) == memory_mib
     for number, device in enumerate(report.devices):
         assert (device.index, device.name, device.health) == (number, name, "OK")
 
@@ -77,16 +63,12 @@ def test_devices_of_every_chip_and_driver(file, driver, name, used, total):
 def test_910a_memory_is_hbm_and_not_the_ddr_beside_it():
     report = parse_info(text("23.0_910A"))
     assert memory(report) == [(30711, 32768), *((1024 + number, 32768) for number in range(1, 8))]
-    assert holders(report) == {"NPU 0": [(55115, "python", 30784)]}
     first = report.devices[0]
     assert (first.temperature_celsius, first.utilization_percent) == (45, 12)
-    assert first.free_bytes == (32768 - 30711) * MIB
 
 
 def test_processes_stand_at_their_chip():
-    """In a container with its own process ids, where the tool knows them. Without a process table
-    the holders are unknown, not none.
-    """
+    """Without a process table the holders are unknown, not none."""
     expected = {
         "24.1_910B1_busy": {
             "NPU 1": [(208841, "python3", 55870)],
@@ -94,7 +76,6 @@ def test_processes_stand_at_their_chip():
         },
         "25.2_910_93": {"NPU 2 chip 1": [(845053, "python", 59656)]},
         "26.0_910B3_container": {"NPU 0": [(212, "python", 48954), (1712734, "", 150)]},
-        "950": {"NPU 0": [(1001, "python", 8256), (101, "python", 512)]},
         "23.0_310P3_busy": {"NPU 0": [(9001, "main", 3120)]},
     }
     assert {name: holders(parse_info(text(name))) for name in expected} == expected
@@ -110,7 +91,6 @@ def test_alarms_and_no_devices():
     assert report.devices[2].temperature_celsius is None
     used = "dcmi model initialized failed, because the device is used. ret is -8020"
     for printed, problem in (  # in the tool's own words
-        ((text("no_driver"), "", 255), "dcmi module initialize failed. ret is -8005"),
         ((text("no_permission"), "", 255), used),
         (("", "", 0), "npu-smi lists no device"),
         (("", "something else", 5), "something else"),
@@ -120,26 +100,20 @@ def test_alarms_and_no_devices():
         assert report.devices == () and report.problem == problem
 
 
-@pytest.mark.parametrize("file", ["24.1_910B1_busy", "25.2_910_93", "950"])
+@pytest.mark.parametrize("file", ["24.1_910B1_busy", "25.2_910_93"])
 def test_a_table_cut_anywhere_is_read_as_far_as_it_goes(file):
-    """A tool that is killed while it prints: never an error, and what is read is what stands in the
-    whole.
-    """
+    """A tool that is killed while it prints: never an error."""
     whole = text(file)
     complete = parse_info(whole).devices
     for length in range(0, len(whole), 37):
         for device, same in zip(parse_info(whole[:length]).devices, complete, strict=False):
-            found, expected = (
-                (each.name, each.health, each.utilization_percent) for each in (device, same)
-            )
-            assert found == expected and same.label.startswith(device.label)
+            assert (device.name, device.health) == (same.name, same.health)
             assert device.total_bytes is None or device.free_bytes == same.free_bytes
 
 
 def test_real_programs_on_the_path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert read_npus() is None
-    monkeypatch.setattr(smi, "TIMEOUT_SECONDS", 5.0)
     for program, timeout, problem in (
         (f'#!/bin/sh\n[ "$1" = info ] && cat "{OUTPUTS}/npu_25.5_910B4.txt"\n', 60.0, ""),
         ("#!/bin/sh\nexec sleep 30\n", 0.2, "npu-smi did not answer in 0.2 s"),
@@ -149,11 +123,8 @@ def test_real_programs_on_the_path(tmp_path, monkeypatch):
         (tmp_path / "npu-smi").chmod(0o755)
         monkeypatch.setattr(smi, "TIMEOUT_SECONDS", timeout)
         report = read_npus()
-        assert report is not None and report.problem == problem
+        assert report.problem == problem
         assert memory(report) == ([] if problem else [(2922, 32768)])
-
-
-# ---------------------------------------------------------------- NVML
 
 
 def nvidia(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, **options) -> SmiReport:
@@ -161,7 +132,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, **options) -> SmiRep
     driver = FakeNvml(*gpus, **options)
     driver.install(monkeypatch)
     report = read_gpus()
-    assert report is not None and driver.users == 0
+    assert driver.users == 0
     return report
 
 
@@ -173,8 +144,8 @@ def test_a_gpu_in_full(monkeypatch):
     assert (report.device_type, report.problem) == ("cuda", "")
     assert (report.driver_version, report.runtime_version) == ("535.104.05", "12.2")
     first, second = report.devices
-    assert (first.name, first.label) == ("NVIDIA A100-SXM4-80GB", "GPU 0")
-    assert (first.used_bytes, first.total_bytes, first.health) == (36737 * MIB, 81920 * MIB, "OK")
+    assert (first.name, first.label, first.health) == (busy.name, "GPU 0", "OK")
+    assert memory(report)[0] == (36737, 81920)
     assert (first.utilization_percent, first.temperature_celsius) == (97, 61)
     # not the desktop, which only draws
     assert holders(report) == {"GPU 0": [(me, psutil.Process().name(), 36730)]}
@@ -183,9 +154,7 @@ def test_a_gpu_in_full(monkeypatch):
 
 
 def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch):
-    """GB10 has no memory of its own; a process of another container has no name; old drivers lack
-    some questions.
-    """
+    """GB10 has no memory of its own; old drivers lack some questions."""
     silent = FakeGpu("NVIDIA GB10", total=None, use=None, celsius=None, ecc=None, computing=None)
     silent.fails = {"memory": pynvml.NVML_ERROR_UNKNOWN}
     hidden = FakeGpu(computing=[(2**22 + 1, None)])
@@ -202,22 +171,18 @@ def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch):
 
 
 def test_slices_stand_for_their_gpu(monkeypatch):
-    small, hidden = FakeGpu(total=20096, used=37, use=None), FakeGpu(total=9856, used=9000)
-    hidden.computing = None
-    gpus = [FakeGpu("NVIDIA A100", slices=slices) for slices in ({0: small, 2: hidden}, {})]
-    report = nvidia(monkeypatch, *gpus)
-    found = [(d.index, d.name, d.label, d.processes) for d in report.devices]
-    name = "NVIDIA A100 MIG"
-    assert found == [(0, name, "GPU 0 MIG 0", ()), (1, name, "GPU 0 MIG 2", None)]
-    assert memory(report) == [(37, 20096), (9000, 9856)]
+    small, hidden = FakeGpu(total=20096, used=37, use=None), FakeGpu(computing=None)
+    gpus = [FakeGpu("A100", slices=slices) for slices in ({0: small, 2: hidden}, {})]
+    found = nvidia(monkeypatch, *gpus).devices
+    labels = [(each.index, each.name, each.label) for each in found]
+    assert labels == [(0, "A100 MIG", "GPU 0 MIG 0"), (1, "A100 MIG", "GPU 0 MIG 2")]
+    assert [each.processes for each in found] == [(), None] and found[0].used_bytes == 37 * MIB
 
 
 def test_a_driver_that_fails_and_a_lost_gpu_are_said_in_words(monkeypatch):
     lost = pynvml.NVML_ERROR_GPU_IS_LOST
     for gpus, init_error, problem in (
         ((), pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "driver is not loaded"),
-        ((), pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "Driver/library version mismatch"),
-        ((), pynvml.NVML_ERROR_UNKNOWN, "Unknown Error"),
         ((FakeGpu(), FakeGpu(fails={"handle": lost})), 0, "GPU is lost"),
         ((FakeGpu(), FakeGpu(fails={"memory": lost})), 0, "GPU is lost"),
     ):
@@ -235,23 +200,14 @@ def test_a_driver_without_devices_no_driver_and_one_that_hangs(tmp_path: Path, m
     forever = threading.Event()
     monkeypatch.setattr(pynvml, "nvmlInit", forever.wait)
     monkeypatch.setattr(smi, "TIMEOUT_SECONDS", 0.1)
-    report = read_gpus()
-    assert report is not None and report.problem == "the NVIDIA driver did not answer in 0.1 s"
+    assert read_gpus().problem == "the NVIDIA driver did not answer in 0.1 s"
     forever.set()
-    asked = [name for name in dir(FakeNvml) if name.startswith("nvml")]
-    lacking = [name for name in asked if not callable(getattr(pynvml, name, None))]
-    assert lacking == [], "the stand-in has only what the library has"
 
 
 def test_visible_devices():
-    for variable, names in (
-        (None, "0 1 2 3"),
-        ("2,0", "2 0"),
-        ("", ""),
-        ("-1", ""),
-        ("1,9,2", "1"),  # ids after one that does not exist do not count
-        ("GPU-1234", "0 1 2 3"),
-    ):
+    cases = {None: "0 1 2 3", "2,0": "2 0", "": "", "-1": "", "GPU-1234": "0 1 2 3"}
+    cases |= {"1,9,2": "1"}  # ids after one that does not exist do not count
+    for variable, names in cases.items():
         left = visible([SmiDevice(n, str(n), f"GPU {n}") for n in range(4)], variable)
         assert [device.name for device in left] == names.split(), variable
         assert [device.index for device in left] == list(range(len(left)))

@@ -112,9 +112,7 @@ def _empty(size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Te
     return _shell(torch.empty(size, dtype=dtype))
 
 
-def _empty_strided(
-    size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any
-) -> torch.Tensor:
+def _empty_strided(size, stride, *, dtype=None, **_):
     return _shell(torch.empty(size, dtype=dtype))
 
 

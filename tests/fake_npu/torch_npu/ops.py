@@ -70,9 +70,7 @@ def npu_fusion_attention(
     return (torch.cat([piece[0].transpose(0, 1) for piece in pieces]), *statistics)
 
 
-def _check_operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> None:
+def _check_operands(query, key, value, scale):
     assert query.dtype == key.dtype == value.dtype and query.dtype in FLOATS[:2], query.dtype
     assert query.device.type == key.device.type == value.device.type == "npu"
     assert type(scale) is float, "of the host: reading the device would wait for it"
@@ -84,9 +82,7 @@ def _check_operands(
     assert heads <= MOST_HEADS and heads % groups == 0, (heads, groups)
 
 
-def _check_mask(
-    atten_mask: torch.Tensor | None, sparse_mode: int, before: int, behind: int
-) -> tuple[int, int] | None:
+def _check_mask(atten_mask, sparse_mode, before, behind):
     """The band of sparse mode 4: tokens seen before and behind the own."""
     if atten_mask is None:
         return None
@@ -112,16 +108,7 @@ def _lengths(ends: tuple[int, ...] | None, states: torch.Tensor) -> list[int]:
     return lengths
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    atten_mask: torch.Tensor | None,
-    sparse_mode: int,
-    band: tuple[int, int] | None,
-    scale: float,
-    dropout: float,
-) -> torch.Tensor:
+def _attention(query, key, value, atten_mask, sparse_mode, band, scale, dropout):
     """`(samples, heads, T, D)` each; fewer key-value heads than query heads are repeated."""
     mask = None
     rows, columns = query.shape[2], key.shape[2]
@@ -140,9 +127,7 @@ def _attention(
     )
 
 
-def npu_rms_norm(
-    states: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(states, gamma, epsilon=1e-6):
     """The output, and the reciprocal of the roots (float32), for the backward pass."""
     assert states.device.type == gamma.device.type == "npu" and type(epsilon) is float
     assert states.dtype in FLOATS and gamma.dtype in (states.dtype, torch.float32), gamma.dtype
@@ -160,13 +145,7 @@ def npu_swiglu(states: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return silu(gate) * up
 
 
-def npu_rotary_mul(
-    states: torch.Tensor,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: Any = None,
-) -> torch.Tensor:
+def npu_rotary_mul(states, cosine, sine, rotary_mode="half", rotate=None):
     """Four axes, of which the angles may have 1 where the heads are, and where the samples are."""
     assert rotary_mode == "half" and rotate is None
     assert states.device.type == cosine.device.type == sine.device.type == "npu"
