@@ -64,7 +64,7 @@ def test_another_project_sees_types(tmp_path: Path) -> None:
     words += ["--follow-imports", "silent", "program.py"]
     # An editable installation is a hook, which mypy does not follow; that py.typed is installed is
     # for test_packaging.
-    result = run_command(words, cwd=tmp_path, env={"MYPYPATH": str(ROOT)})
+    result = run_command(words, cwd=tmp_path, env={"MYPYPATH": str(ROOT), "PYTHONPATH": None})
     lines = [line for line in result.stdout.splitlines() if "Revealed" in line]
     revealed = [line.rpartition('"')[0].partition('"')[2] for line in lines]
     assert revealed[:2] == ["int", "bool | None"], said(result)
