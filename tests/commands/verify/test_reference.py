@@ -16,8 +16,12 @@ PAIR = (tuple(range(100, 130)), tuple(range(200, 206)))
 def test_the_adapter_is_switched_off_and_on(make):
     ours = make()
     base = replace(ours, source=Source(ours.source.base, None))
-    tuned = ours.scores([PAIR])
+    tuned, prompt = ours.scores([PAIR]), torch.tensor([PAIR[0]])
+    with torch.no_grad():
+        logits = ours.model(prompt).logits
     assert ours.scores([PAIR], base=True) == base.scores([PAIR]) == base.scores([PAIR], base=True)
+    with torch.no_grad():
+        assert torch.equal(ours.model(prompt).logits, logits)
     assert ours.scores([PAIR]) == tuned != base.scores([PAIR])
 
 
