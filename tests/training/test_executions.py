@@ -74,3 +74,12 @@ def test_it_is_what_was_asked_for_and_the_same_training(name: str, settings: dic
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         assert tensor.any() and (found[key] - tensor).norm() < 1e-3 * tensor.norm(), key
+
+
+def test_a_second_copy_of_the_weights_on_each_machine_changes_nothing(settings, tmp_path):
+    """hpZ: `zero_hpz_partition_size`, the devices of a machine; here two processes share one copy."""
+    keys = run_helpers.deepspeed_keys(3)
+    keys["zero_optimization"]["zero_hpz_partition_size"] = 2
+    own = {"output_dir": str(tmp_path / "run"), "deepspeed": keys}
+    run_helpers.train(settings | own, 2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(Path(settings["output_dir"])), rel=1e-5)
