@@ -4,6 +4,7 @@ executor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,9 +40,12 @@ class Objective(Protocol):
     def denominator(self, batch: StepBatch) -> int:
         """Return what the summed totals of a global batch are divided by."""
 
-    def begin(self, model: nn.Module, batch: StepBatch) -> None:
+    def begin(self, model: nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]) -> None:
         """Prepare for the microbatches of a step. Collective: every rank must call it, in the order
         of steps.
+
+        Args:
+            microbatches: this rank's, as they will be scored. All ranks have as many.
         """
 
     def score(
@@ -64,7 +68,7 @@ class TokenLoss:
     def denominator(self, batch: StepBatch) -> int:
         return batch.supervised_tokens
 
-    def begin(self, model: nn.Module, batch: StepBatch) -> None:
+    def begin(self, model: nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]) -> None:
         pass
 
     def score(

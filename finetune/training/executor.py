@@ -157,7 +157,7 @@ class StepExecutor:
     ) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        self.objective.begin(model, batch)
+        self.objective.begin(model, batch, microbatches)
         groups = len(self.step_batches.groups)
         sums = torch.zeros(self.objective.sums(groups), device=device)
         denominator = self.objective.denominator(batch)

@@ -99,7 +99,8 @@ def _named_facts(
 ) -> dict[str, Any]:
     """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
-    counts, losses = by(interval.group_tokens.tolist()), by(interval.sums)
+    counts = by(interval.group_tokens.tolist())
+    losses = by(interval.sums[: len(interval.groups)])
     for name, tokens in counts.items():
         facts |= target_share(prefix, name, counts)
         if tokens:

@@ -44,7 +44,9 @@ from finetune.batching.collate import Microbatch
 from finetune.batching.steps import Execution, StepBatch, StepBatches, as_is
 from finetune.config.base_config import BaseConfig
 from finetune.config.deepspeed import offloads, zero_stage
+from finetune.errors import ConfigError
 from finetune.modeling.adapter import check_adapter_file
+from finetune.modeling.experts import MixtureLoss, balance_coefficient, find_experts
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.modeling.objective import Objective, TokenLoss
 from finetune.modeling.pretrained import DTYPES
@@ -370,7 +372,23 @@ class RunTrainer(Trainer):
 
     def make_objective(self, parts: RunParts) -> Objective:
         """Return what is minimized."""
-        return TokenLoss()
+        coefficient = balance_coefficient(self.model.config)
+        is_compiled = parts.layers.get("compiled", False)
+        if is_compiled and coefficient:
+            raise ConfigError(
+                "a compiled model cannot show its router's probabilities, which the balancing loss"
+                " of its configuration needs",
+                "--compile",
+                "leave it out, or set output_router_logits to false in the model's config.json",
+            )
+        if is_compiled or not find_experts(self.model):
+            return TokenLoss()
+        objective = MixtureLoss(self.model, coefficient)
+        self.metrics = (
+            *self.metrics,
+            lambda interval: objective.facts(interval.sums, interval.steps),
+        )
+        return objective
 
     # ------------------------------------------------------------------ the list of global batches
 

@@ -69,7 +69,9 @@ class PreferenceObjective:
     def denominator(self, batch: StepBatch) -> int:
         return len(batch.indices)
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
+    def begin(
+        self, model: torch.nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]
+    ) -> None:
         if self.config.sft_weight:
             tokens = int(self.samples.first_supervised[batch.indices].sum())
             self._token_weight = self.config.sft_weight * len(batch.indices) / tokens

@@ -104,7 +104,7 @@ class PreferenceTrainer(SFTTrainer):
         with torch.no_grad():
             for step in range(len(step_batches)):
                 batch = step_batches[step]
-                objective.begin(model, batch)
+                objective.begin(model, batch, batch.microbatches)
                 for microbatch in batch.microbatches:
                     progress.mark()
                     scored = objective.score(

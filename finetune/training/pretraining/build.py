@@ -16,6 +16,7 @@ from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, 
 from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
+from finetune.modeling.experts import balance_coefficient
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import count_parameters
 from finetune.modeling.scratch import make_empty_model, make_model
@@ -130,10 +131,10 @@ def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities
     """
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
-    # Adapters are computed as functions that the compiler cannot look into.
-    compiled = (
-        able.compile and config.finetuning == "full" if config.compile is None else config.compile
-    )
+    # Adapters are computed as functions that the compiler cannot look into, and the balancing loss
+    # of a mixture needs what its routers compute.
+    compilable = config.finetuning == "full" and not balance_coefficient(model.config)
+    compiled = able.compile and compilable if config.compile is None else config.compile
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation
         # can do without.
