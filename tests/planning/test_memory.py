@@ -139,6 +139,7 @@ def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(sta
     work = workload(shape, lora=False, sharding=Sharding(engine=True, stage=stage), devices=8)
     behind, waited = memory_of(replace(work, saves_behind=True)), memory_of(work)
     copy = 12 * -(-shape.total // 8)  # each process its share
+    assert behind.node() >= 8 * copy  # all processes are on one node
     for phase, more in (("gather", copy), ("update", copy), ("save", copy // 3), ("result", 0)):
         assert behind.in_phase("host", phase) - waited.in_phase("host", phase) == more
 

@@ -17,7 +17,7 @@ from finetune.__main__ import main as finetune
 from finetune.commands.diagnose.log_prefixes import decode
 from finetune.errors import DataError
 from finetune.plain_text import CONTROLS, mask_passwords, plain_lines, plain_text
-from finetune.runtime.terminal import filled
+from finetune.runtime.terminal import filled, plain_streams
 from finetune.storage.run_log import add_log_file, setup_console
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x9d0;x\x07e\u202ef\u2066g\x08h"
@@ -58,6 +58,16 @@ def test_no_password_of_an_address(capsys, tmp_path):
 class Screen(io.BytesIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_what_is_printed_has_no_meaning_for_a_terminal(monkeypatch):
+    shown = Screen()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8"))
+        with plain_streams():
+            print(HOSTILE)
+        sys.stdout.detach()
+    assert shown.getvalue() and not obeyed(shown.getvalue().decode())
 
 
 @pytest.fixture
