@@ -7,12 +7,14 @@ from crash import KINDS_BEHIND, Crashes
 from grid import MODELS, Cell, Grid, cells
 from pretraining_cells import PRETRAINING
 
+QUICK = (
+    Cell("lora", "zero3", 2, packing=False, micro_batch_size=4, quantization="nf4"),
+    Cell("full", "zero3_offload", 2, packing=True, micro_batch_size=1),
+)
 SLOW = (
     Cell("lora", "plain", 2, packing=False, micro_batch_size=4),
     Cell("lora", "plain", 2, packing=True, micro_batch_size=4, mixed=True),
     Cell("lora", "zero2", 2, packing=True, micro_batch_size=1, fused_lora=False),
-    Cell("lora", "zero3", 2, packing=False, micro_batch_size=4, quantization="nf4"),
-    Cell("full", "zero3_offload", 2, packing=True, micro_batch_size=1),
     Cell("full", "plain", 2, packing=True, micro_batch_size=2, pretraining="lfm2_value by normuon"),
 )
 
@@ -22,15 +24,18 @@ def grid(tmp_path_factory):
     return Grid(tmp_path_factory.mktemp("grid"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", SLOW, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [*QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW)],
+    ids=lambda cell: cell.name,
+)
 def test_another_execution_is_the_same_training(grid, cell):
     assert not grid.outcome(cell).why
 
 
 def test_the_grid_is_whole():
     assert len(set(cells())) == 64 + 8 * len(MODELS) + 20 + 48 + 4 * len(PRETRAINING)
-    assert set(SLOW) <= set(cells())
+    assert {*QUICK, *SLOW} <= set(cells())
 
 
 @pytest.mark.slow
