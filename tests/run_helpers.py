@@ -44,7 +44,7 @@ PRELOADED = (
     "transformers.integrations.deepspeed",
     "frozen_imports",  # last
 )
-DEFAULT_TIMEOUT_SECONDS = 240.0
+DEFAULT_TIMEOUT_SECONDS = PATIENCE_SECONDS
 
 
 def make_model(
@@ -130,7 +130,7 @@ class Materials:
             "report_to": "none",
             "preprocessing_num_workers": 1,
             "cache_dir": str(self.folder / "cache"),
-            "timeout_seconds": 120,
+            "timeout_seconds": 600,
         } | changes
         return {name: value for name, value in settings.items() if value is not None}
 
