@@ -18,7 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "evidence" / "instruction_sets.md"
-NUMERICAL = ("modeling", "inference", "training", "commands/merge", "commands/evaluate")
+NUMERICAL = (
+    "modeling",
+    "inference",
+    "training",
+    "commands/merge",
+    "commands/evaluate",
+    "commands/verify",
+)
 CPU = Path("/proc/cpuinfo")
 
 
