@@ -46,13 +46,13 @@ pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
 # Tests that are left when a process is done are taken from another: no list says which take long.
-TESTS := $(BIN)/python -m pytest -n 3 --dist worksteal tests
+TESTS := $(BIN)/python -m pytest --dist worksteal tests
 test: $(READY)
-	$(TESTS) -m "not slow"
+	$(TESTS) -n 3 -m "not slow"
 
 # Real launchers, several nodes, whole demos and every command of the pages. CI runs both.
 test-slow: $(READY)
-	$(TESTS) -m slow
+	$(TESTS) -n 4 -m slow
 
 # What needs an NVIDIA GPU, one process after another on the first one. Ordinary tests see no GPU (tests/conftest.py).
 test-gpu: $(READY)

@@ -211,7 +211,7 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
     assert "token_embd.weight" in names and "output.weight" not in names
     stand_in_converter.write(model, base, "f32")
     words = ["--model", adapter, "--data", materials.valid, "--device-type", "cpu", "--json"]
-    words += ["--prompts", 4, "--max-new-tokens", 16, "--deployed-dtype", "float32"]
+    words += ["--prompts", 2, "--max-new-tokens", 12, "--deployed-dtype", "float32"]
     for path, found in ((whole, []), (base, ["adapter_left_out"])):
         capsys.readouterr()
         with llama_server(path) as address:
@@ -220,5 +220,5 @@ def test_llama_cpp_answers_from_the_gguf_as_the_trained_model(
         assert [finding["name"] for finding in report["findings"]] == found, report
         assert report["deployment"]["engine"] == "llama.cpp", report
         assert report["shows_adapter"] == (path == whole), report
-        assert report["compared"]["token_ids"] == 4, report
-        assert report["compared"]["logprobs"] >= 2, report
+        assert report["compared"]["token_ids"] == 2, report
+        assert report["compared"]["logprobs"] >= 1, report

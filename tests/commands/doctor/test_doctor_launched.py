@@ -86,11 +86,8 @@ def configured(name: str, words: str) -> tuple[RunKind, BaseConfig | None]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sft", ""),
         ("pretrain", f"{WINDOWS} --model m --num-iterations 9 --finetuning lora"),
         ("dpo", PREFERENCES),
-        # resumed with the reference of the first run
-        ("dpo", f"{PREFERENCES} --loss ipo --finetuning full"),
     ],
 )
 def test_a_dry_run_for_real(name: str, words: str):
