@@ -17,10 +17,10 @@ def test_each_sample_is_in_the_group_of_its_source_and_difficulty():
 
 
 def test_a_microbatch_becomes_smaller_down_to_the_longest_sample():
-    packed = Execution(token_budget=100)
-    assert packed.smaller(30) == Execution(token_budget=50)
-    assert packed.smaller(80) == Execution(token_budget=80)
+    packed = Execution(0, 1, token_budget=100, samples_per_microbatch=None)
+    assert packed.smaller(30) == Execution(0, 1, token_budget=50, samples_per_microbatch=None)
+    assert packed.smaller(80) == Execution(0, 1, token_budget=80, samples_per_microbatch=None)
     assert packed.smaller(100) is None
-    padded = Execution(samples_per_microbatch=3)
-    assert padded.smaller(100) == Execution(samples_per_microbatch=1)
-    assert Execution(samples_per_microbatch=1).smaller(100) is None
+    padded = Execution(0, 1, token_budget=None, samples_per_microbatch=3)
+    assert padded.smaller(100) == Execution(0, 1, token_budget=None, samples_per_microbatch=1)
+    assert Execution(0, 1, token_budget=None, samples_per_microbatch=1).smaller(100) is None
