@@ -27,7 +27,7 @@ from finetune.batching.curriculum import (
     uniform_schedule,
 )
 from finetune.commands.curriculum import command
-from finetune.errors import ConfigError, DataError, FinetuneError
+from finetune.errors import DataError, FinetuneError
 
 # Largest fractions first runs into a corner with these: too many levels must stay up, and too few
 # can go up.
@@ -81,13 +81,6 @@ def test_boundaries_are_decimals_inside_steps_too() -> None:
     assert Schedule(GUIDE.difficulties, tuple(percent)).canonical() == GUIDE.canonical()
 
 
-def test_the_guides_stages_are_exact() -> None:
-    counts = plan_counts(GUIDE, 1000, 10)
-    stages = [counts[:300].sum(axis=0), counts[300:700].sum(axis=0), counts[700:].sum(axis=0)]
-    assert np.array(stages).tolist() == [[2400, 600, 0], [1600, 1600, 800], [750, 1050, 1200]]
-    assert max(check_plan(GUIDE, 100, batch) for batch in (1, 2, 3, 4, 7, 8)) <= Fraction(2, 3)
-
-
 def test_a_linear_ramp_starts_at_the_mix_before_and_ends_at_its_own() -> None:
     schedule = Schedule(("a", "b"), (Stage(0.5, (1, 0)), Stage(1.0, (0, 1), "linear")))
     counts = plan_counts(schedule, 8, 100)
@@ -115,15 +108,6 @@ def config_like(**changes: object) -> SimpleNamespace:
     curriculum = SimpleNamespace(levels=GUIDE.difficulties, stages=GUIDE.stages)
     given = {"use_curriculum": True, "difficulty_field": "difficulty", "curriculum": curriculum}
     return SimpleNamespace(**given | changes, model_fields_set=changes.keys())
-
-
-def test_enough_rows_of_each_level_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    difficulties = np.repeat([2, 0, 1], 1000).astype(np.int16)
-    schedule, ids = build_schedule(config_like(), difficulties)
-    assert schedule == GUIDE and ids.tolist() == difficulties.tolist()
-    schedule, ids = build_schedule(config_like(use_curriculum=False), np.array([0, -1]))
-    assert schedule == uniform_schedule() and ids.tolist() == [0, 0]
-    assert caplog.records == []
 
 
 def test_no_level_anywhere_is_uniform(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,11 +219,3 @@ def test_show_refuses_what_training_refuses(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "mixed.jsonl", rows_of("explain", "explian", None))
     with pytest.raises(DataError, match="records 2 "):  # counted before anything is dropped
         command.main(show(data, more="--on-bad-row drop"))
-
-
-def test_help_and_an_unknown_subcommand(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main([])
-    assert ended.value.code == 0 and "usage" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="action is 'shwo'"):
-        command.main(["shwo"])

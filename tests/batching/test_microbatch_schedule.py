@@ -143,18 +143,6 @@ def test_calls_that_mean_nothing_are_refused() -> None:
             schedule_microbatches(np.array(lengths), world_size, **way)
 
 
-def test_long_tails_are_packed_tightly_and_balanced() -> None:
-    drawn = np.random.default_rng(0).lognormal(5.5, 1.0, 1024)
-    lengths = np.clip(drawn, 8, 2048).astype(np.int64)
-    for world_size, micro_batch in ((1, 1), (1, 4), (16, 1), (16, 4)):
-        budget = 2048 * micro_batch
-        plan = schedule_microbatches(lengths, world_size, token_budget=budget)
-        # At most 2%, or one micro-step, above what the tokens fill.
-        microbatches = -(-int(lengths.sum()) // budget)
-        assert plan.micro_steps * world_size <= max(1.02 * microbatches, microbatches + world_size)
-        assert plan.imbalance < 1.001 and plan.lockstep_imbalance < 1.002
-
-
 def test_summary_of_some_steps() -> None:
     steps = [np.array([10, 1, 1, 1]), np.array([5, 5, 5, 5])]
     given = {"token_budget": 10, "samples_per_microbatch": 2}

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import GUIDE, schedules
 
-from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
-from finetune.batching.mixing import Mix, plan_cells, source_warnings
+from finetune.batching.curriculum import uniform_schedule
+from finetune.batching.mixing import Mix, plan_cells
 from finetune.batching.sampler import GlobalBatches
-from finetune.errors import FinetuneError
 
 WEIGHTS = st.sampled_from([1.0, 2.0, 3.0, 0.5, 0.1, 7.25, 1e-3, "natural"])
 
@@ -131,27 +130,6 @@ def test_a_source_has_the_mix_of_the_curriculum() -> None:
         np.add.at(cells, ((indices >= 600).astype(int), level_of[indices]), 1)
     wanted = np.outer([0.75, 0.25], batches.counts.sum(axis=0))
     assert np.abs(cells - wanted).max() < 10, cells
-
-
-def test_a_source_without_a_difficulty_leaves_its_part_of_it_to_the_others() -> None:
-    level_of = np.repeat([0, 0, 1, 2], 100)
-    mix = Mix(("a", "b"), (1.0, 1.0), (0, 100, 400))
-    batches = GlobalBatches(level_of, GUIDE, 50, 200, 1, mix=mix)
-    shares = batches.counts.sum(axis=0) / batches.counts.sum()
-    a, b = batches.source_draws()
-    assert (a.expected, b.expected) == pytest.approx((shares[0] / 2, 1 - shares[0] / 2))
-    assert abs(a.draws - a.expected * 50 * 200) < 1
-    warning = source_warnings([a, b])[0]
-    assert f"a is {a.expected:.1%} of the samples, not 50.0%" in warning
-    first_only = Schedule(GUIDE.difficulties, (Stage(1.0, (1.0, 0.0, 0.0)),))
-    draws = GlobalBatches(level_of, first_only, 50, 9, 1, mix=mix).source_draws()
-    assert source_warnings(draws) == []
-
-
-def test_a_source_without_samples_is_refused_by_name() -> None:
-    with pytest.raises(FinetuneError, match="no sample of this source") as caught:
-        Mix(("a", "b"), (1.0, 1.0), (0, 5, 5))
-    assert caught.value.where == "b"
 
 
 def test_weights_and_borders_are_in_the_fingerprint_and_only_their_ratio_counts() -> None:

@@ -1,4 +1,4 @@
-"""Permutations: bijective, keyed, uniform as far as can be tested, the same for ever."""
+"""Permutations: bijective, keyed, the same in every version."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ def test_every_position_once_on_both_sides_of_the_limit(
     assert np.array_equal(np.sort(everything(size, *key, exact_limit=limit)), np.arange(size))
 
 
-def test_feistel_is_bijective_at_and_around_powers_of_two() -> None:
-    for size in (*range(1, 70), 127, 128, 129, 4095, 4096, 4097):
-        assert np.array_equal(np.sort(everything(size, 7, exact_limit=0)), np.arange(size)), size
-    values = Permutation(MAX_SIZE, 1)(np.array([0, 1, 2**40, MAX_SIZE - 1]))  # takes no memory
-    assert len(set(values.tolist())) == 4 and values.min() >= 0 and values.max() < MAX_SIZE
-
-
 @pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
 def test_any_position_alone_is_what_it_is_among_all_and_each_part_of_the_key_matters(
     limit: int,
@@ -42,22 +35,6 @@ def test_any_position_alone_is_what_it_is_among_all_and_each_part_of_the_key_mat
     keys = [(1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 23), (12, 3), (1, 2), (-1, 2, 3)]
     orders = {tuple(everything(500, *key, exact_limit=limit).tolist()) for key in keys}
     assert len(orders) == len(keys)
-
-
-def chi_square(counts: np.ndarray) -> float:
-    expected = counts.sum() / counts.size
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-@pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
-def test_where_a_position_goes_is_uniform_over_keys(limit: int) -> None:
-    orders = np.stack([everything(1024, key, exact_limit=limit) for key in range(2000)])
-    places = orders[:, [0, 1, 511, 1023]]
-    # Neighbours do not stay neighbours: the distance of positions 0 and 1 is spread over the ring.
-    distance = (places[:, 1] - places[:, 0]) % 1024
-    for place in (*places.T, distance):
-        # 31 degrees of freedom, 1 in 5,000
-        assert chi_square(np.bincount(place // 32, minlength=32)) < 67
 
 
 def test_the_order_is_pinned() -> None:
