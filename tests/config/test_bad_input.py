@@ -16,8 +16,7 @@ import run_patches
 from conftest import make_records
 from launching import run_cli
 
-import finetune
-from finetune.errors import ExitCode, FinetuneError
+from finetune.errors import ExitCode
 from finetune.sft import main
 
 
@@ -230,15 +229,6 @@ def test_ranks_are_refused_together_and_one_speaks_or_alone_and_say_why(place: P
     ranks.kill()
     assert ranks.processes[1].exitcode == 2
     assert "[ERROR] rank 1: the launcher asked for DeepSpeed" in ranks.output()
-
-
-def test_finetune_run_raises_with_what_where_and_fix(place: Place, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    settings = {"model": str(place.model), "data": "nowhere", "output_dir": str(place.output)}
-    with pytest.raises(FinetuneError) as caught:
-        finetune.run(settings)
-    assert "nowhere" in caught.value.what and caught.value.fix and caught.value.where
-    assert not place.output.exists()
 
 
 # ---------------------------------------------------------------- a folder that holds a run

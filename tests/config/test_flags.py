@@ -1,4 +1,4 @@
-"""The command line: forms of a flag, what is refused, the help, and the frozen list of flags."""
+"""The command line: forms of a flag, what is refused, and the frozen list of flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from run_helpers import flag_table
 
 from finetune.config.fields import FOREIGN, OTHERWISE, nearest, unknown_name
-from finetune.config.options import ONLY_IN_FILES, flags_of, help_text, parse
+from finetune.config.options import parse
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -19,7 +19,6 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError, Problems
 
 FROZEN = Path(__file__).parents[1] / "frozen"
-FLAGS = flags_of(RunConfig)
 NEEDED = ["--model", "m", "--data", "d.jsonl", "--output-dir", "o"]
 
 
@@ -79,13 +78,6 @@ def test_forms_of_a_flag():
         ]
 
 
-def test_config_collects_and_help_is_found_after_a_list_of_words():
-    words = "--config a.json --seed 1 --config b.yaml c.py --print-config --data=x -h"
-    parsed = parse([*words.split(), "--template", "a b.json"], RunConfig)
-    assert parsed.config_files == ["a.json", "b.yaml", "c.py"]
-    assert parsed.print_config and parsed.help and parsed.values["template"].value == "a b.json"
-
-
 def test_refused():
     for arguments, words in (
         ("--lerning-rate 1", "did you mean --learning-rate?"),
@@ -118,12 +110,6 @@ def test_the_table_of_foreign_names_is_sound():
     assert "only fine-tuning" in problem.what and "finetune.sft" in problem.fix
 
 
-def test_everything_wrong_is_told_together():
-    words = "--modle x --seed x stray --dtype int8 --packing=2 --lora-r 0"
-    assert len(problems(*words.split())) == 6
-    assert only_problem("--modle", "x", "y"), "words after an unknown flag are taken for its value"
-
-
 @given(
     st.lists(
         st.text(max_size=8)
@@ -136,13 +122,3 @@ def test_any_command_line_is_answered(arguments):
         assert problem.what and problem.where and problem.fix
     for name in arguments:
         assert nearest(name, ["zero_optimization", "bf16"]) in ("zero_optimization", "bf16", None)
-
-
-def test_the_help():
-    with pytest.raises(SystemExit) as end:
-        resolve(["--help", "--nonsense"], world_size=1)
-    assert end.value.code == 0
-    text = " ".join(help_text(RunConfig).split())
-    assert "--cutoff-len TOKENS Longest sample; longer ones are trimmed. [default 2048]" in text
-    assert all(f"--{name.replace('_', '-')} " in text for name in set(FLAGS) - ONLY_IN_FILES)
-    assert "also --batch-size" in " ".join(help_text(PretrainConfig).split())

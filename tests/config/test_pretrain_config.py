@@ -103,14 +103,9 @@ def test_batch_size_and_accumulation_without_a_total_are_the_total():
     assert any("total_batch_size 131,072" in note for note in resolved.notes)
 
 
-def test_the_run_file_means_the_same_run_on_another_machine(tmp_path):
+def test_the_run_file_means_the_same_run_on_another_machine():
     flags = "--distributed --world-size=2 --run=x --optimizer=adamw"
     values = yaml.safe_load(to_yaml(made(flags, world_size=2).config))
     assert not {"gradient_accumulation_steps", "distributed", "world_size"} & values.keys()
     again = resolve_object(values, 1, PretrainConfig).config
     assert (again.matrix_lr, again.wandb_run_name) == (3e-3, "x")
-    file = tmp_path / "conservative.py"  # of a guide
-    file.write_text("depth = 12\nbatch_size = 8\ntotal_batch_size = 24576\nmax_seq_len = 1536\n")
-    config = made(f"--config {file}", world_size=2).config
-    assert (config.depth, config.device_batch_size) == (12, 8)
-    assert config.gradient_accumulation_steps == 1
