@@ -6,17 +6,11 @@ from collections.abc import Iterator
 
 import jinja2
 import pytest
-from launching import ROOT
-from transformers import AutoTokenizer
 
-from finetune.data.encoding.spans import ChatTemplate
-from finetune.data.encoding.templates import TEMPLATES
-from finetune.data.formats import Message
 from finetune.errors import DataError
 from finetune.inference import limited_template
-from finetune.inference.limited_template import TemplateProcess, limit_chat_template
+from finetune.inference.limited_template import TemplateProcess
 
-MODEL = ROOT / "data_samples" / "tiny-qwen3"
 TURNS = [{"role": "user", "content": "hello"}]
 
 
@@ -58,19 +52,3 @@ def test_refusals_and_ends_are_told_apart(process, monkeypatch):
     monkeypatch.setattr(limited_template, "COMMAND", ("false",))
     with pytest.raises(DataError, match="ended its process"):
         TemplateProcess({}, 60.0).render(TURNS, chat_template="x")
-
-
-def test_what_is_rendered_is_the_same():
-    plain, limited = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
-    limit_chat_template(limited)
-    turns = [("system", "s"), ("user", "q\n'\"<|im_end|>"), ("assistant", "a")]
-    conversation = [Message(*turn) for turn in turns]
-    try:
-        for source in (plain.chat_template, *TEMPLATES.values()):
-            plain.chat_template = limited.chat_template = source
-            for prompt in (False, True):
-                given = {"generation_prompt": prompt}
-                found = ChatTemplate(limited).render(conversation, **given)
-                assert found == ChatTemplate(plain).render(conversation, **given)
-    finally:
-        limited.apply_chat_template.__self__.close()
