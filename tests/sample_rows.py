@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,6 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 def expand_paths(paths: list[str | Path]) -> tuple[Path, ...]:
     """The files of some entries of `--data`."""
     return tuple(file.path for file in expand_sources(paths))
-
-
-def read_preferences() -> list[dict[str, Any]]:
-    """The shipped pairs in the keys of the other rows; `wrong` is the rejected answer."""
-    rows = [row for part in ("train", "valid") for row in read_records(f"preference_{part}.jsonl")]
-    for row in rows:
-        wrong = re.split("答案：|Answer: ", row["rejected"])[-1]
-        row |= {"difficulty": row["topic"], "output": row["chosen"], "wrong": wrong}
-    return rows
 
 
 def chinese(text: str) -> bool:

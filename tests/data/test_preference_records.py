@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from launching import ROOT
 
 from finetune.config.fields import DataSource
 from finetune.data.formats import Conversation, Message
@@ -29,7 +27,6 @@ OTHER_USER, OTHER_SYSTEM = turn("user", "z"), turn("system", "z")
 TURNS = [SYSTEM, *EARLIER, USER]
 CALL = turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
 RESULT = turn("tool", "r")
-IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "x"}]
 TEXTS = {"chosen": "a", "rejected": "b"}
 WHOLE = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
 
@@ -93,18 +90,6 @@ def test_forms_of_pairs():
     )
     others = (swapped, good, bad, Conversation(good.messages))
     assert len(hashes) == 1 and len(hashes | set(map(content_hash, others))) == 5
-
-
-def test_turns_that_both_sides_begin_with_are_context():
-    steps = {"tools": [{"name": "f"}], "prompt": [USER], "chosen": [CALL, RESULT, GOOD]}
-    found = read({**steps, "rejected": [CALL, RESULT, BAD]})
-    assert written(found.rejected) == "user:q assistant: tool:r *assistant:b"
-    assert found.prompt_turns == 3 and found.messages[2].call_id == found.messages[1].calls[0].id
-    found = read({**steps, "rejected": [BAD]})
-    assert written(found.messages) == "user:q *assistant: tool:r *assistant:a"
-    assert len(found.tools) == 1
-    thought = {**GOOD, "reasoning_content": "t"}
-    assert read({"prompt": "q", "chosen": thought, "rejected": GOOD}).messages[1].reasoning
 
 
 LABELS: list[dict[str, Any]] = [
@@ -185,30 +170,11 @@ def test_records_of_another_kind_of_run_name_it():
     assert isinstance(found, Conversation)
 
 
-def test_columns_media_and_difficulty_are_read_as_for_fine_tuning():
+def test_columns_and_difficulty_are_read_as_for_fine_tuning():
     record = {"question": "q", "good": "a", "bad": "b", "stage": "x", "ok": False}
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     source = DataSource(path="a", columns=columns)
     found = read(record, source=source, difficulties=("x",), difficulty_field="stage")
     assert written(found.rejected) == "user:q *assistant:b" and found.difficulty == "x"
-    source = DataSource(path="a", columns=columns, difficulty="y")
-    assert read(record, source=source, difficulties=("y",)).difficulty == "y"
     judged = {"prompt": "question", "completion": "good", "label": "ok"}
     assert read(record, "labels", source=DataSource(path="a", columns=judged)).label is False
-    seen = {"prompt": "<image>q", "chosen": turn("assistant", IMAGE), "rejected": "b"}
-    found = read(seen, on_media="drop-media")
-    assert written(found.messages) == "user:q *assistant:a" and found.had_media
-    with pytest.raises(RecordProblem, match="has images, video or sound"):
-        read(seen, on_media="drop-row")
-
-
-def test_the_rows_of_the_page_are_read():
-    page = (ROOT / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
-    blocks = [block.split("```")[0] for block in page.split("```jsonl\n")[2:4]]
-    pairs, labels = ([json.loads(line) for line in block.splitlines()] for block in blocks)
-    found = [read(row) for row in pairs]
-    questions = {"What is a hub?", "What is this?\nA hub."}
-    assert len(found) == 7 and {one.messages[0].content for one in found} == questions
-    assert {written(one.messages[1:]) for one in found} == {"*assistant:A repeater."}
-    assert {written(one.rejected[1:]) for one in found} == {"*assistant:A router."}
-    assert [read(row, "labels").label for row in labels] == [True, False]

@@ -22,7 +22,6 @@ from finetune.data.preference.reader import Preference, PreferenceReader
 from finetune.data.preference.render import PreferenceRenderer
 from finetune.data.report import RecordProblem
 from finetune.data.samples import PreferenceSamples
-from finetune.data.selection import Selection
 from finetune.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n1.é什🙂"), min_size=1, max_size=8).filter(str.strip)
@@ -63,14 +62,9 @@ def test_masks():
     preference = pair(("q0", "a0", "q"), "yes", "no, never", system="be kind")
     answers = ["«yes<|im_end|>»\n", "«no, never<|im_end|>»\n"]
     assert shown("chatml", preference) == [head + answer for answer in answers]
-    # The template writes the empty think block behind the generation prompt, as in fine-tuning.
     head = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     preference = pair(("q",), "yes", "<think>\nt\n</think>\n\nno")
     blocks = ["<think>\n\n</think>\n\n", "<think>\nt\n</think>\n\n"]
-    assert shown("qwen3", preference) == [
-        f"{head}«{block}{answer}<|im_end|>»\n"
-        for block, answer in zip(blocks, ("yes", "no"), strict=True)
-    ]
     assert shown("qwen3", preference, train_thinking=False) == [
         f"{head}{block}«{answer}<|im_end|>»\n"
         for block, answer in zip(blocks, ("yes", "no"), strict=True)
@@ -80,17 +74,6 @@ def test_masks():
     (found, _) = shown("chatml", Preference(long, prompt_turns=1, rejected=short))
     between = "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
     assert found.endswith(f"«a<|im_end|>»\n{between}«a1<|im_end|>»\n")
-
-
-def test_a_labelled_answer_is_the_sample_that_fine_tuning_makes():
-    messages = talk("q0", "a0", "q", "a").messages
-    history = tuple(Message(turn.role, turn.content, trained=False) for turn in messages[:3])
-    plain = Renderer(family("llama3"), 4096)(Conversation((*history, messages[3])))[0]
-    for label in (True, False):
-        preference = Preference((*history, messages[3]), prompt_turns=3, label=label)
-        (sample,) = PreferenceRenderer(family("llama3"), 4096)(preference)
-        assert sample.input_ids.tolist() == plain.input_ids.tolist() and sample.label == label
-        assert sample.supervised.tolist() == plain.supervised.tolist() and sample.first_length == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,14 +195,8 @@ def test_samples_on_disk_are_pairs(tmp_path, pairs):
         assert first == expected.first_length and 0 < first < samples.lengths[index] == len(ids)
         first_targets = supervised[:first].sum()
         assert samples.first_supervised[index] == first_targets < samples.supervised_counts[index]
-    arrays = (samples.first_lengths, samples.first_supervised, samples.labels)
-    assert [array.dtype for array in arrays] == [np.int32, np.int32, np.int8]
     assert set(samples.labels.tolist()) == {-1} and ("pairs", "30") in samples.report.lines()
-    copy = pickle.loads(pickle.dumps(samples))
-    assert isinstance(copy, PreferenceSamples)
-    assert copy.first_lengths.tolist() == samples.first_lengths.tolist()
-    write(path, rows + rows[:10])
-    assert pairs(path, selection=Selection(drop_duplicates=True)).report.duplicates == 10
+    assert isinstance(pickle.loads(pickle.dumps(samples)), PreferenceSamples)
     rows = [{"prompt": str(n), "completion": "a", "label": n % 3 == 0} for n in range(9)]
     samples = pairs(write(path, rows), preference="labels")
     assert samples.labels.tolist() == [1, 0, 0] * 3 and not samples.first_lengths.any()

@@ -38,16 +38,6 @@ EXPECTED = {
     "qwen": _IM_HEAD
     + '<|im_start|>assistant\n«<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>»\n'
     + _IM_TAIL,
-    "mistral": (
-        f"<s>[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS][INST] q[/INST]"
-        '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id": "c12345678"}]</s>»'
-        '[TOOL_RESULTS] {"content": "sun", "call_id": "c12345678"}[/TOOL_RESULTS]« sunny</s>»'
-    ),
-    "glm4": (
-        "[gMASK]<sop><|system|>\n##"
-        f' weather\n{json.dumps(WEATHER["function"])}<|user|>\nq<|assistant|>«weather\n{{"city":'
-        ' "Bern"}<|observation|>»\nsun<|assistant|>«\nsunny<|user|>»'
-    ),
     "gpt-oss": (
         "<|start|>developer<|message|># Tools\n\nnamespace functions {\ntype weather = (_: "
         '{"city": "string"}) => any;\n}<|end|><|start|>user<|message|>q<|end|><|start|>assistant'
