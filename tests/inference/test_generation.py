@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(adapter: Path) -> list[list[int]]:
     """What transformers' own generate says to each prompt alone, with nothing of this package."""
     from peft import PeftModel
@@ -76,24 +77,63 @@ def load(model: Path = MODEL, **settings: Any) -> Generator:
     return load_for_generation(str(model), device_type="cpu", dtype="float32", **settings)
 
 
+@pytest.fixture(scope="module")
+def generator(adapter: Path) -> Iterator[Generator]:
+    with load(adapter) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def static(adapter: Path) -> Iterator[Generator]:
+    with load(adapter, continuous=False, limit_template=True) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Generator]:
+    with load(context_tokens=256) as loaded:
+        yield loaded
+
+
 @pytest.fixture(params=[True, False], ids=["continuous", "static"])
 def continuous(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_every_way_to_ask_says_the_same(adapter, plain, tmp_path):
+def test_more_requests_than_the_cache_holds_are_all_answered():
+    """A full cache makes requests wait or be read again; the answers stay the same."""
+    with load(context_tokens=128, max_batch=8) as generator:
+        settings = Sampling(max_new_tokens=20)
+        expected = [generator.generate([question], settings)[0] for question in questions()[:12]]
+        assert generator.generate(questions()[:12] * 2, settings) == expected * 2
+
+
+def test_answers_are_transformers_own_alone_and_in_a_batch(generator, static, base, plain):
+    settings = Sampling(max_new_tokens=NEW_TOKENS)
+    answers = generator.generate(questions(), settings)
+    for answer, ids in zip(answers, plain, strict=True):
+        assert list(answer.token_ids) == ids and answer.completion_tokens == len(ids)
+        assert answer.finish_reason == ("stop" if ids[-1] in (0, 2) else "length")
+    stream = generator.stream(questions()[5], settings)
+    pieces = list(stream)
+    assert stream.answer == answers[5] and "".join(pieces) == stream.answer.text
+    assert static.generate(questions(), settings) == answers
+    assert static.generate(questions()[:1], settings) == answers[:1]
+    assert base.generate(questions()[:8], settings) != answers[:8], "the adapter does nothing"
+
+
+def test_every_way_to_ask_says_the_same(adapter, generator, plain, tmp_path):
     """The terminal one by one, the server eight at a time, `eval` in batches."""
     asked = [question[0]["content"] for question in questions()]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
     typed = [line for text in asked for line in ('"""', *text.split("\n"), '"""', "/reset")]
     reading = iter([*typed, "/quit"])
-    with load(adapter) as generator:
-        settings = generator.default_sampling.changed(max_new_tokens=NEW_TOKENS)
-        terminal = TerminalChat(
-            generator, settings, ChatSession(), read=lambda _: next(reading), out=io.StringIO()
-        )
-        terminal.run()
+    settings = generator.default_sampling.changed(max_new_tokens=NEW_TOKENS)
+    terminal = TerminalChat(
+        generator, settings, ChatSession(), read=lambda _: next(reading), out=io.StringIO()
+    )
+    terminal.run()
     assert [list(answer.token_ids) for answer, _, _ in terminal.answers] == plain
 
     with real_server(str(adapter)) as served, ThreadPoolExecutor(8) as pool:
@@ -109,6 +149,17 @@ def test_every_way_to_ask_says_the_same(adapter, plain, tmp_path):
     assert evaluate([*words, "--json"]) == 0
     lines = (output / "generations.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["text"] for line in lines] == texts
+
+
+def test_a_seed_gives_one_answer_whoever_else_is_there(generator: Generator, static: Generator):
+    settings = Sampling(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=50, seed=5)
+    together = generator.generate(questions()[:6], settings)
+    (alone,) = generator.generate(questions()[3:4], settings)
+    assert alone == together[3] and static.generate(questions()[:6], settings) == together
+    assert generator.generate(questions()[:6], settings.changed(seed=6)) != together
+    each = [settings, Sampling(max_new_tokens=12)] * 3
+    mixed = [stream.finish() for stream in map(generator.stream, questions()[:6], each)]
+    assert mixed[::2] == together[::2]
 
 
 def test_the_models_own_settings_are_its_default(tmp_path: Path, continuous: bool):
@@ -150,6 +201,18 @@ def test_a_second_turn_reads_only_what_is_new(continuous: bool):
         said = [generator.generate([asked], settings) for asked in (turns, other)]
     with load(continuous=continuous) as anew:
         assert [anew.generate([asked], settings) for asked in (other, turns)] == said[::-1]
+
+
+def test_ends_at_every_end_token(base: Generator):
+    tokenizer = base.tokenizer
+    assert base.stop_ids == set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    for token in base.stop_ids:
+        bias = torch.zeros(base.model.config.vocab_size)
+        bias[token] = 1e9
+        handle = base.model.lm_head.register_forward_hook(lambda *given: given[2] + bias)  # noqa: B023
+        (answer,) = base.generate([questions()[0]], Sampling(max_new_tokens=5))
+        handle.remove()
+        assert answer.token_ids == (token,) and answer.finish_reason == "stop" and answer.text == ""
 
 
 def test_cancelled_answers_leave_the_batch(continuous: bool):
@@ -205,29 +268,27 @@ def test_an_error_in_choosing_tokens_fails_its_own_answer(continuous, monkeypatc
         assert generator.engine.alive
 
 
-def test_prompts_are_checked():
-    with load(context_tokens=256) as base:
-        with pytest.raises(PromptTooLong, match=r"has \d+ tokens; the model reads at most 256"):
-            base.generate([[{"role": "user", "content": "router " * 400}]])
-        for wrong, message in (
-            ([], "there is no message"),
-            ("", "the prompt is empty"),
-            ([-1], "outside the vocabulary"),
-            ([10**6], "outside the vocabulary"),
-            ([{"role": "wizard", "content": "x"}], "role is 'wizard'"),
-            ([{"role": "user"}], "content is not a text"),
-            ([{"role": "tool", "content": "x"}], "template does not take"),
-        ):
-            with pytest.raises(DataError, match=message):
-                base.generate([wrong])
-        assert base.generate([]) == []
-        never = torch.zeros(base.model.config.vocab_size)
-        never[list(base.stop_ids)] = -1e9
-        handle = base.model.lm_head.register_forward_hook(lambda *given: given[2] + never)
-        (cut,) = base.generate([[5] * 250], Sampling(max_new_tokens=50))
-        handle.remove()
-        # what the context leaves
-        assert (cut.completion_tokens, cut.finish_reason) == (6, "length")
+def test_prompts_are_checked(base: Generator):
+    with pytest.raises(PromptTooLong, match=r"has \d+ tokens; the model reads at most 256"):
+        base.generate([[{"role": "user", "content": "router " * 400}]])
+    for wrong, message in (
+        ([], "there is no message"),
+        ("", "the prompt is empty"),
+        ([-1], "outside the vocabulary"),
+        ([10**6], "outside the vocabulary"),
+        ([{"role": "wizard", "content": "x"}], "role is 'wizard'"),
+        ([{"role": "user"}], "content is not a text"),
+        ([{"role": "tool", "content": "x"}], "template does not take"),
+    ):
+        with pytest.raises(DataError, match=message):
+            base.generate([wrong])
+    assert base.generate([]) == []
+    never = torch.zeros(base.model.config.vocab_size)
+    never[list(base.stop_ids)] = -1e9
+    handle = base.model.lm_head.register_forward_hook(lambda *given: given[2] + never)
+    (cut,) = base.generate([[5] * 250], Sampling(max_new_tokens=50))
+    handle.remove()
+    assert (cut.completion_tokens, cut.finish_reason) == (6, "length")  # what the context leaves
 
 
 def test_models_are_found_and_refused(tmp_path: Path, adapter: Path):
