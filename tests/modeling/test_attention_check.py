@@ -19,14 +19,13 @@ from tiny_models import (
     attention_by_mask,
     documents,
     make_microbatch,
-    make_model,
     tiny_config,
 )
 from torch.nn import attention as hook
 from torch.nn.attention import _fa3, _registry
 
 from finetune.modeling import attention, attention_check, kernel_check
-from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, choose_attention
+from finetune.modeling.attention import ISOLATED
 from finetune.modeling.attention_check import check_attention
 
 USED = "FlashAttention 3"
@@ -191,34 +190,6 @@ def test_an_earlier_runs_kernel_does_not_reach_a_run_that_wants_none(kernels):
     for given in ({"setting": "off"}, {"model": model_of(attention_dropout=0.1)}):
         assert check(model_of()) == USED
         assert check(**{"model": model_of(), **given}) == "torch's" and not is_3()
-
-
-@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
-def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_type, monkeypatch):
-    """Known before, because dropout in FlashAttention 3 would end the run at its first step."""
-    seen: set[tuple[int, int, int, int]] = set()
-    dropped: list[float] = []
-    plain = attention.isolated_attention
-
-    def watched(module, query, key, value, *arguments, dropout=0.0, **given):
-        seen.add((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
-        dropped.append(dropout)
-        return plain(module, query, key, value, *arguments, dropout=dropout, **given)
-
-    monkeypatch.setattr(attention, "isolated_attention", watched)
-    own = tiny_config(model_type).to_dict()
-    drops = [name for name in own if "drop" in name and isinstance(own[name], int | float)]
-    drops = [] if model_type == "diffllama" else drops  # which refuses dropout
-    config = tiny_config(model_type, **dict.fromkeys(drops, 0.1))
-    model = make_model(config, choose_attention(config)).train()
-    model(**make_microbatch(documents(), packing=True).model_inputs(CPU))
-    heads, keys, *widths = attention.head_sizes(config.get_text_config())
-    # no configuration says these in others' words
-    keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)
-    assert seen == {(heads, keys, *widths)}
-    assert attention_check._drops_attention(config.get_text_config()) >= (max(dropped) > 0)
-    without = tiny_config(model_type, **dict.fromkeys(drops, 0.0))
-    assert not attention_check._drops_attention(without)
 
 
 def on_hopper() -> bool:

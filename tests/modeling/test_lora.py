@@ -17,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model, tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from finetune.modeling.lora import fuse_lora
@@ -83,11 +82,11 @@ def numbers(width=16, rows=(2, 5), dtype=torch.float64):
     return torch.randn(*rows, width, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def results(model, x, run=None):
+def results(model, x):
     """Output, gradient of the input and of every trained parameter, of two microbatches."""
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
-    outputs = [run(model, x) if run else model(x) for _ in range(2)]
+    outputs = [model(x) for _ in range(2)]
     for output in reversed(outputs):  # two microbatches in flight
         output.square().mean().backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -126,38 +125,6 @@ def test_equal_to_peft_in_float64(rows, targets, order, rank, alpha, bias, dropo
     assert_same([fused.eval()(x)], [plain.eval()(x)])
 
 
-def recomputed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(model, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputation_gives_the_same(dropout: float) -> None:
-    plain, fused = pair(lora_dropout=dropout)
-    expected = results(plain, numbers())
-    assert_same(results(plain, numbers(), recomputed), expected)
-    assert_same(results(fused, numbers(), recomputed), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_is_not_less_exact_than_peft(dtype: torch.dtype) -> None:
-    """Adapters in float32 under autocast, against float64; gradients come out in float32 too."""
-    plain, fused = pair(dtype)
-    exact = copy.deepcopy(plain).double()
-    x = numbers(rows=(64,), dtype=dtype)
-    expected = results(exact, x.double())
-
-    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype):
-            return model(x)
-
-    def errors(model: nn.Module) -> list[float]:
-        pairs = zip(results(model, x, run), expected, strict=True)
-        return [float((found.double() - right).norm() / right.norm()) for found, right in pairs]
-
-    ours, theirs = errors(fused), errors(plain)
-    assert all(mine <= 2 * other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
-
-
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     """What the other projections would have taken holds the graph of all layers before."""
     _, fused = pair()
@@ -190,20 +157,6 @@ def test_other_inputs_are_told_apart() -> None:
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_outputs_that_nothing_uses_have_no_gradients(dropout: float) -> None:
-    """None, as with peft: zeros would have AdamW move the adapter by its momentum."""
-    found = []
-    for model in pair(lora_dropout=dropout):
-        a, x = model.base_model.model.attention, numbers().requires_grad_()
-        torch.manual_seed(7)
-        first, _, last = a.q_proj(x), a.k_proj(x), a.v_proj(x)
-        (first.square().sum() + last.square().sum()).backward()
-        found.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-        assert len(found[-1]) == 5
-    assert_same(found[1], found[0])
-
-
 def test_what_is_not_plain_is_left_to_peft() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20))
     tied, other = Model(16), Model(16)
@@ -227,15 +180,6 @@ def test_peft_stays_in_charge() -> None:
     for model in (plain, fused):
         model.merge_adapter()
     assert torch.equal(plain(x), fused(x))
-
-
-def test_weights_that_are_gathered_by_their_modules_are_used_by_them() -> None:
-    """ZeRO-3 (a real run: test_grid_sample)."""
-    plain, fused = pair()
-    for module in fused.modules():
-        if hasattr(module, "base_layer"):
-            module.forward.func.__self__.partitioned = True
-    assert_same(results(fused, numbers()), results(plain, numbers()))
 
 
 def test_torch_compile_traces_through() -> None:

@@ -167,28 +167,6 @@ def test_a_probability_that_rounds_to_one_has_finite_odds():
     assert torch.isfinite(found).all() and torch.isfinite(chosen.grad).all()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
-def test_loss_gradient_and_log_do_not_depend_on_the_cut(loss: str):
-    config = config_of(loss, **({} if loss == "kto" else {"sft_weight": 0.5}))
-    each = 1 if loss == "kto" else 2
-    losses, counts, reference = documents(4 * each)
-    objective = PreferenceObjective(config, SimpleNamespace(), None)
-    objective._token_weight, objective._reference_point = (0.0 if loss == "kto" else 0.3), 0.2
-
-    def scored(begin: int, end: int) -> Any:
-        first, last = begin * each, end * each
-        targets = slice(sum(counts[:first]), sum(counts[:last]))
-        labels = [1, 0, 0, 1][begin:end] if loss == "kto" else None
-        part = answers_of(counts[first:last], labels=labels, groups=[0, -1, 1, 0][begin:end])
-        here = reference[first:last] if config.needs_reference else None
-        return objective.scored(losses[targets], part, here, groups=2)
-
-    whole, *parts = (scored(*cut) for cut in ((0, 4), (0, 1), (1, 1), (1, 4)))
-    same_with_gradient(sum(part.total for part in parts), whole.total, losses)
-    sums = sum(part.sums for part in parts)
-    torch.testing.assert_close(sums, whole.sums, rtol=1e-5, atol=1e-5)
-
-
 def test_what_the_log_says():
     """Means over all pairs and over those of a difficulty; a pair without one is in no other."""
     config = config_of("dpo")
