@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -39,7 +38,6 @@ from finetune.runtime import host
 from finetune.runtime.host import HostUse
 from finetune.training import execute, run
 
-PRESETS = Path(__file__).parents[2] / "ds_configs"
 NAMES = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B"]
 
 
@@ -117,14 +115,7 @@ def test_nothing_that_fits_is_clearly_faster(name: str):
     assert own <= min(found.values()) * (1 + EQUAL_SHARE) + slack
 
 
-def test_little_memory_is_spared_and_much_is_used():
-    config, shape = config_of("Qwen/Qwen3-32B"), known_shape("Qwen/Qwen3-32B")
-    tight, roomy = (choose_execution(config, shape, cluster_of(gib)) for gib in (13, 140))
-    assert tight.fits and offloads(tight) == ("cpu", "none")  # an adapter's moments are small
-    assert tight.config.gradient_checkpointing is True
-    assert roomy.fits and offloads(roomy) == ("none", "none") and "GiB" in roomy.reason
-    assert roomy.config.micro_batch_size * roomy.config.cutoff_len >= 4096
-    # without memory to judge by, and after the last start ran out of it
+def test_without_memory_to_judge_by_and_after_running_out_of_it_little_is_taken():
     shape, large = known_shape("Qwen/Qwen3-0.6B"), cluster_of(80)
     after = choose_execution(config_of(), shape, large, out_of_memory=True)
     unknown = [
