@@ -16,7 +16,6 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
 import architecture_picture  # noqa: E402
 import build_site  # noqa: E402
 import concept_pictures  # noqa: E402
-import site_reference  # noqa: E402
 import speed_picture  # noqa: E402
 
 GUIDE, DATA = (ROOT / "docs" / name for name in ("guides/merging.md", "reference/data.md"))
@@ -46,15 +45,6 @@ def test_the_page_on_the_architecture_says_what_is_there() -> None:
         assert (ROOT / "finetune" / name).is_file() or (ROOT / name).is_file(), name
 
 
-def test_every_page_has_its_place_once() -> None:
-    names = [name for names in build_site.PAGES.values() for name in names]
-    placed = [re.sub(r".*<(.+)>", r"\1", name) for name in names]
-    docs = ROOT / "docs"
-    pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*.md")} - {"index"}
-    made = (*build_site.TOP_PAGES, *site_reference.reference_pages("en"), "readme.md")
-    assert sorted(placed) == sorted(pages | {name.removesuffix(".md") for name in made})
-
-
 def test_links_out_of_the_site_become_names() -> None:
     kept = "![d](../images/e.svg)\n```\n[f](../x)\n```\n"
     text = (
@@ -67,18 +57,6 @@ def test_links_out_of_the_site_become_names() -> None:
             build_site.with_links_here(link, GUIDE, NAMES)
 
 
-def test_old_addresses_and_the_page_on_diagnosis_lead_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "index.html").touch()
-    build_site.redirect_old_addresses(tmp_path)
-    assert "url=guides/merging.html" in (tmp_path / "merging.html").read_text(encoding="utf-8")
-    assert not (tmp_path / "settings.html").exists()
-    monkeypatch.setattr(build_site, "OUT", tmp_path)
-    page = build_site.stage("en") / "reference" / "diagnosis.md"
-    assert "[symptoms](symptoms.md)" in page.read_text(encoding="utf-8")
-
-
 def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
     links = ("b.html#there", "b.html#gone", "c.html", "https://example.org/")
     text = "".join(f'<a href="{link}">x</a>' for link in links)
@@ -86,16 +64,6 @@ def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path)
     (tmp_path / "b.html").write_text('<h1 id="there">x</h1><img src="a.html">')
     dead = ["a.html: b.html#gone", "a.html: c.html", "a.html loads https://example.org/x.js"]
     assert build_site.dead_links(tmp_path) == dead
-
-
-def test_reference_pages_say_what_the_code_goes_by() -> None:
-    pages = site_reference.reference_pages("en")
-    assert "| `learning_rate` |" in pages["reference/settings.md"]
-    assert "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of" in pages["reference/exit_codes.md"]
-    assert "\n## launch\n" in pages["reference/commands.md"]
-    chinese = site_reference.reference_pages("zh")["reference/symptoms.md"]
-    assert "(certain;" not in chinese and "显存" in chinese
-    assert chinese.count("\n## ") == pages["reference/symptoms.md"].count("\n## ")
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ nothing is lost.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from dataclasses import asdict
@@ -16,7 +15,6 @@ import run_helpers
 from launching import ROOT
 
 from finetune.commands.report.command import build_report
-from finetune.runs import reader as runs_reader
 from finetune.runs.reader import open_run
 from finetune.runtime.language import speaking
 from finetune.training.results import RunResult
@@ -100,16 +98,3 @@ def test_tensorboard_reads_the_curves(run: Path):
         known = {step: line[name] for step, line in lines.items() if line.get(name) is not None}
         assert {step: drawn[step] for step in known} == pytest.approx(known, rel=1e-6)
     assert [point.step for point in found.Scalars("eval/loss")] == [0, 360, 720]
-
-
-def test_a_later_look_reads_what_is_new(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    copy = long.longer(run, tmp_path / "copy", 3)
-    parsed: list[bytes] = []
-    original = runs_reader.json_object
-    monkeypatch.setattr(runs_reader, "json_object", lambda raw: parsed.append(raw) or original(raw))
-    reader = open_run(copy)
-    assert reader.poll().step == 3 * PLAN.steps < len(parsed)
-    parsed.clear()
-    with (copy / "trainer_log.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 3 * PLAN.steps + 1, "loss": 1.0}) + "\n")
-    assert reader.poll().step == 3 * PLAN.steps + 1 and len(parsed) == 1
