@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import SPECIALS, family, make_tokenizer, marked, render, talk
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, marked, render, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -32,6 +32,7 @@ SYSTEM = talk("q1", "a1", "q2", "a2", system="be kind")
 THOUGHT = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
 BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t1")))
 
+IM_KIND = "<|im_start|>system\nbe kind<|im_end|>\n"
 IM = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}\n"
 NO_THOUGHT, T1, T2 = (f"<think>\n{text}\n</think>\n\n" for text in ("", "t1", "t2"))
 LLAMA = (
@@ -39,6 +40,7 @@ LLAMA = (
     "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n«a1<|eot_id|>»"
 )
+GEMMA = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}\n"
 BOTH = IM.format("q1", "«a1<|im_end|>»"), IM.format("q2", "«a2<|im_end|>»")
 
 EXPECTED: list[tuple[str, Conversation, list[str]]] = [
@@ -91,6 +93,25 @@ def test_masks_are_as_written_by_hand(name: str, conversation: Conversation, exp
         assert sample.ends == (name != "glm4") and sample.follows_prompt
 
 
+def test_tokens_are_those_that_inference_sees():
+    """The prompt's tokens are those of the prompt alone, and the whole is transformers' own."""
+    question, answer = "什么是路由器？ What is a router?", "数据包转发。"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for name in TEMPLATES.keys() - {"llama3"}:  # its date is pinned
+        (sample,) = render(talk(question, answer), family(name), 4096)
+        assert sample.input_ids.tolist() == family(name).apply_chat_template(turns)["input_ids"]
+        prompt = family(name).apply_chat_template(turns[:1], add_generation_prompt=True)
+        length = len(prompt["input_ids"])
+        assert sample.input_ids[:length].tolist() == prompt["input_ids"]
+        assert np.flatnonzero(sample.supervised)[0] == length
+    spaced = talk("  What is a router ? ", " A router  forwards. ", "and   a switch?", "  转发。")
+    plain, trimmed = (
+        shown(make_tokenizer(TEMPLATES["mistral"], SPECIALS["mistral"], trim_offsets=trim), spaced)
+        for trim in (False, True)
+    )
+    assert plain == trimmed, "offsets that are trimmed make no difference"
+
+
 IM_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -115,6 +136,21 @@ def test_what_a_template_cannot_write_is_a_problem_of_the_record():
         assert "t1" not in str(caught.value), "messages go to logs; what people wrote does not"
     with pytest.raises(DataError, match="cannot write a question and its answer"):
         Renderer(make_tokenizer("{% for m in messages %}"), 4096)
+
+
+def test_context_is_not_trained():
+    """An answer of weight zero, the result of a tool, and position 0, which nothing predicts."""
+    turns = [TWO.messages[0], Message("assistant", "a1", trained=False), *TWO.messages[2:]]
+    expected = (
+        "<s>" + GEMMA.format("q1", "a1<end_of_turn>") + GEMMA.format("q2", "«a2<end_of_turn>»")
+    )
+    assert shown(family("gemma"), Conversation(tuple(turns))) == [expected]
+    turns = [*TWO.messages[:2], Message("tool", "r1"), Message("assistant", "a2")]
+    (text,) = shown(family("chatml"), Conversation(tuple(turns)))
+    result = "<|im_start|>tool\nr1<|im_end|>\n<|im_start|>assistant\n"
+    assert text.endswith(f"«a1<|im_end|>»\n{result}«a2<|im_end|>»\n")
+    late = "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
+    assert shown(make_tokenizer(late), TWO) == ["a«1</s>»q2</s>«a2</s>»"]
 
 
 def test_contents_are_found_only_where_certain():
