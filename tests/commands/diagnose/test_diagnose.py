@@ -6,22 +6,19 @@ import io
 import json
 import re
 import re._constants as constants
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
 from re._parser import parse as parse_pattern
+from types import SimpleNamespace
 
 import pytest
-from fake_runs import sign
-from launching import ROOT, environment
+from launching import ROOT
 
 from finetune.commands.diagnose.command import diagnose_logs, main, render_findings
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.findings import Finding
 from finetune.commands.diagnose.knowledge import knowledge
-from finetune.commands.diagnose.prefilter import fixed_words
 from finetune.errors import ConfigError, DataError, ExitCode
 from finetune.plain_text import mask_secrets
 from finetune.runtime.language import speaking
@@ -70,22 +67,6 @@ def test_other_spellings(causes):
         if found != ([variant["cause"]] if variant["cause"] else []):
             wrong.append((variant, found))
     assert not wrong and len(variants) > 250
-
-
-def test_a_rule_is_never_missed_for_its_fixed_words():
-    """Every line that a pattern matches holds the words that lines are filtered by."""
-    # Compiled here: there are more of them than `re` keeps.
-    rules = [(entry, [re.compile(pattern) for pattern in entry.patterns]) for entry in SYMPTOMS]
-    files = [path.read_text(errors="replace") for _, paths in EXAMPLES for path in paths]
-    for line in {line for text in files for line in text.split("\n")}:
-        for symptom, patterns in rules:
-            if any(pattern.search(line) for pattern in patterns):
-                assert symptom.found_in(line, line.lower()), (symptom.cause, line)
-    assert fixed_words(r"\[Errno 24\]|abcdx?ef|(?P<x>disk (?:full|gone))$") == [
-        "[errno 24]", "abcd", "disk "
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="no 3 plain characters"):
-        fixed_words(r"(?:error|failure)?\d+")
 
 
 def begins_unbounded(parts) -> bool:
@@ -237,21 +218,9 @@ def test_exit_codes(capsys, tmp_path):
         assert refused.value.exit_code == ExitCode.REFUSED
 
 
-def test_the_command_loads_no_torch_and_reads_standard_input(monkeypatch):
-    program = (
-        "import sys; from finetune.__main__ import main; code = main(['diagnose', '--lang', 'zh',"
-        " '-'])\nheavy = [name for name in ('torch', 'transformers', 'deepspeed', 'numpy') if name"
-        " in sys.modules]\nsys.exit(f'loaded {heavy}' if heavy else code)"
-    )
-    words, env = [sys.executable, "-c", program], environment()
-    done = subprocess.run(words, input="all is well\n", capture_output=True, env=env, text=True)
-    said = "没有发现故障（已读 1 行）。这些内容不像训练日志：请给出失败进程的日志。\n"
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
-
-    class Input:
-        buffer = io.BytesIO(b"RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB\n")
-
-    monkeypatch.setattr(sys, "stdin", Input)
+def test_standard_input_is_read(monkeypatch):
+    log = io.BytesIO(b"RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB\n")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=log))
     assert [finding.cause for finding in diagnose_logs("-")] == ["device_oom"]
 
 
@@ -271,16 +240,6 @@ def test_a_run_folder_tells_its_own_numbers(tmp_path):
     finding = diagnose_logs([folder])[0]
     assert finding.cause == "device_oom" and "now 6; try 3" in finding.fix
     assert "microbatches of at most 8192 tokens did not fit" in finding.fix
-
-
-def test_a_run_that_disappeared_was_where_its_log_ends(tmp_path):
-    folder = run_folder(tmp_path / "run", state="running", step=0, pid=7)
-    sign(folder, 2**22 + 1)  # no process has this id
-    steps = "".join(f'{{"step": {step}}}\n' for step in (40, 54, 41, 45))  # resumed from 40
-    (folder / "trainer_log.jsonl").write_text(steps + '{"step')
-    assert "disappeared at or after step 45" in diagnose_logs([folder])[0].evidence[0]
-    (folder / "trainer_log.jsonl").unlink()
-    assert "disappeared at or after step 0" in diagnose_logs([folder])[0].evidence[0]
 
 
 def test_only_the_logs_of_the_last_start_are_read(tmp_path):
@@ -310,17 +269,3 @@ def test_a_paste_is_read_as_its_program_wrote_it(encoding: str, tmp_path: Path):
     ):
         (tmp_path / "log").write_bytes(text.encode(encoding))
         assert [found.cause for found in diagnose_logs(tmp_path / "log")] == ["device_oom"]
-
-
-def test_text_that_speaks_of_an_error_is_quoted(causes):
-    """And odd numbers end in no traceback."""
-    for text in (
-        "- RuntimeError: boom",
-        "报错了：显存不足",
-        "exit status 1",
-        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    x',
-        f"Parameter indices which did not receive grad for rank {'1' * 5000}: 1 2",
-        f"micro_batch_size={'1' * 5000}\n{OOM}",
-        f"failed to listen port: {'1' * 5000}, EADDRINUSE",
-    ):
-        assert causes(text + "\n") != [], text

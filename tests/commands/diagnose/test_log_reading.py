@@ -132,13 +132,6 @@ def test_times():
     assert read_time("12 of 2026 rows at 13:14", 2026) is None
 
 
-def test_a_line_without_a_time_has_that_of_the_line_before():
-    log = f"2026-11-21 13:14:05 a\nplain\n{OOM}\n2026-11-21 14:14:05 b\n{OOM}\n"
-    evidence = scan_log(LogFile("log", io.BytesIO(log.encode()))).evidence
-    times = [time.mktime((2026, 11, 21, hour, 14, 5, 0, 0, -1)) for hour in (13, 14)]
-    assert [piece.line.seconds for piece in evidence] == times
-
-
 def test_ranks_in_names():
     for name, rank in {
         "runs/a/logs/20261121-131405-4244-rank3.log": 3,
@@ -147,21 +140,6 @@ def test_ranks_in_names():
         "train.log": None,
     }.items():
         assert rank_in_name(Path(name)) == rank
-
-
-STEP = b"[2026-11-21 13:10:0%d] iteration %d/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm: 0.7"
-
-
-def test_a_log_that_breaks_off():
-    whole = STEP % (9, 30)
-    for last, cut in (
-        (whole.partition(b"me:")[0], True),
-        (whole.partition(b" time")[0], False),  # at the end of a word
-        (whole, False),
-        (b"[2026", False),
-    ):
-        text = b" |\n".join([STEP % (1, 1), STEP % (2, 2), last + b"\n"])
-        assert (scan_log(LogFile("x", io.BytesIO(text))).evidence != []) is cut, last
 
 
 @pytest.mark.parametrize(("quote", "lines"), [("> ", 2), ("", 5000)])

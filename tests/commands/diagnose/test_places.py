@@ -37,23 +37,3 @@ def test_the_innermost_place_that_tells_anything_counts(file, function, cause, d
     # the source line says what was checked
     for said in ("nobody has seen this", f"`{source}`", function):
         assert said in found.explanation
-
-
-def test_an_outer_place_counts_where_the_inner_ones_tell_nothing(causes):
-    loads = (f"{LIBRARY}transformers/modeling_utils.py", "from_pretrained")
-    inner = ("/root/.cache/huggingface/modules/m/modeling_m.py", "build")
-    assert causes(traceback(loads, inner, end="RuntimeError: rope_ratio")) == ["loading_failed"]
-
-
-def test_what_a_device_or_another_process_did_is_not_told_by_the_place(causes):
-    for end in ("RuntimeError: CUDA error: nobody knows", "DistBackendError: NCCL error"):
-        found = causes(traceback(("/home/user/train.py", "step"), end=end))
-        assert found[0] not in {place.cause for place in PLACES}
-
-
-def test_words_count_more_than_the_place(causes):
-    disk = "OSError: [Errno 28] No space left on device"
-    assert causes(traceback((f"{LIBRARY}datasets/builder.py", "x"), end=disk)) == ["disk_full"]
-    restart = "ValueError: Only one is taken when using x"  # has words of a restart
-    text = traceback((f"{LIBRARY}accelerate/accelerator.py", "prepare"), end=restart)
-    assert causes(text) == ["unknown"]
