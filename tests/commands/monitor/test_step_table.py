@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.runs import step_table
-from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, StepTable
+from finetune.runs.step_table import StepTable
 
 OTHERS = st.none() | st.booleans() | st.text(max_size=2)
 VALUES = OTHERS | st.integers(-(10**20), 10**20) | st.floats() | st.just(10**400)
@@ -40,14 +40,3 @@ def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, 
         assert known == [point for point in numbers if abs(point[1]) < 2**53]
         missing = [record["step"] not in dict(table.points(name)) for record in kept]
         assert [math.isnan(value) for value in table.column(name)] == missing
-
-
-def test_what_is_kept():
-    table = StepTable({"step": step, "text": str(step)} for step in range(1, 100))
-    kept = [str(step) for step in range(100 - RECENT_STEPS, 100)]
-    assert [line["text"] for line in table.recent] == kept
-    table.add({"step": 95, "text": "again"})
-    assert [line["step"] for line in table.recent] == [*range(100 - RECENT_STEPS, 95), 95]
-    # a log of endless names takes no endless memory
-    table = StepTable({"step": step, f"name-{step}": 1.0} for step in range(1, 2000))
-    assert len(table.points("name-400")) == 1 and len(table.points(f"name-{MOST_COLUMNS + 2}")) == 0
