@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_records
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def naive_nats(model: torch.nn.Module, ids: Sequence[int], window: int, stride: int) -> float:
@@ -84,18 +84,6 @@ def rolling_log_likelihoods(model, tokenizer, window: int, begin: int, texts: li
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
     requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     return theirs.loglikelihood_rolling(requests, disable_tqdm=True)
-
-
-def test_as_many_positions_as_the_model_has(tiny_model: Path, texts, tmp_path: Path, evaluate):
-    """Learned positions end where the window does."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=1, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    tokenizer.chat_template = None  # which predicting text does not need
-    tokenizer.save_pretrained(tmp_path)
-    result = evaluate("--model", tmp_path, "--text", texts[0])
-    assert result["text"]["max_seq_len"] == 32
-    assert result["models"][0]["text"]["overall"]["bits_per_byte"] > 0
 
 
 def test_what_is_no_text_is_refused(tiny_model, write_rows, tmp_path, refused, command):

@@ -20,52 +20,19 @@ from tool_templates import tool_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune.commands.evaluate.prompts import EvalPrompt, spread, spread_evenly
+from finetune.commands.evaluate.prompts import EvalPrompt
 from finetune.commands.evaluate.while_training import AskedPrompts
 from finetune.config.resolution import resolve
 from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
 from finetune.errors import FinetuneError
 from finetune.inference.decoding import BatchDecoding, answering
-from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.training.results import evaluated_data, read_best
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LEVELS = ("explain", "reasoning", "topology")
 RUN = "--model m --data d --output-dir o"
-
-
-def test_the_tokens_are_those_of_generate_on_each_prompt_alone(tiny_model: Path):
-    """Prompts and rooms of several lengths, under the attention of training."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    choose_attention(model.config)
-    choose, tokens = random.Random(1), range(20, model.config.vocab_size)
-    prompts = [choose.choices(tokens, k=length) for length in (1, 5, 23, 40)]
-    rooms, ends = [30, 7, 12, 0], choose.choices(tokens, k=40)
-    expected = []
-    for prompt, room in zip(prompts, rooms, strict=True):
-        settings = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
-        found = model.generate(torch.tensor([prompt]), max_new_tokens=max(room, 1), **settings)
-        expected.append(found[0, len(prompt) :].tolist()[:room])
-    model.set_attn_implementation(ISOLATED)
-    model.train()
-    before, state = json.dumps(model.config.to_dict(), default=str), torch.get_rng_state()
-    asked: list[bool] = []
-
-    def going(unfinished: bool) -> bool:  # another rank goes on for long
-        asked.append(unfinished)
-        return unfinished or len(asked) < 40
-
-    with answering(model, model):
-        assert not model.training
-        found = BatchDecoding(model, prompts, rooms, ends, going).run(model, pad_id=0)
-    assert found == expected and len({len(answer) for answer in found}) > 2
-    assert len(asked) == 40 and not asked[-1]
-    assert model.training and model.config._attn_implementation == ISOLATED
-    assert json.dumps(model.config.to_dict(), default=str) == before
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "deepseek_v3", "bloom", "qwen3_next"])
@@ -107,17 +74,6 @@ def test_a_prompt_is_what_training_has_before_the_last_answer(name: str):
     # of the last run of targets
     begin = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)[-1]]
     assert one.ids == sample.input_ids[:begin].tolist()
-
-
-def test_the_choice_is_even_and_fixed():
-    levels = np.array([0] * 30 + [1] * 3 + [2] * 8)
-    chosen = spread_evenly(levels, 12)
-    # difficulties in turn
-    assert spread(levels, 12).tolist() == [0, 1, 2, 3, 4, 30, 31, 32, 33, 34, 35, 36]
-    assert spread(levels, 99).tolist() == list(range(41))
-    assert chosen.tolist() == [0, 6, 12, 18, 24, 30, 31, 32, 33, 35, 37, 39]
-    for count in (41, 99):
-        assert spread_evenly(levels, count).tolist() == list(range(41))
 
 
 def test_prompts_without_room_count_as_wrong_and_ranks_share_the_others():

@@ -11,7 +11,7 @@ from launching import ROOT
 from protocol_server import SECRET, Server
 
 from finetune.__main__ import main as finetune
-from finetune.commands.verify.comparison import FINDINGS, with_reasoning
+from finetune.commands.verify.comparison import FINDINGS
 from finetune.commands.verify.endpoint import Endpoint, _Choice, _is_one_per_token
 from finetune.commands.verify.evidence import EngineResponse
 from finetune.commands.verify.options import VerifyOptions
@@ -147,17 +147,6 @@ def test_a_model_is_chosen_only_where_there_is_no_choice(serve):
         server.given = listed
         with pytest.raises(ConfigError, match="list of models cannot be read|has no model"):
             endpoint(server)
-
-
-def test_reasoning_is_put_back():
-    thought = "<think>\nab\n</think>\n\nc"
-    for content, reasoning, own, whole in (
-        ("c", "ab", thought, thought),
-        ("", "c", "c", "c"),  # taken for reasoning
-        ("", "ax", "ac", "ax"),
-        ("d", "xy", thought, "<think>\nxy\n</think>\n\nd"),  # of another model
-    ):
-        assert with_reasoning(EngineResponse(content, "stop", reasoning), own) == whole
 
 
 @pytest.mark.frozen

@@ -12,20 +12,12 @@ from launching import ROOT
 from protocol_server import SECRET
 
 from finetune.__main__ import main as finetune
-from finetune.commands.verify.comparison import ask, refusals
-from finetune.commands.verify.evidence import EngineResponse, Messages, Prompt, Replay
+from finetune.commands.verify.comparison import refusals
+from finetune.commands.verify.evidence import EngineResponse, Prompt, Replay
 from finetune.commands.verify.merged import MergedFolder
 from finetune.errors import ConfigError
 
 DATA = ROOT / "data_samples" / "valid.jsonl"
-
-
-def test_a_refused_conversation_is_a_difference(verify, adapter: Path, serve):
-    report = verify(adapter, "--endpoint", serve("no system").url)
-    (finding,) = report["findings"]
-    assert (report["code"], report["same"], finding["name"]) == (1, 4, "refused"), report
-    assert finding["prompts"] == [1] and "System role" in finding["detail"]
-    assert report["deployment"]["refused"].startswith("400 System role not supported")
 
 
 def test_a_refusal_has_a_name_and_needs_no_model(verify, adapter, serve, monkeypatch):
@@ -70,20 +62,6 @@ def test_failures_are_json_where_it_is_asked_for(adapter: Path, capsys, monkeypa
     error = json.loads(capsys.readouterr().out)["error"]
     assert error.keys() == {"what", "where", "fix", "exit_code"} and error["fix"]
     assert error["exit_code"] == 130
-
-
-def test_a_refused_second_answer_is_no_other_answer():
-    class Limited:
-        name, facts, asked = "limited", {}, 0
-
-        def chat(self, _messages: Messages, _most: int) -> EngineResponse:
-            self.asked += 1
-            if self.asked == 2:
-                return EngineResponse("", "refused", status=429)
-            return EngineResponse("yes", "stop")
-
-    first, second = ask(Limited(), [Prompt((), "", ())] * 2, 4)
-    assert (first.response.answer, first.again, second.again) == ("yes", None, "yes")
 
 
 def test_refusals_with_other_remedies_are_apart():
