@@ -1,12 +1,10 @@
-"""`python -m finetune WORD`: wrong words are answered; every help fits 80 columns."""
+"""`python -m finetune WORD`: wrong words are answered."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
 
-from finetune.__main__ import COMMANDS, main
+from finetune.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -22,14 +20,3 @@ def test_a_word_of_another_tool_or_a_slip_is_answered_with_the_command(typed, me
     said = capsys.readouterr()
     assert f"unknown command '{typed}'; did you mean {meant}?" in said.err and said.out == ""
     assert main(["zzzzzz"]) == 2 and "did you mean" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command", [[], *([name] for name in COMMANDS)], ids=lambda command: "".join(command) or "all"
-)
-def test_the_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with suppress(SystemExit):
-        main([*command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 5 and [line for line in lines if len(line) >= 80] == []

@@ -9,7 +9,6 @@ import pytest
 from launching import run_cli
 
 from finetune.__main__ import COMMANDS
-from finetune.commands.completion.command import flags_of_commands
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +46,6 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_what_bash_offers(script: str, words: str, offered: str):
     assert completed(script, "finetune", *words.split(" ")) == offered.split()
     assert "complete -o default" in script
-
-
-def test_every_command_has_its_flags():
-    found = flags_of_commands()
-    assert set(found) == set(COMMANDS) and all(found.values())
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

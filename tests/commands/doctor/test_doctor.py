@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +25,12 @@ from smi_tools import make_tools
 from finetune.commands.doctor import command as doctor
 from finetune.commands.doctor import data_probe, devices, host
 from finetune.commands.doctor.check import Check, worst
-from finetune.commands.doctor.command import DoctorOptions, quick_checks
+from finetune.commands.doctor.command import DoctorOptions
 from finetune.commands.doctor.config import Demands, check_output, demands_of
 from finetune.commands.doctor.probe import Answer, answer_with
 from finetune.commands.doctor.versions import PAIRS
 from finetune.config.fields import flag
 from finetune.config.options import flags_of
-from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError
 from finetune.runtime.language import speaking
@@ -72,28 +70,6 @@ def failing(checks: dict[str, Any]) -> set[str]:
 
 
 # ---------------------------------------------------------------- this machine
-
-
-def test_this_machine_with_a_configuration(tiny_model, tiny_data, tmp_path, diagnose):
-    """Everything but processes: torch imported, model and data read; nothing is left in the output
-    folder.
-    """
-    run = f"--model {tiny_model} --data {tiny_data} --output-dir {tmp_path / 'run'}"
-    code, checks = diagnose(f"{run} --device-type cpu --nproc 2")
-    assert code == 0 and not failing(checks)
-    for name in ("torch_device", "data", "tokenizer"):
-        assert checks[name]["verdict"] == "ok"
-    assert checks["data"]["values"]["rows"] == 60
-    assert checks["model"]["values"] == {"model_type": "qwen3"}
-    assert checks["batch"]["values"]["world_size"] == 2
-    assert checks["cuda_driver"]["verdict"] == "skip" or shutil.which("nvidia-smi")
-    assert list(tmp_path.iterdir()) == []
-    # as the launcher asks
-    config = resolve([*run.split(), "--device-type", "cpu"], world_size=2).config
-    good = quick_checks(config, processes=2, environment={"PATH": os.environ["PATH"]})
-    assert worst(good) in ("ok", "warn") and "port" not in {check.name for check in good}
-    bad = quick_checks(config, processes=2, environment={"RANK": "0", "WORLD_SIZE": "2"})
-    assert [check.name for check in bad if check.verdict == "fail"] == ["stale_rank"]
 
 
 def test_quick_imports_no_torch():

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer, render, talk
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
 from rich.console import Console
 from sample_rows import write_rows
 
-from finetune.commands.inspect.command import main, marked_text, show
+from finetune.commands.inspect.command import main, show
 from finetune.data.dataset import prepare_samples
 from finetune.errors import DataError, FinetuneError
 
@@ -109,17 +109,6 @@ def test_a_loss_tells_that_the_records_are_preferences(inspected: Any):
     ):
         with pytest.raises(FinetuneError, match=said):
             inspected(words, [PAIR])
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_marked_text_is_the_whole_text(name: str):
-    (sample,) = render(talk("什么是路由器？", "转发 数据包。", "and?", "yes"), family(name), 4096)
-    whole, marked = (
-        marked_text(family(name), sample.input_ids, sample.supervised, brackets=brackets).plain
-        for brackets in (False, True)
-    )
-    assert whole == family(name).decode(sample.input_ids)
-    assert marked.count("[[") == 2 and marked.replace("[[", "").replace("]]", "") == whole
 
 
 def test_what_a_start_would_refuse_is_refused(inspected: Any, model: Path, tmp_path: Path, capsys):

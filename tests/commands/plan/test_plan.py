@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
-from plan_workloads import known_shape
 
 import finetune
 from finetune.commands.plan.command import main
@@ -36,18 +35,6 @@ def config_json(folder: Path, name: str) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(known_config(name)))
     return path
-
-
-def test_from_a_config_json_alone_more_devices_need_less_each(tmp_path, capsys):
-    path, needs = config_json(tmp_path, "Qwen/Qwen3-32B"), []
-    for nodes, devices in ((1, 1), (1, 4), (2, 8)):
-        machines = f"--nodes {nodes} --devices-per-node {devices} --device-name H100 {HOSTS}"
-        found = plan(capsys, f"{PRESET} --model-config {path} {machines}")
-        assert found["model"]["parameters"] == known_shape("Qwen/Qwen3-32B").total
-        terms = sum(term["bytes"] for term in found["terms"] if term["place"] == "device")
-        assert terms >= found["device_bytes"]
-        needs.append(found["device_bytes"])
-    assert needs == sorted(needs, reverse=True)
 
 
 def test_flags_alone_describe_a_run(tmp_path, capsys):
