@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from finetune.planning.activations import (
     block_bytes_per_token,
     loss_bytes,
 )
-from finetune.planning.inputs import workload_of
-from finetune.planning.memory import memory_of
+from finetune.planning.inputs import with_sharding, workload_of
+from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import KNOWN_MODELS, shape_of_model
 from finetune.planning.traffic import (
     computed_flops_per_token,
@@ -97,6 +97,42 @@ def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
     assert memory_of(works[0]).device() <= memory_of(works[1]).device()
 
 
+def test_fused_adapters_need_weights_that_are_whole():
+    shape = known_shape("Qwen/Qwen3-8B")
+
+    def computing(kind: str = "cuda", stage: int = 0, **more: object) -> Computing:
+        work = workload_of(resolve_object({**GIVEN, **more}, 1).config, shape, Cluster(1, 1, kind))
+        return with_sharding(work, Sharding(stage > 0, stage)).computing
+
+    assert computing().adds_adapters and computing(stage=2).adds_adapters
+    assert not computing(stage=3).adds_adapters and not computing(fused_lora=False).adds_adapters
+    assert not computing(finetuning="full").adds_adapters
+    assert computing("npu").fused_layers and not computing("cpu").fused_layers
+    [[block, _count]] = shape.blocks
+    kept = block_bytes_per_token(block, computing())
+    for without in ({"fused_lora": False}, {"fused_layers": "off"}):
+        assert kept < block_bytes_per_token(block, computing(**without))
+
+
+def test_weights_of_the_files_own_dtype_are_the_mapped_files():
+    """Measured: loading adds nothing to a CPU process until it computes."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    changes = {"device_type": "cpu", "computing": Computing(4, 4), "trained": shape.total}
+
+    def made(file_bytes: int, devices: int = 1, sharding: Sharding = Sharding()) -> Memory:  # noqa: B008
+        given = {"devices": devices, "sharding": sharding, "file_bytes": file_bytes}
+        return memory_of(workload(shape, lora=False, **given, **changes))
+
+    mapped, converted = made(4), made(2)
+    assert mapped.process(("load",)) == 0
+    assert converted.process(("load",)) == (4 + 2) * shape.total
+    for memory in (mapped, converted):
+        assert memory.process(("rows",)) >= 12 * shape.total
+    # rank 0 reads all of it
+    sliced = made(4, devices=2, sharding=Sharding(engine=True, stage=3))
+    assert sliced.process(("load",)) == 4 * shape.total + 4 * -(-shape.total // 2)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(stage: int):
     shape = known_shape("Qwen/Qwen2.5-7B")
@@ -106,6 +142,35 @@ def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(sta
     assert behind.node() >= 8 * copy  # all processes are on one node
     for phase, more in (("gather", copy), ("update", copy), ("save", copy // 3), ("result", 0)):
         assert behind.in_phase("host", phase) - waited.in_phase("host", phase) == more
+
+
+def test_gradients_in_one_bucket_are_summed_after_the_microbatches():
+    """Then no activation is left; several buckets are summed among them."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    for stage, size in product((2, 3), (shape.total, shape.total // 4)):
+        how = Sharding(True, stage, reduce_bucket=size)
+        memory = memory_of(workload(shape, lora=False, sharding=how, devices=8))
+        assert _summed(memory) == ("reduce" if size == shape.total else "rows", 2 * size)
+
+
+def _summed(memory: Memory) -> tuple[str, int]:
+    [term] = [term for term in memory.terms if term.formula.endswith("being summed")]
+    return *term.phases, term.bytes
+
+
+def test_collectives_of_a_cpu_have_their_own_copies():
+    """Measured: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce next to none."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    for stage, sum_copies in ((2, 1), (3, 2)):
+        sharding = Sharding(True, stage, prefetch_bucket=10**6, reduce_bucket=shape.total)
+        given = {"lora": False, "sharding": sharding, "devices": 2}
+        on = {kind: workload(shape, **given, device_type=kind) for kind in ("cpu", "cuda")}
+        gathered = {kind: memory_of(work).in_phase("device", "gather") for kind, work in on.items()}
+        # ZeRO-2 has no bucket; two threads
+        bucket = shape.total if stage == 2 else 2 * (10**6 + shape.largest_module)
+        context = of_kind(on["cuda"], "framework", location="device")
+        assert gathered["cpu"] - (gathered["cuda"] - context) == 2 * bucket
+        assert _summed(memory_of(on["cpu"]))[1] == 2 * sum_copies * shape.total
 
 
 def test_zero3_gathers_ahead_up_to_its_bounds():

@@ -37,6 +37,36 @@ def test_every_deepspeed_file_resolves_as_a_complete_run() -> None:
         assert len(offloaded) == (2 if name in ("zero3.json", PRESET) else 0)
 
 
+def test_the_preset_has_the_guides_numbers() -> None:
+    """Written here from the guide for Qwen 32B on 2 nodes of 8 NPUs, not from the file."""
+    config = resolve(["--config", str(ROOT / "ds_configs" / PRESET)], world_size=16).config
+    guide = {
+        "finetuning": "lora",
+        "lora_r": 64,
+        "lora_alpha": 128,
+        "lora_dropout": 0.05,
+        "lora_target_modules": tuple(f"{name}_proj" for name in "q k v o gate up down".split()),
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "global_batch_size": 1 * 8 * 16,
+        "learning_rate": 2e-5,
+        "num_epochs": 3.0,
+        "max_steps": None,
+        "cutoff_len": 2048,
+        "warmup_steps": 100,
+        "weight_decay": 0.01,
+        "dataloader_num_workers": 4,
+        "use_curriculum": True,
+        "curriculum_seed": 42,
+        "difficulty_field": "difficulty",
+        "timeout_seconds": 1800,
+    }
+    assert {name: getattr(config, name) for name in guide} == guide
+    assert config.curriculum.levels == ("explain", "reasoning", "topology")
+    stages = [(stage.until, stage.mix) for stage in config.curriculum.stages]
+    assert stages == [(0.3, (80, 20, 0)), (0.7, (40, 40, 20)), (1.0, (25, 35, 40))]
+
+
 # ---------------------------------------------------------------- accelerate_configs/
 
 
