@@ -1,4 +1,4 @@
-"""Files that are written for weeks: through rotation, a full disk, a clock that jumps, and a kill."""
+"""Files that are written for weeks: through rotation, a full disk and a kill."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import logging
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from finetune.runs.reader import _newest_per_rank
 from finetune.storage import run_log
 from finetune.storage.run_log import (
     AppendFile,
@@ -117,18 +115,3 @@ def test_the_first_event_of_a_resumed_run_does_not_follow_half_a_line(torn, tmp_
     log.close()
     names = [json.loads(line)["event"] for line in path.read_text().splitlines()]
     assert names == ["start", "resume"]
-
-
-def test_logs_are_in_the_order_of_their_starts_though_the_clock_goes_back(tmp_path, monkeypatch):
-    """The monitor and `diagnose` find the newest log of a rank by its name."""
-    real, names = time.strftime, []
-    for hour in ("12", "11", "11", "13"):
-        now = f"20260101-{hour}0000"
-        at_now = lambda form, *at, now=now: real(form, *at) if at else now  # noqa: E731
-        monkeypatch.setattr(time, "strftime", at_now)
-        handler = add_log_file(tmp_path, 3)
-        LOGGER.removeHandler(handler)
-        handler.close()
-        ((_, newest),) = _newest_per_rank(tmp_path / "logs")
-        names.append(newest[9:15])
-    assert names == ["120000", "120001", "120002", "130000"]

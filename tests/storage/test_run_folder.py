@@ -180,30 +180,6 @@ def test_a_result_that_is_not_whole_is_not_put_into_place(tmp_path):
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
-def test_a_free_folder(tmp_path, monkeypatch):
-    (tmp_path / "killed").mkdir()
-    for name in (".lock", ".run_identity.json.tmp"):
-        (tmp_path / "killed" / name).write_text("")
-    for folder in (tmp_path / "killed", tmp_path / "absent", tmp_path / "absent" / "below"):
-        assert describe_folder(folder).kind == "empty"
-        assert check_output_folder(folder, IDENTITY) == []
-    assert os.listdir(tmp_path) == ["killed"]
-    # Another rank makes it at this moment: a rank was refused, for a link to nothing.
-    folder, plain = tmp_path / "run", os.listdir
-    lock = RunLock(folder)
-
-    def listdir(path: Path) -> list[str]:
-        monkeypatch.setattr(os, "listdir", plain)
-        try:
-            return plain(path)
-        finally:
-            lock.__enter__()
-
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert check_output_folder(folder, IDENTITY) == [] and folder.is_dir()
-    lock.__exit__(None, None, None)
-
-
 def test_the_same_run_has_no_differences_and_another_shows_them(tmp_path):
     write_identity(tmp_path, IDENTITY)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "tiny"}))
