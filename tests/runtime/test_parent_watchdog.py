@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from launching import environment
 from run_helpers import Materials
 
 from finetune.runtime import parent_watchdog
-from finetune.runtime.parent_watchdog import Progress, Stop, call_with_timeout
+from finetune.runtime.parent_watchdog import Progress, Stop
 from finetune.storage.checkpoint_files import verify
 
 
@@ -168,13 +167,3 @@ def test_ranks_agree_about_their_folder_and_data(materials, tmp_path):
     output = run_helpers.train(materials.settings(other), 2, expect=1, **patch).output()
     assert "rank 1" in output and "data" in output
     assert not (other / "trainer_log.jsonl").exists()
-
-
-def test_a_call_that_never_returns_is_given_up():
-    never = threading.Event()
-    with pytest.raises(TimeoutError, match="within 0 s"):
-        call_with_timeout(never.wait, 0.1)
-    with pytest.raises(ZeroDivisionError):
-        call_with_timeout(lambda: 1 / 0, 5)
-    assert call_with_timeout(lambda: 3, 5) == 3
-    never.set()

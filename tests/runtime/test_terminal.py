@@ -17,7 +17,7 @@ from finetune.__main__ import main as finetune
 from finetune.commands.diagnose.log_prefixes import decode
 from finetune.errors import DataError
 from finetune.plain_text import CONTROLS, mask_passwords, plain_lines, plain_text
-from finetune.runtime.terminal import filled, plain_streams
+from finetune.runtime.terminal import plain_streams
 from finetune.storage.run_log import add_log_file, setup_console
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x9d0;x\x07e\u202ef\u2066g\x08h"
@@ -114,15 +114,3 @@ def test_screens_fit_80_columns_and_show_nothing_that_a_terminal_obeys(tmp_path,
         path = str(tmp_path)  # a long word is left to the terminal, and can be copied
         assert [line for line in lines if cell_len(line) > 80 and path not in line] == []
         assert [line for line in lines[1:] if "…" in line and "WARNING" not in line] == []
-
-
-def test_rows_are_filled_by_words():
-    path = "/a/very/long/path/that/is/no/words/all.log"
-    text = f"   fix: run `nc -vz 10.0.0.4 29500` on every other node, and see {path}"
-    rows = filled(text, 40)
-    assert " ".join(" ".join(rows).split()) == " ".join(text.split())
-    assert [row for row in rows if len(row) > 40] == [f"       {path}"]
-    assert any("`nc -vz 10.0.0.4 29500`" in row for row in rows)
-    chinese = filled("  原因：各进程未能全部会合。某个节点没有启动、启动太晚或设置不同。", 30)
-    assert all(cell_len(row) <= 32 and row.strip()[0] not in "，。、：" for row in chinese)
-    assert len(chinese) == 3 and filled("", 10) == [""]

@@ -1,4 +1,4 @@
-"""Texts: the catalogue fits the English, and a text without a translation is shown in English."""
+"""Texts: the catalogue fits the English and is current."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 
 import translations
 from site_catalogues import MESSAGES, read_catalogue
-
-from finetune.runtime.language import _, speaking
 
 
 def test_the_catalogue_fits_and_is_current():
@@ -24,11 +22,3 @@ def test_the_catalogue_fits_and_is_current():
     # extraction.
     found, ids = translations.texts(), {message.id for message in translated}
     assert len(found) > 300 and sum(text in ids for text in found) > 0.8 * len(found)
-
-
-def test_a_text_without_translation_is_english():
-    text = "a text that nobody has translated: {count}"
-    with speaking("zh"):
-        assert _(text).format(count=3) == "a text that nobody has translated: 3"
-        assert _("fine-tuning") == "微调"
-    assert _("fine-tuning") == "fine-tuning"
