@@ -31,7 +31,7 @@ from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.training import run as running
 from finetune.training.prepare import IDENTITY_SETTINGS, prepare_fine_tuning
-from finetune.training.trainer import SFTTrainer, adapter_shapes
+from finetune.training.trainer import SFTTrainer
 
 IDS = torch.arange(7, 7 + 2 * 24).reshape(2, 24)
 TOKENS = ["<|im_end|>", "<|im_start|>"]
@@ -113,24 +113,10 @@ def test_peft_loads_what_was_trained_and_it_merges(
     assert ("lm_head.weight" in load_file(merged / "model.safetensors")) == (form == "untied")
 
 
-def test_it_is_what_was_asked_for(materials) -> None:
-    """Names and shapes that the file has, and scales."""
-
-    def made(kind: str) -> Any:
-        config = config_of(materials, **KINDS[kind])
-        ids = (1, 2) if kind == "tokens" else ()
-        return add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
-
-    ranks = made("ranks")
-    for module, rank in (("q_proj", 8), ("down_proj", 2), ("k_proj", 4)):
-        found = {s[0] for name, s in adapter_shapes(ranks).items() if f"{module}.lora_A" in name}
-        assert found == {rank}
-    lora = ranks.peft_config["default"]
+def test_alphas_are_what_was_asked_for(materials) -> None:
+    config = config_of(materials, **KINDS["ranks"])
+    lora = add_adapter(base(materials.model), config, one_dtype=False).peft_config["default"]
     assert (lora.alpha_pattern, lora.lora_alpha) == ({"q_proj": 4}, 8)
-    rows = [shape for name, shape in adapter_shapes(made("tokens")).items() if "token" in name]
-    assert rows == [(2, 32)]
-    names = adapter_shapes(made("layers"))
-    assert {name.split(".layers.")[1][0] for name in names} == {"1"} and len(names) == 14
 
 
 def test_b_learns_faster(materials, tmp_path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import FinetuneError
-from finetune.storage.checkpoint_files import list_checkpoints, verify
+from finetune.storage.checkpoint_files import verify
 from finetune.training.results import Best, read_best
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,25 +75,6 @@ def stopped_early(materials: Materials) -> Path:
     output_dir = materials.folder / "stopped-early"
     run_helpers.train(settings(materials, output_dir))
     return output_dir
-
-
-def test_a_run_ends_early_and_its_best_is_the_output(materials, stopped_early):
-    measured = {event["step"]: event["eval_loss"] for event in events(stopped_early, "eval")}
-    best = min((step for step in measured if step), key=measured.__getitem__)
-    (event,), (end,) = events(stopped_early, "early_stop"), events(stopped_early, "end")
-    last = best + 2 * 4
-    assert list(measured) == list(range(0, last + 1, 2)) and 2 < last < 40, measured
-    facts = {"metric": "eval_loss", "best": measured[best], "best_step": best}
-    assert event.items() >= {"step": last, "evaluations": 4, **facts}.items()
-    assert end.items() >= {"state": "done", "exit_code": 0, "output_step": best}.items()
-    status = run_helpers.status(stopped_early)
-    assert (status["step"], status["best_step"], status["output_step"]) == (last, best, best)
-    kept, newest = stopped_early / f"checkpoint-{best}", list_checkpoints(stopped_early)[-1]
-    output = (stopped_early / ADAPTER).read_bytes()
-    assert output == (kept / ADAPTER).read_bytes() != (newest / ADAPTER).read_bytes()
-    before = (stopped_early / "events.jsonl").read_bytes()
-    assert finetune.run(settings(materials, stopped_early)).steps == last
-    assert (stopped_early / "events.jsonl").read_bytes() == before, "it is finished"
 
 
 def test_a_run_that_a_late_evaluation_ended_is_finished_and_more_patience_goes_on(

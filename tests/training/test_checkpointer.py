@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from file_system_calls import killed_at
 from safetensors.torch import save_file
 from thread_ranks import Meeting, ThreadControl
 
 from finetune.errors import FinetuneError
 from finetune.runtime.host import HostMeter, HostUse
-from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import (
     CheckpointWriter,
-    clean_staging,
     list_checkpoints,
-    newest_valid,
     rotate,
     verify,
 )
@@ -139,24 +134,6 @@ def test_the_next_save_waits_and_the_last_one_is_waited_for(tmp_path, held, monk
     assert all(verify(folder).valid for folder in list_checkpoints(tmp_path))
 
 
-def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(tmp_path, monkeypatch):
-    saver, training = checkpointer(tmp_path), Training().train(1)
-    saver.save(1, training.state(), wait=True)
-
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(durable_files, "sync_file", full)
-    saver.save(2, training.train(2).state())
-    assert saver._saving is not None
-    saver._saving.work.exception(60)  # the thread has ended; training does not know yet
-    why = "(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"
-    with pytest.raises(FinetuneError, match=why):
-        saver.poll()
-    assert saver.last == "checkpoint-1" and os.listdir(tmp_path) == ["checkpoint-1"]
-    saver.finish()  # told once
-
-
 def test_a_host_without_memory_for_the_copies_lets_training_wait(tmp_path, monkeypatch, caplog):
     saver, training = checkpointer(tmp_path), Training().train(1)
     state = training.state()
@@ -249,42 +226,6 @@ def test_ranks_agree_at_the_same_step(tmp_path, monkeypatch, fails):
         assert failed.startswith("checkpoint-1 could not be written")
         assert f"rank {int(fails == 'write')} could not save the checkpoint" in other
         assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path, stride):
-    before, expected = tmp_path / "before", tmp_path / "expected"
-    for folder, steps in ((before, (1, 2)), (expected, (3,))):
-        saver = checkpointer(folder)
-        for step in steps:
-            saver.save(step, Training().train(step).state(), wait=True)
-
-    def train(folder: Path) -> None:
-        training = Training().train(3)
-        with checkpointer(folder) as saver:
-            saver.save(3, training.state())
-            for step in (4, 5):
-                training.train(step)
-                saver.poll()
-
-    steps = []
-    for number in range(0, 10_000, stride):
-        folder = tmp_path / f"run-{number}"
-        shutil.copytree(before, folder)
-        killed = killed_at(number, lambda folder=folder: train(folder))
-        found, skipped = newest_valid(folder)
-        assert found is not None and not skipped
-        steps.append(int(found.name.split("-")[1]))
-        if steps[-1] == 3:
-            assert contents(found) == contents(expected / "checkpoint-3")
-        clean_staging(folder)
-        assert all(verify(checkpoint).valid for checkpoint in list_checkpoints(folder))
-        assert not list(folder.glob(".staging*")) and len(list_checkpoints(folder)) >= 2
-        shutil.rmtree(folder)
-        if not killed:
-            break
-    assert not killed and steps == sorted(steps) and set(steps) == {2, 3}
-    assert len(steps) > 100 // stride
 
 
 def test_what_a_kept_checkpoint_names_as_the_best_stays(tmp_path: Path) -> None:

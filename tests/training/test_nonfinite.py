@@ -149,10 +149,8 @@ def test_spikes_are_those_of_the_rule_computed_with_statistics():
     spikes = [step for step, loss in enumerate(losses) if detector.is_spike(loss)]
     for step, loss in enumerate(losses):
         window = [before for before in losses[:step] if math.isfinite(before)][-128:]
-        if (
-            len(window) == 128
-            and statistics.fmean(window) + 6 * statistics.stdev(window) < loss < INF
-        ):
+        enough = len(window) == 128
+        if enough and statistics.fmean(window) + 6 * statistics.stdev(window) < loss < INF:
             expected.append(step)
     # 50: the window is not full yet
     assert spikes == expected and 300 in spikes and not {50, 400, 401, 402} & set(spikes)
@@ -185,18 +183,6 @@ def test_weights_that_do_not_move_are_reported_once(caplog):
     (text,) = caplog.messages
     for words in ("no trained weight has changed in 3 steps", "1e-09", "--learning-rate"):
         assert words in text
-
-
-@pytest.mark.parametrize("where", ["one weight", "another rank", "a frozen weight"])
-def test_one_number_that_moves_is_enough(where: str, caplog):
-    model, guard = torch.nn.Linear(3, 3), StillGuard(steps=2)
-    model.bias.requires_grad_(False)
-    changed = {"one weight": model.weight, "a frozen weight": model.bias}.get(where, torch.ones(1))
-    for _ in range(2):
-        guard.before_step(model)
-        changed.data[-1] += 1e-6
-        guard.after_step(model, 1e-4, lambda moved: moved or where == "another rank")
-    assert len(caplog.messages) == (where == "a frozen weight")
 
 
 @pytest.mark.parametrize(

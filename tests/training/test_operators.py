@@ -28,23 +28,6 @@ def test_the_lock_of_a_killed_process_is_removed_and_another_programs_stays(tmp_
         assert (tmp_path / "lock").exists()
 
 
-def test_processes_take_turns(tmp_path: Path):
-    order = os.open(tmp_path / "order", os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    children = []
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            with one_at_a_time(tmp_path):
-                for _ in range(200):
-                    os.write(order, b"%d\n" % os.getpid())
-            os._exit(0)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    writers = (tmp_path / "order").read_text().split()
-    changes = sum(first != second for first, second in zip(writers, writers[1:], strict=False))
-    assert len(writers) == 600 and changes == 2
-
-
 def test_the_environments_own_ninja_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own, system = str(tmp_path / "own"), str(tmp_path / "system")
     for folder in (own, system):

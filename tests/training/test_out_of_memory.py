@@ -16,9 +16,7 @@ import run_patches
 from run_helpers import LAYOUTS, Materials, events
 
 from finetune.batching.microbatch_schedule import schedule_microbatches
-from finetune.storage import durable_files
 from finetune.training.build import make_execution
-from finetune.training.session import read_out_of_memory, write_out_of_memory
 
 STEPS, CUTOFF = 5, 96
 
@@ -138,21 +136,6 @@ def test_the_floor_names_the_sample(materials, tmp_path):
     lengths = record_lengths(materials)
     assert f"record {lengths.argmax()} of the data alone has {lengths.max()} tokens" in output
     assert "--cutoff-len" in output and run_helpers.status(output_dir)["state"] == "failed"
-
-
-def test_two_ranks_may_note_it_at_once(tmp_path, monkeypatch):
-    """The second found the first's file gone, and ended with 1, not 4."""
-    plain = durable_files.move
-
-    def move(source, target):
-        monkeypatch.setattr(durable_files, "move", plain)
-        write_out_of_memory(tmp_path, 1, step=7, token_budget=96)
-        plain(source, target)
-
-    monkeypatch.setattr(durable_files, "move", move)
-    write_out_of_memory(tmp_path, 0, step=7, token_budget=96)
-    assert read_out_of_memory(tmp_path) == {"step": 7, "token_budget": 96}
-    assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]
 
 
 def test_the_smaller_of_the_users_and_the_notes_microbatches_is_taken():

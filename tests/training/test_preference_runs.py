@@ -29,7 +29,6 @@ from finetune.modeling.adapter import add_adapter
 from finetune.modeling.lora import adapter_off, fuse_lora
 from finetune.modeling.loss import microbatch_losses
 from finetune.modeling.pretrained import load_model
-from finetune.training.preferences.objective import Mismatched, mismatched_pairs
 from finetune.training.preferences.reference import SavedReference
 
 STEPS = 9
@@ -265,22 +264,6 @@ def kto(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any
     own = {"loss": "kto", "finetuning": "full", "valid_data": None, "max_steps": 3}
     own |= {"data": str(materials.folder / "labels.jsonl")}
     return settings(materials, output_dir, **(own | changes))
-
-
-def test_kto_reference_point_is_cut_at_the_cutoff_and_not_at_the_longest_sample():
-    """A long prompt meets a long answer: longer than any sample, and within cutoff_len."""
-
-    class Samples(list):
-        lengths = np.array([10, 10])
-        record_ids = labels = np.array([0, 1])
-
-    documents = ((8, 2), (2, 8))  # tokens of prompt and answer
-    samples = Samples((np.arange(10), np.repeat([False, True], sizes)) for sizes in documents)
-    pairs = mismatched_pairs(np.array([0, 1]), 2)
-    found = Mismatched(samples, pairs, cutoff_len=20)
-    assert found.lengths.tolist() == [16, 4] and found.supervised_counts.tolist() == [8, 2]
-    assert found[0][0].tolist() == [*range(8), *range(2, 10)]
-    assert Mismatched(samples, pairs, cutoff_len=12).lengths.tolist() == [12, 4]
 
 
 def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_path: Path):

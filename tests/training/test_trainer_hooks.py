@@ -19,7 +19,6 @@ from transformers import Trainer, TrainingArguments
 
 from finetune.config.run_config import RunConfig
 from finetune.training import trainer
-from finetune.training.optimizers import step_count
 from finetune.training.pretraining.trainer import PretrainTrainer
 from finetune.training.trainer import RunTrainer, SFTTrainer, training_arguments
 
@@ -111,12 +110,3 @@ def test_an_offloaded_optimizer_steps_fused_on_the_cpu(device, monkeypatch, tmp_
     zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
     training_arguments(run_config(tmp_path, "npu"), ONE_STEP, learning_rate=1e-4, deepspeed=zero)
     assert given["optim"] == ("adamw_torch" if device == "none" else "adamw_torch_fused")
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_step_count_is_where_the_optimizers_kernel_reads_it(fused):
-    """A fused kernel reads it on the device (here: meta), others on the host."""
-    flat = torch.nn.Parameter(torch.zeros(4, device="meta"))
-    optimizer = SimpleNamespace(param_groups=[{"fused": fused}], state={})
-    step = step_count(7, optimizer, flat)
-    assert step.device.type == ("meta" if fused else "cpu") and (fused or float(step) == 7)

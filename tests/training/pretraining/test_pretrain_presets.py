@@ -1,4 +1,4 @@
-"""Presets of guides 000 and 004, the device's capabilities, and what is refused before training."""
+"""Processes of its own, the device's capabilities, and what is refused before training."""
 
 from __future__ import annotations
 
@@ -11,27 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import ROOT
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.pretrain import KIND, main
 from finetune.runtime import device as devices
 from finetune.runtime.device import peak_flops
 from finetune.training.pretraining import build
-from finetune.training.pretraining.prepare import prepare_pretraining
-
-# Written here from the guides: processes, accumulation there, depth, device batch, total batch, length.
-PRESETS = {
-    "npu4_conservative": (4, 4, 6, 2, 32768, 1024, {"num_iterations": 500, "lr_scale": 0.7}),
-    "npu4_standard": (4, 4, 8, 4, 65536, 1024, {"num_iterations": 1000, "lr_scale": 1.0}),
-    "npu4_full": (4, 2, 12, 32, 524288, 2048, {}),
-    "gpu2_conservative": (2, 1, 12, 8, 24576, 1536, {}),
-    "gpu2_balanced": (2, 1, 16, 12, 49152, 2048, {}),
-    "gpu2_aggressive": (2, 1, 20, 14, 86016, 3072, {"arch": "nanochat"}),  # for its memory
-}
-SIZES = ("depth", "device_batch_size", "total_batch_size", "max_seq_len")
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +27,6 @@ def _logger_as_before():
     before = list(logger.handlers), logger.propagate
     yield
     logger.handlers, logger.propagate = before
-
-
-def test_presets_have_the_guides_numbers():
-    files = (ROOT / "ds_configs").glob("pretrain_*.json")
-    assert {path.stem.removeprefix("pretrain_") for path in files} == set(PRESETS)
-    for name, (processes, accumulation, *numbers, more) in PRESETS.items():
-        words = ["--config", str(ROOT / "ds_configs" / f"pretrain_{name}.json")]
-        config, alone = (
-            resolve(words, world_size=size, model_class=PretrainConfig).config
-            for size in (processes, 1)
-        )
-        expected = {"arch": "lfm2_value", **dict(zip(SIZES, numbers, strict=True)), **more}
-        assert {setting: getattr(config, setting) for setting in expected} == expected, name
-        assert config.gradient_accumulation_steps == accumulation
-        assert alone.gradient_accumulation_steps == accumulation * processes, "on one device"
-        assert config.deepspeed is None and config.output_dir == f"runs/pretrain_{name}"
 
 
 def test_its_own_processes_are_started_once_and_with_the_same_words(monkeypatch):
@@ -106,13 +76,6 @@ def test_fp8_is_ignored_with_one_message_where_there_is_none(caplog):
 COMMON = "--vocab-size 1000 --max-seq-len 16 --device-batch-size 2 --total-batch-size 64 --depth 1"
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    np.arange(1000, dtype="<u2").tofile(tmp_path / "train.bin")
-    np.arange(20, dtype="<u2").tofile(tmp_path / "val.bin")
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -127,21 +90,13 @@ def files(tmp_path: Path) -> Path:
         ("--valid-data-path {val} --max-seq-len=32", "20 tokens are not one window"),
     ],
 )
-def test_bad_input(flags: str, words: str, files: Path, capsys):
+def test_bad_input(flags: str, words: str, tmp_path: Path, capsys):
     if "wandb" in flags and find_spec("wandb"):
         pytest.skip("wandb is installed")
-    given = ["--train-data-path", str(files / "train.bin"), "--output-dir", str(files / "out")]
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "train.bin")
+    np.arange(20, dtype="<u2").tofile(tmp_path / "val.bin")
+    given = ["--train-data-path", f"{tmp_path}/train.bin", "--output-dir", f"{tmp_path}/out"]
     given += [*COMMON.split(), "--num-iterations", "1", "--device-type", "cpu"]
-    assert main([*given, *flags.format(val=files / "val.bin").split()]) == 2
-    assert not (files / "out").exists(), "a refused run wrote something"
+    assert main([*given, *flags.format(val=tmp_path / "val.bin").split()]) == 2
+    assert not (tmp_path / "out").exists(), "a refused run wrote something"
     assert words in capsys.readouterr().err
-
-
-def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(files: Path):
-    """A headerless file says nothing of its ids; reading all of it before would take hours."""
-    words = ["--train-data-path", str(files / "train.bin"), "--output-dir", "x", *COMMON.split()]
-    words += ["--vocab-size", "500", "--num-iterations", "16"]
-    data = prepare_pretraining(resolve(words, world_size=1, model_class=PretrainConfig).config)
-    with pytest.raises(FinetuneError, match="token 500 is 500, and the vocabulary has 500 ids"):
-        for start in range(len(data.train)):
-            data.train[start]
