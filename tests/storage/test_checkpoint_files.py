@@ -1,4 +1,4 @@
-"""Checkpoint folders: every kill or power loss, every error of the disk, every damaged file."""
+"""Checkpoint folders: every kill, every power loss, every error of the disk, every damaged file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_system_calls import PowerLoss, breaking, watched
+from file_system_calls import PowerLoss, breaking, killed_at, watched
 
 from finetune.__main__ import main as finetune
 from finetune.commands.checkpoints import command as checkpoints_command
@@ -153,6 +153,22 @@ def test_what_is_not_published(run_folder, monkeypatch):
             CheckpointWriter(run_folder, step, token)
 
 
+def test_ranks_that_fail_together_remove_their_staging_folder_together(run_folder):
+    """None may stop at what another has removed already."""
+    with CheckpointWriter(run_folder, 1, "t") as writer:
+        for number in range(300):
+            (writer.folder / f"folder-{number}").mkdir()
+            (writer.folder / f"folder-{number}" / "file.json").write_text("{}")
+    children = []
+    for _ in range(3):
+        children.append(os.fork())
+        if children[-1] == 0:
+            writer.discard()
+            os._exit(0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert names_in(run_folder) == []
+
+
 def test_a_file_is_hashed_as_it_is_written(run_folder, monkeypatch):
     """In chunks, of which the system takes parts; synced on the way; nothing is read."""
     data, calls, plain = random.Random(1).randbytes(100_000), [], os.write
@@ -192,6 +208,32 @@ def check_after_a_stop(folder: Path, third: str) -> int:
     assert found is not None and skipped == []
     assert_holds(found, step + 1)
     return step
+
+
+@pytest.mark.parametrize(
+    ("third", "torn", "stride"),
+    [
+        ("none", True, 1),
+        ("none", False, 3),
+        ("broken", False, 4),
+        pytest.param("none", False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_every_call_of_a_save(tmp_path, third, torn, stride):
+    before = tmp_path / "before"
+    make_before(before, third)
+    steps = []
+    for number in range(0, 10_000, stride):
+        folder = tmp_path / f"run-{number}"
+        shutil.copytree(before, folder)
+        killed = killed_at(number, lambda folder=folder: save_and_rotate(folder, 3), torn=torn)
+        steps.append(check_after_a_stop(folder, third))
+        shutil.rmtree(folder)
+        if not killed:
+            break
+    assert len(steps) > (7 if torn else 100 // stride) and not killed
+    assert steps == sorted(steps) and steps[-1] == 3  # once the new one is there it stays
+    assert steps[0] == 2
 
 
 @pytest.mark.parametrize("third", ["none", "valid", "broken"])

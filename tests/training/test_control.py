@@ -42,7 +42,6 @@ def exchange(rank: int, folder: str) -> None:
         two.check_equal({"a": 1, "b": rank})
     except FinetuneError as error:
         (Path(folder) / f"{rank}.txt").write_text(error.what)
-    dist.destroy_process_group()
     run_patches.exchange(rank, folder)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: Muon and AdamW as one, their rates and schedules; and full fine-tuning with less state."""
+"""Optimizers: Muon and AdamW as one, their rates and courses; and those of full fine-tuning with less state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config
 from finetune.planning.workload import Cluster
-from finetune.training.muon import BatchedMuon
+from finetune.training.muon import POLAR_EXPRESS, SECOND_MOMENT, BatchedMuon, NorMuon
 from finetune.training.optimizers import (
     REFERENCE_TOKENS,
     Rates,
@@ -49,6 +49,10 @@ def tiny(arch: str = "nanochat", depth: int = 2):
     return make_model(scratch_config(arch, depth, vocab_size=64, max_seq_len=16), seed=0)
 
 
+def by_kind(model) -> dict[str, list[torch.nn.Parameter]]:
+    return {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
+
+
 def train_step(model, optimizers, number: int) -> None:
     ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(number))
     logits = model(ids[:, :-1]).logits
@@ -58,10 +62,43 @@ def train_step(model, optimizers, number: int) -> None:
         optimizer.zero_grad()
 
 
+# kind: what the names of its parameters end with, without numbers of layers.
+ASSIGNMENT = {
+    "matrix": """self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj self_attn.value_gate
+        conv.in_proj conv.out_proj feed_forward.w1 feed_forward.w2 feed_forward.w3""",
+    "head": "lm_head",
+    "embedding": "model.embed_tokens self_attn.value_embedding",
+    "vector": """conv.conv self_attn.q_layernorm self_attn.k_layernorm operator_norm ffn_norm
+        model.embedding_norm""",
+}
+
+
+def test_who_is_trained_by_what():
+    model = tiny("lfm2_value")
+    kinds = parameter_kinds(model)
+    for kind, members in kinds.items():
+        names = {name.removesuffix(".weight") for name, _ in members}
+        names = {name.split(".", 3)[3] if ".layers." in name else name for name in names}
+        assert names == set(ASSIGNMENT[kind].split())
+    assert sum(len(members) for members in kinds.values()) == len(list(model.parameters()))
+    muon, adamw = make_optimizer(model, config(), RATES, fused=False).parts
+    assert (type(muon), type(adamw)) == (NorMuon, torch.optim.AdamW)
+    assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
+    assert [group["kind"] for group in adamw.param_groups] == ["head", "embedding", "vector"]
+    alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
+    assert [group["kind"] for group in alone.param_groups][0] == "matrix" and len(alone.parts) == 1
+    shape = scratch_config("qwen3", 1, vocab_size=64, max_seq_len=16)
+    shape.tie_word_embeddings = True
+    tied = parameter_kinds(make_model(shape, seed=0))
+    assert not tied["head"] and [name for name, _ in tied["embedding"]] == [
+        "model.embed_tokens.weight"
+    ]
+
+
 def test_the_joint_optimizer_is_both_run_apart():
     joint_model, apart_model = tiny("qwen3"), tiny("qwen3")
     joint = make_optimizer(joint_model, config(optimizer="muon"), RATES, fused=False)
-    kinds = {kind: [p for _, p in named] for kind, named in parameter_kinds(apart_model).items()}
+    kinds = by_kind(apart_model)
     muon = torch.optim.Muon(kinds["matrix"], lr=0.02, weight_decay=0.28, momentum=0.85)
     groups = [
         {"params": kinds["head"], "lr": 0.008, "weight_decay": 0.01},
@@ -150,10 +187,93 @@ def test_schedule_of_the_matrices():
     assert groups["head"]["weight_decay"] == 0.01
 
 
+MATRIX_SHAPES = [(24, 24)] * 5 + [(16, 40)] * 3 + [(40, 16)] * 2 + [(8, 64)]
+
+
+def matrices(seed: int = 0) -> list[torch.nn.Parameter]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=made)) for shape in MATRIX_SHAPES]
+
+
+def trained(kind: type[torch.optim.Muon], steps: int, **settings: Any):
+    """Matrices after some steps on given gradients, with their optimizer."""
+    parameters = matrices()
+    optimizer = kind(parameters, lr=0.05, weight_decay=0.1, momentum=0.9, **settings)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in matrices(100 + step)]
+
+
+def in_float64(
+    steps: int, normuon: bool, rate: float = 0.05, decay: float = 0.1
+) -> list[torch.Tensor]:
+    """A matrix at a time, without bfloat16: Muon from torch.optim.Muon's documentation, NorMuon from the
+    papers that it names.
+    """
+    weights = [parameter.detach().double() for parameter in matrices()]
+    buffers: list[Any] = [0.0] * len(weights)
+    neurons: list[Any] = [0.0] * len(weights)
+    coefficients = POLAR_EXPRESS if normuon else [(3.4445, -4.7750, 2.0315)] * 5
+    for step in range(steps):
+        for number, gradient in enumerate(gradients(step)):
+            weight, gradient = weights[number], gradient.double()
+            buffers[number] = 0.9 * buffers[number] + 0.1 * gradient
+            x = 0.1 * gradient + 0.9 * buffers[number]
+            rows, columns = x.shape
+            if normuon:
+                x = x / x.norm(dim=1, keepdim=True)
+            x = x / x.norm() / (1.01 if normuon else 1.0)
+            for a, b, c in coefficients:
+                x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
+            step_rate = rate * max(1, rows / columns) ** 0.5
+            if not normuon:
+                weights[number] = weight * (1 - rate * decay) - step_rate * x
+                continue
+            x = x * min(rows, columns) ** 0.5 / x.norm()
+            mean = x.square().mean(dim=int(rows >= columns), keepdim=True)
+            neurons[number] = 0.9 * neurons[number] + 0.1 * mean
+            even = x / neurons[number].sqrt()
+            even = even * x.norm() / even.norm()
+            weights[number] = weight - step_rate * (even + decay * weight * (weight * even >= 0))
+    return weights
+
+
+def errors(parameters: list[torch.nn.Parameter], truth: list[torch.Tensor]) -> list[float]:
+    """Relative to the change."""
+    pairs = zip(parameters, truth, matrices(), strict=True)
+    return [float((p.detach() - t).norm() / (t - start.detach()).norm()) for p, t, start in pairs]
+
+
+def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
+    truth = in_float64(4, normuon=False)
+    theirs, reference = trained(torch.optim.Muon, 4)
+    for at_once in (2**25, 2 * 24 * 24):
+        monkeypatch.setattr("finetune.training.muon.MUON_AT_ONCE", at_once)
+        ours, optimizer = trained(BatchedMuon, 4)
+        for error, other in zip(errors(ours, truth), errors(theirs, truth), strict=True):
+            assert error < 1.1 * other + 1e-4 < 0.05
+        for mine, other in zip(ours, theirs, strict=True):
+            moments = (optimizer.state[mine], reference.state[other])
+            assert torch.equal(*(moment["momentum_buffer"] for moment in moments))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_normuon_is_its_definition(dtype: torch.dtype, tolerance: float):
+    """bfloat16 rounds the products of five iterations: some percent of an update, as torch's own Muon."""
+    parameters, optimizer = trained(NorMuon, 6, dtype=dtype)
+    assert max(errors(parameters, in_float64(6, normuon=True))) < tolerance
+    assert all(optimizer.state[p][SECOND_MOMENT].numel() == max(p.shape) for p in parameters)
+
+
 def test_ranks_share_the_matrices(monkeypatch):
-    update = torch.randn(5, 8, 6)
-    muon = BatchedMuon([torch.nn.Parameter(update[0])])
-    (group,) = muon.param_groups
+    _, muon = trained(BatchedMuon, 0)
+    (group,), update = muon.param_groups, torch.randn(5, 8, 6)
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)

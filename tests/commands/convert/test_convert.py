@@ -15,9 +15,14 @@ from finetune.commands.convert.read import TOOLS, read_run
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
 
+HERE = Path(__file__).parent
+
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
-def test_the_tables_name_settings_and_options_that_exist(tool: Any) -> None:
+def test_every_option_of_theirs_is_mapped_or_named(tool: Any) -> None:
+    lines = (HERE / f"{tool.name}.txt").read_text().splitlines()
+    names = {line for line in lines if line and line[0] != "#"}
+    assert len(names) > 30 and not names - set(tool.options)
     settings = set(RunConfig.model_fields)
     assert settings.issuperset(tool.settings.values()) and tool.always.keys() <= settings
     assert all(row.settings.keys() <= settings for row in tool.rows)
@@ -81,6 +86,13 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=refused))
     with pytest.raises(ConfigError, match="Permission denied"):
         read_run("run.sh", None)
+
+
+def test_lines_that_do_not_train_refuse_no_other(folder: Path) -> None:
+    for other in ("echo don't\n# it's so", "swift export --model m --quant_bits 4"):
+        script = f"{other}\nswift sft \\\r\n  --model m --dataset d.jsonl\n"
+        (folder / "run.sh").write_bytes(script.encode())
+        assert read_run("run.sh", None).options == {"model": "m", "dataset": "d.jsonl"}
 
 
 def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:

@@ -99,6 +99,13 @@ ms-swift {loss_type: hinge} -> has no counterpart
 ms-swift {beta: 0} -> beta is 0
 axolotl {rl: grpo} -> rl grpo has no counterpart
 """
+# What a run says -> which of TRL's trainers it is taken for, and the loss.
+GUESSED = """
+trl {beta: 0.1, loss_type: sigmoid, max_completion_length: 512} -> dpo dpo
+trl {loss_type: simpo, max_completion_length: 512} -> cpo simpo
+trl {undesirable_weight: 0.5} -> kto kto
+trl {loss_type: nll} -> sft none
+"""
 
 
 @cases(LOSSES)
@@ -189,6 +196,13 @@ def test_what_they_have_more(capsys: Any) -> None:
     config, text = preferred(capsys, "trl", both)
     assert config.sft_weight == pytest.approx(0.2)
     assert "weight of sigmoid 0.5" in section(text, TRAINED)
+
+
+@cases(GUESSED)
+def test_what_trainer_of_trl_is_guessed_is_said(convert, tool, changes, becomes) -> None:
+    (config, text), (trainer, loss) = convert(tool, changes), becomes.split()
+    assert getattr(config, "loss", "none") == loss
+    assert f"taken for a run of trl {trainer};" in section(text, DIFFERS)
 
 
 @cases(REFUSED)

@@ -30,6 +30,15 @@ def test_axolotl(capsys: Any) -> None:
     assert "optim adamw_bnb_8bit" in named and "roles_to_train" in named
 
 
+def test_what_stands_behind_two_dashes_is_the_launchers(capsys: Any, folder: Path) -> None:
+    run = {**AXOLOTL, "gradient_accumulation_steps": 1}
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(run))
+    options = "--nproc_per_node=4 --nnodes 2 --master_port 29501"
+    command = f"axolotl train theirs.yaml --launcher torchrun -- {options}"
+    config, text = converted(command, capsys)
+    assert config.global_batch_size == 2 * 8 and "launcher " not in text and "29501" not in text
+
+
 def test_moments_in_8_bits_under_deepspeed_are_float32(capsys: Any) -> None:
     """DeepSpeed shards the moments of AdamW; the run is written with it, and the option named."""
     run = PLAIN | {"optimizer": "adamw_bnb_8bit", "deepspeed": "deepspeed_configs/zero2.json"}

@@ -28,7 +28,7 @@ WORKERS = ROOT / "tests" / "commands" / "launch" / "workers"
 
 
 def _supervise(
-    folder: Path, what: str, processes: int, node: str, variables: dict[str, str]
+    folder: Path, what: str, processes: int, resume: str, node: str, variables: dict[str, str]
 ) -> None:
     """A supervisor whose workers train nothing, in a process of its own."""
     os.setsid()
@@ -42,10 +42,11 @@ def _supervise(
     os.environ.update(own)
     nodes = Nodes(2, int(rank), LOOPBACK, int(port)) if node else Nodes(1, 0, LOOPBACK, None)
     held = hold_port(nodes.port, address=LOOPBACK) if nodes.rank == 0 else None
-    config = SimpleNamespace(resume="auto", output_dir=str(folder), timeout_seconds=60)
+    config = SimpleNamespace(resume=resume, output_dir=str(folder), timeout_seconds=60)
     flags = (str(folder), what)
     spec = LaunchSpec("worker", flags, config, "cpu", nodes, processes, 2, 60, os.environ)
     supervise.PEER_GRACE_SECONDS = 2.0
+    supervise.REPORT_SECONDS = float(variables.get("REPORT_SECONDS", 60))
     with LaunchLog(folder / "logs" / f"launch{rank}.log") as log:
         code = supervise.Supervisor(spec, held, log, LaunchRecord(log.path, folder)).run()
     os._exit(code)
@@ -53,12 +54,12 @@ def _supervise(
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, what: str, processes: int = 1, node: str = "", **variables: str
+    folder: Path, what: str, processes: int = 1, resume: str = "auto", node: str = "", **variables
 ) -> Iterator[ForkProcess]:
     """A supervisor (`node`: RANK:PORT of one of two); what is left of it is killed."""
     from finetune.commands.launch import agent  # noqa: F401, once for all
 
-    arguments = (folder, what, processes, node, variables)
+    arguments = (folder, what, processes, resume, node, variables)
     process = multiprocessing.get_context("fork").Process(target=_supervise, args=arguments)
     process.start()
     try:
@@ -74,8 +75,8 @@ def code_of(process: ForkProcess, seconds: float = 120) -> int | None:
     return process.exitcode
 
 
-def run(folder: Path, what: str, processes: int = 1) -> int | None:
-    with launched(folder, what, processes) as process:
+def run(folder: Path, what: str, processes: int = 1, resume: str = "auto") -> int | None:
+    with launched(folder, what, processes, resume) as process:
         return code_of(process)
 
 
@@ -130,6 +131,17 @@ def test_a_failure_before_the_first_step_is_not_started_again(tmp_path: Path):
     assert "diagnosis" in console and f"{tmp_path}/logs/launch.log:" in console
 
 
+def test_a_failure_after_steps_is_started_again_from_what_is_there(tmp_path: Path):
+    """The run was told not to resume; its second attempt must."""
+    (tmp_path / "status.json").write_text("{}")
+    assert run(tmp_path, "step-then-crash", 1, "never") == 0
+    assert "restart 1 of 2: it had trained before" in said(tmp_path)
+    first, second = started(tmp_path)
+    assert not first.endswith("--resume auto") and second.endswith("--resume auto")
+    found = [(each["role"], each["attempt"]) for each in record(tmp_path)["processes"]]
+    assert found == [("supervisor", None), ("worker", 1), ("worker", 2)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(tmp_path, number):
     with launched(tmp_path, "wait", 2) as process:
@@ -159,16 +171,46 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path):
     assert "saved" not in " ".join(notes(tmp_path))
 
 
+@contextlib.contextmanager
+def two_nodes(folder: Path, what: str, **variables: str) -> Iterator[list[ForkProcess]]:
+    """Node 0 with two workers, node 1 with one."""
+    port = free_port()
+    with (
+        launched(folder, what, 2, node=f"0:{port}", **variables) as first,
+        launched(folder, what, 1, node=f"1:{port}", **variables) as second,
+    ):
+        yield [first, second]
+
+
 def test_nodes_are_started_again_together(tmp_path: Path):
     """The last rank, on node 1, runs out of memory."""
-    port, what = free_port(), "exit4-others-wait"
-    with (
-        launched(tmp_path, what, 2, node=f"0:{port}") as first,
-        launched(tmp_path, what, 1, node=f"1:{port}") as second,
-    ):
-        assert code_of(first) == code_of(second) == 0
+    with two_nodes(tmp_path, "exit4-others-wait") as nodes:
+        assert [code_of(node) for node in nodes] == [0, 0]
     assert [len(started(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
     assert "[ERROR] on node 1 the workers ended with exit code 4" in said(tmp_path, "0")
     assert "[ERROR] rank 2 ended with exit code 4" in said(tmp_path, "1")
     for node in ("0", "1"):
         assert "restart 1 of 2: out of memory: it resumes with smaller" in said(tmp_path, node)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_launch_lets_its_workers_save(tmp_path: Path, killed: int):
+    # the other launch need not wait long for a report of the killed one
+    with two_nodes(tmp_path, "wait", REPORT_SECONDS="1") as nodes:
+        until(lambda: (said(tmp_path, "0") + said(tmp_path, "1")).count("[INFO] waiting\n") == 3)
+        nodes[killed].kill()
+        until(lambda: not left_over(tmp_path, str(killed)))
+        for rank in [0, 1] if killed == 0 else [2]:
+            assert notes(tmp_path, rank)[-1] == "1 saved"
+        assert record(tmp_path, str(killed))["ended_at"] is None
+        # in training all ranks save together; here those of the other node are told by hand
+        os.kill(nodes[1 - killed].pid, signal.SIGTERM)
+        assert code_of(nodes[1 - killed]) == 3
+
+
+def test_a_stop_before_all_nodes_are_there(tmp_path: Path):
+    with launched(tmp_path, "done", 1, node=f"0:{free_port()}") as process:
+        until(lambda: "waiting for 1 other" in said(tmp_path, "0"))
+        os.kill(process.pid, signal.SIGINT)
+        assert code_of(process) == 128 + signal.SIGINT
+    assert not started(tmp_path)

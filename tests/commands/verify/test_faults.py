@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from deployments import (
     changed,
     control_tokens_as_text,
     deployment,
     edited_template,
+    in_dtype,
     in_four_bits,
     llama_server,
     rope,
@@ -146,6 +148,33 @@ def test_transformers_server_is_right_and_each_fault_behind_it_is_found(
         folder = deployment(merged, tmp_path / fault, change)
         report = verify(adapter, "--endpoint", transformers_server, "--served-model", folder)
         assert name in names(report) and report["code"] == 1, (fault, json.dumps(report))
+
+
+@pytest.mark.parametrize("fault", ["special_tokens_as_text", "end_ignored"])
+def test_a_folder_with_a_fault_is_found(fault, verify, adapter, merged, tmp_path):
+    change, name = FAULTS[fault]
+    report = verify(adapter, "--merged", deployment(merged, tmp_path / fault, change))
+    assert names(report) == [name] and report["code"] == 1, json.dumps(report)
+    (finding,) = report["findings"]
+    assert finding["mend"] and len(finding["prompts"]) + report["same"] == report["prompts"]
+    assert finding["evidence"][0].startswith("prompt" if name == "template" else "answer")
+
+
+def test_fewer_bits_than_asked_for_are_found(verify, adapter: Path, tmp_path: Path):
+    """Added to all of the head's weights, 8 changes no answer but takes bits of bfloat16."""
+
+    def shifted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}
+
+    base = deployment(BASE, tmp_path / "base", weights(shifted))
+    changed(base, "config.json", dtype="float32")
+    tuned, whole = deployment(adapter, tmp_path / "tuned", lambda folder: None), tmp_path / "whole"
+    changed(tuned, "adapter_config.json", base_model_name_or_path=str(base))
+    words = ["--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]
+    assert finetune(["merge", *words]) == 0
+    assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
+    folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
+    assert names(verify(tuned, "--merged", folder, "--deployed-dtype", "float32")) == ["unknown"]
 
 
 def test_two_faults_are_both_found_with_one_load_of_the_reference(

@@ -1,4 +1,4 @@
-"""Whole pretraining runs: on 1 and 2 processes, resumed; and the result."""
+"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed; and the result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ import run_helpers
 import torch
 from conftest import make_records
 from launching import run_cli, said
-from run_helpers import events, losses, sample_ids
+from run_helpers import events, losses, result_weights, sample_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.commands.prepare import command as prepare
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.errors import DataError
 from finetune.modeling import lfm2_value
+from finetune.modeling.scratch import make_model, scratch_config
 from finetune.storage.run_folder import differences
+from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 from finetune.training.pretraining.prepare import prepare_pretraining
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
+# how much further apart a run and the plain loop may be than plain loops among themselves
+ROUNDING_FACTOR = 5.0
 # the last checkpoint of the killed run, and the step before which it is killed
 SAVED, KILLED = 20, 24
+HERE = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +76,59 @@ def prepared(settings: dict, **changes):
 def one(settings: dict, tmp_path_factory) -> Path:
     """One process, from begin to end."""
     return train(settings, tmp_path_factory.mktemp("runs") / "one")
+
+
+def test_a_plain_loop_does_the_same(one, settings, tokens):
+    """From the definition: whole batches, no accumulation.
+
+    How far rounding alone may carry equal trainings apart depends on the kernels: NorMuon orthogonalizes
+    in bfloat16, which makes small singular values large. So it is measured: further plain loops
+    differ from the first only in the order in which they sum over a batch.
+    """
+    config = resolve_object({**settings, "output_dir": "x"}, 1, PretrainConfig).config
+    batches = sample_ids(one)
+    model, expected = plain_loop(config, batches, tokens)
+    twins = [plain_loop(config, batches, tokens, parts=parts) for parts in (2, 4, WINDOWS)]
+    difference = run_helpers.largest_relative_difference
+    rounding = max(difference(expected, twin) for _, twin in twins)
+    assert rounding < 1e-3, "no yardstick"
+    assert difference(expected, losses(one)) <= max(1e-5, ROUNDING_FACTOR * rounding)
+    assert expected[-1] < expected[0] - 0.1, "nothing was learned"
+    result = result_weights(one)
+    for name, parameter in model.named_parameters():
+        size = parameter.norm()
+        apart = [(twin.get_parameter(name) - parameter).norm() / size for twin, _ in twins]
+        limit = max(1e-4, ROUNDING_FACTOR * float(max(apart)))
+        assert float((result[name] - parameter).norm() / size) <= limit, name
+
+
+def plain_loop(
+    config: PretrainConfig, batches: list[list[int]], tokens: Path, parts: int = 1
+) -> tuple[torch.nn.Module, list[float]]:
+    """Train from the definition, with each batch cut into so many parts; the model and its losses."""
+    model = make_model(scratch_config("nanochat", 1, vocab_size=300, max_seq_len=LENGTH), seed=42)
+    windows = Windows(TokenShards(tokens, split="train"), LENGTH)
+    rates = scaled_rates(config, width=64, worth_tokens=1, run_tokens=1)
+    optimizer = make_optimizer(model, config, rates, fused=True, compute_dtype=torch.float32)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    course = ScheduleSettings(STEPS, 2, warmdown_ratio=0.65, final_fraction=0.05)
+    warmdown = learning_rate_schedule("warmdown", course)
+    losses = []
+    for step, ids in enumerate(batches):
+        batch = torch.from_numpy(np.stack([windows[i][0] for i in ids])).long()
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * warmdown(step)
+        set_matrix_schedule(optimizer, step, total_steps=STEPS, warmdown_ratio=0.65, decay=0.1)
+        total = 0.0
+        for part in batch.chunk(parts):
+            logits = model(part[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            (loss / parts).backward()
+            total += loss.item() / parts
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return model.requires_grad_(False), losses
 
 
 def test_two_processes_are_the_same_training(one: Path, settings: dict, tmp_path: Path):
@@ -122,6 +181,24 @@ def test_every_way_of_starting_is_the_same_run(one, settings, tmp_path):
     assert result.returncode == 0, said(result)
     assert events(output, "start")[0]["world_size"] == 2
     assert losses(output) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_the_result_is_an_ordinary_model_that_is_fine_tuned(one, tiny_data, tmp_path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
+    assert type(model).__name__ == "NanoChatForCausalLM"
+    assert model.get_input_embeddings().padding_idx is None
+    assert "finetune" not in (one / "config.json").read_text()
+    config = json.loads((one / f"checkpoint-{STEPS}" / "config.json").read_text())
+    assert config["model_type"] == "nanochat" and config.get("pad_token_id") is None
+    ids = tokenizer("def test", return_tensors="pt").input_ids
+    options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    assert model.generate(ids, max_new_tokens=5, **options).shape[1] > ids.shape[1]
+    settings = {"model": str(one), "data": str(tiny_data), "output_dir": str(tmp_path / "sft")}
+    settings |= {"cutoff_len": 256, "global_batch_size": 4, "max_steps": 3, "device_type": "cpu"}
+    settings |= {"dtype": "float32", "report_to": "none", "cache_dir": str(tmp_path / "cache")}
+    finetune.run(settings)
+    adapter = result_weights(tmp_path / "sft")
+    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
 
 
 def test_another_architecture_and_optimizer(settings: dict, tmp_path: Path):
