@@ -81,6 +81,13 @@ def test_boundaries_are_decimals_inside_steps_too() -> None:
     assert Schedule(GUIDE.difficulties, tuple(percent)).canonical() == GUIDE.canonical()
 
 
+def test_the_guides_stages_are_exact() -> None:
+    counts = plan_counts(GUIDE, 1000, 10)
+    stages = [counts[:300].sum(axis=0), counts[300:700].sum(axis=0), counts[700:].sum(axis=0)]
+    assert np.array(stages).tolist() == [[2400, 600, 0], [1600, 1600, 800], [750, 1050, 1200]]
+    assert max(check_plan(GUIDE, 100, batch) for batch in (1, 2, 3, 4, 7, 8)) <= Fraction(2, 3)
+
+
 def test_a_linear_ramp_starts_at_the_mix_before_and_ends_at_its_own() -> None:
     schedule = Schedule(("a", "b"), (Stage(0.5, (1, 0)), Stage(1.0, (0, 1), "linear")))
     counts = plan_counts(schedule, 8, 100)
