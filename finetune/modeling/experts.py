@@ -83,7 +83,7 @@ class MixtureLoss(TokenLoss):
             for module, index in find_routers(model):
                 module.register_forward_hook(partial(self._add_probabilities, index))
         self._chosen = 1  # experts of a token
-        self._real: Tensor | None = None  # bool `(tokens,)`: those that are not padding
+        self._real: Tensor | None = None  # float32 `(tokens,)`: 0 for padding, else 1
         self._watching = False
         self._counts = torch.zeros(self.layers, self.experts)
         self._probabilities: list[Tensor] = []
@@ -170,7 +170,7 @@ class MixtureLoss(TokenLoss):
         assert self._real is not None
         chosen = args[1]  # int64 `(tokens, experts of a token)`
         self._chosen = chosen.shape[-1]
-        weight = self._real.float().repeat_interleave(self._chosen)
+        weight = self._real.repeat_interleave(self._chosen)
         self._counts[layer].scatter_add_(0, chosen.flatten(), weight)
 
     def _add_probabilities(
@@ -207,12 +207,12 @@ class MixtureLoss(TokenLoss):
 
 
 def real_tokens(microbatch: Microbatch) -> Tensor:
-    """Return which tokens of a microbatch are not padding: bool `(tokens,)`, row by row."""
+    """Return 1 for each token of a microbatch, 0 for padding: float32 `(tokens,)`, row by row."""
     positions = microbatch.position_ids
     if len(microbatch.targets) == 0:  # the empty microbatch
-        return torch.zeros(positions.numel(), dtype=torch.bool, device=positions.device)
+        return torch.zeros(positions.numel(), device=positions.device)
     if microbatch.document_lengths is not None:
-        return torch.ones(positions.numel(), dtype=torch.bool, device=positions.device)
+        return torch.ones(positions.numel(), device=positions.device)
     columns = torch.arange(positions.shape[1], device=positions.device)
     # Padding has position 0, and so has the first token of a row.
-    return ((positions > 0) | (columns == 0)).flatten()
+    return ((positions > 0) | (columns == 0)).flatten().float()

@@ -88,6 +88,11 @@ class _Choice(_Form):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 
+    @property
+    def tokens(self) -> list[_Token]:
+        """The tokens that have a log-probability."""
+        return (self.logprobs or _Logprobs()).content or []
+
 
 class _Usage(_Form):
     prompt_tokens: int | None = None
@@ -193,7 +198,7 @@ class Endpoint:
             self.facts.setdefault("refused", words)
             return EngineResponse("", "refused", status=refused.status, words=words)
         choice, usage = completion.choices[0], completion.usage or _Usage()
-        message, tokens = choice.message, (choice.logprobs or _Logprobs()).content or []
+        message, tokens = choice.message, choice.tokens
         logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
         has_all = 0 < len(tokens) == len(logprobs) and all(map(math.isfinite, logprobs))
         has_all &= _is_one_per_token(choice, usage.completion_tokens)
@@ -367,8 +372,7 @@ def _is_one_per_token(choice: _Choice, completion_tokens: int | None) -> bool:
     llama.cpp gives one for several tokens that make one character. Some engines give none for the
     end token.
     """
-    tokens = (choice.logprobs or _Logprobs()).content or []
-    missing = 0 if completion_tokens is None else completion_tokens - len(tokens)
-    last = tokens[-1].token.strip() if tokens else ""
+    missing = 0 if completion_tokens is None else completion_tokens - len(choice.tokens)
+    last = choice.tokens[-1].token.strip() if choice.tokens else ""
     ends_before = bool(last) and (choice.message.content or "").rstrip().endswith(last)
     return missing == 0 or (missing == 1 and choice.finish_reason == "stop" and ends_before)

@@ -32,7 +32,6 @@ SYSTEM = talk("q1", "a1", "q2", "a2", system="be kind")
 THOUGHT = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
 BESIDE = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t1")))
 
-IM_KIND = "<|im_start|>system\nbe kind<|im_end|>\n"
 IM = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}\n"
 NO_THOUGHT, T1, T2 = (f"<think>\n{text}\n</think>\n\n" for text in ("", "t1", "t2"))
 LLAMA = (
